@@ -1,0 +1,231 @@
+"""``@training_app``: makes a Parsl app of a training function."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, overload
+
+from parsl.app.app import AppBase
+from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
+from parsl.dataflow.memoization import id_for_memo
+
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.scaling import CurveLike, ScalingCurve
+
+if TYPE_CHECKING:
+    from parsl.dataflow.futures import AppFuture
+
+__all__ = ["TrainingApp", "training_app"]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Everything that a call may override; see `training_app`."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    scaling: CurveLike = None
+    priority: float = 1.0
+    samples: int | None = None
+    epochs: int | None = None
+    rescale_costs: RescaleCosts | None = None
+    seed: int = 0
+    checkpoint_interval: timedelta | None = None
+    name: str | None = None
+
+
+class TrainingApp(AppBase):  # type: ignore[misc]  # Parsl is not typed throughout
+    """A training function that Parsl runs in holes; made by `training_app`.
+
+    Calling it returns a Parsl ``AppFuture`` for the function's return value. The plain function stays at ``.func``.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        options: _Options,
+        *,
+        data_flow_kernel: DataFlowKernel | None = None,
+        executors: Sequence[str] | str = "all",
+        cache: bool = False,
+    ) -> None:
+        super().__init__(
+            func,
+            data_flow_kernel=data_flow_kernel,
+            executors=executors if isinstance(executors, str) else list(executors),
+            cache=cache,
+            ignore_for_cache=["parsl_resource_specification"],
+        )
+        self.__doc__ = func.__doc__
+        self.__module__ = func.__module__
+        self.__wrapped__ = func
+        self._options = options
+        self._curve = ScalingCurve.of(options.scaling)
+        self._request("checked-at-decoration")  # a description that cannot run is refused where it stands
+
+    def options(self, **changes: Any) -> TrainingApp:
+        """Return the same app with some of the decorator's arguments changed, for one call or more.
+
+        Raises
+        ------
+        InvalidTrainer
+            An argument is unknown, or the description cannot run.
+
+        Examples
+        --------
+        >>> @training_app(max_nodes=4)
+        ... def train(session, lr=0.1): ...
+        >>> urgent = train.options(name="urgent", priority=10.0)
+        """
+        known = {item.name for item in fields(_Options)}
+        if unknown := sorted(set(changes) - known):
+            raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        return TrainingApp(
+            self.func,
+            replace(self._options, **changes),
+            data_flow_kernel=self.data_flow_kernel,
+            executors=self.executors,
+            cache=self.cache,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> AppFuture:
+        """Submit the training; its arguments are those of the function after ``session``."""
+        from freetrain_parsl.executor.executor import SPECIFICATION_KEY
+
+        kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
+        request = self._request(self._options.name or self._derived_name(args, kwargs))
+        return kernel.submit(
+            self.func,
+            app_args=args,
+            executors=[self._executor_label(kernel)],
+            cache=self.cache,
+            ignore_for_cache=self.ignore_for_cache,
+            app_kwargs={**self.kwargs, **kwargs, "parsl_resource_specification": {SPECIFICATION_KEY: request}},
+            join=False,
+        )
+
+    def _request(self, name: str) -> Any:
+        from freetrain_parsl.executor.trainings import TrainingRequest
+
+        options = self._options
+        return TrainingRequest(
+            name=name,
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
+            scaling=self._curve,
+            priority=options.priority,
+            samples=options.samples,
+            epochs=options.epochs,
+            costs=options.rescale_costs,
+            seed=options.seed,
+            checkpoint_interval=options.checkpoint_interval,
+        )
+
+    def _derived_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Name the training by its function and arguments, so that a second run of a script finds its checkpoints."""
+        try:
+            key = id_for_memo([list(args), kwargs, self._options.seed])
+        except ValueError:
+            raise InvalidTrainer(
+                f"{self.__name__}: no stable name can be derived from these arguments; "
+                f"give one: {self.__name__}.options(name='…')(…)"
+            ) from None
+        return f"{self.__name__.lstrip('_')}-{hashlib.sha256(key).hexdigest()[:8]}"
+
+    def _executor_label(self, kernel: DataFlowKernel) -> str:
+        from freetrain_parsl.executor.executor import FreeTrainExecutor
+
+        ours = [label for label, executor in kernel.executors.items() if isinstance(executor, FreeTrainExecutor)]
+        if self.executors != "all":
+            ours = [label for label in ours if label in self.executors]
+        if len(ours) != 1:
+            found = f"{len(ours)} of them ({', '.join(ours)}): choose with executors=[…]" if ours else "none"
+            raise InvalidSettings(f"{self.__name__} needs one FreeTrainExecutor in the loaded Config, found {found}")
+        return str(ours[0])
+
+
+@overload
+def training_app(function: Callable[..., Any]) -> TrainingApp: ...
+@overload
+def training_app(
+    function: None = None,
+    *,
+    min_nodes: int = ...,
+    max_nodes: int = ...,
+    scaling: CurveLike = ...,
+    priority: float = ...,
+    samples: int | None = ...,
+    epochs: int | None = ...,
+    rescale_costs: RescaleCosts | None = ...,
+    seed: int = ...,
+    checkpoint_interval: timedelta | None = ...,
+    name: str | None = ...,
+    executors: Sequence[str] | str = ...,
+    cache: bool = ...,
+    data_flow_kernel: DataFlowKernel | None = ...,
+) -> Callable[[Callable[..., Any]], TrainingApp]: ...
+def training_app(
+    function: Callable[..., Any] | None = None,
+    *,
+    executors: Sequence[str] | str = "all",
+    cache: bool = False,
+    data_flow_kernel: DataFlowKernel | None = None,
+    **options: Any,
+) -> TrainingApp | Callable[[Callable[..., Any]], TrainingApp]:
+    """Make a Parsl app of a training function.
+
+    The function's first parameter is the `TrainingSession`; the others are the call's. It runs on as many nodes as
+    the planner gives it, is moved, shrunk and resumed as windows open and close, and its future resolves to its
+    return value when the whole training is done.
+
+    Parameters
+    ----------
+    function
+        The training function, when the decorator is used without parentheses.
+    min_nodes, max_nodes
+        It runs on none, or on a number of nodes within these bounds. Default: one node.
+    scaling
+        Samples per second against number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file. Default: each
+        doubling keeps 90 % of its efficiency.
+    priority
+        Weight for objectives that use one.
+    samples, epochs
+        Work in all. With `epochs`, ``session.epochs()`` needs no argument. Neither is needed: the session tells the
+        planner as soon as it knows.
+    rescale_costs
+        Seconds of training that a change of nodes costs. Default: the executor's.
+    seed
+        Of everything random in the training.
+    checkpoint_interval
+        Between periodic checkpoints. Default: the executor's.
+    name
+        Names the training and its checkpoints. Default: derived from function and arguments.
+    executors, cache, data_flow_kernel
+        As in Parsl's ``python_app``; there must be one FreeTrainExecutor among the executors.
+
+    Raises
+    ------
+    InvalidTrainer
+        The description cannot run, e.g. ``min_nodes`` exceeds ``max_nodes``.
+
+    Examples
+    --------
+    >>> @training_app(max_nodes=4)
+    ... def train(session, lr=0.1): ...
+    >>> train.__name__
+    'train'
+    """
+    known = {item.name for item in fields(_Options)}
+    if unknown := sorted(set(options) - known):
+        raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+
+    def decorate(func: Callable[..., Any]) -> TrainingApp:
+        return TrainingApp(
+            func, _Options(**options), executors=executors, cache=cache, data_flow_kernel=data_flow_kernel
+        )
+
+    return decorate if function is None else decorate(function)

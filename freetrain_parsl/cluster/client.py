@@ -1,0 +1,306 @@
+"""Reaching the embedded cluster, and having one of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.cluster import processes, registry
+from freetrain_parsl.cluster.workload import MainJob, save_workload
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+_START_SECONDS = 30.0  # Python itself takes seconds to start on a busy machine
+
+
+class ClusterClient:
+    """Sends requests to a running embedded cluster. Safe in threads: each request has its own connection.
+
+    Parameters
+    ----------
+    cluster
+        Its name or directory; ``None`` for the only one that runs.
+    timeout
+        How long an answer may take.
+
+    Raises
+    ------
+    ClusterGone
+        No such cluster runs. Every request raises it too, and `BatchSystemError` if the answer does not come
+        in time.
+    """
+
+    def __init__(
+        self,
+        cluster: str | os.PathLike[str] | None = None,
+        *,
+        timeout: timedelta = timedelta(seconds=10),
+    ) -> None:
+        self.name = registry.find(cluster).name
+        self._timeout = timeout.total_seconds()
+        self._socket_path = str(registry.socket_path(self.name))
+
+    def ping(self) -> dict[str, Any]:
+        """Give the cluster's ``name``, ``directory``, ``nodes`` (names) and ``time``."""
+        answer: dict[str, Any] = self._request("ping")
+        return answer
+
+    def submit(
+        self,
+        command: Sequence[str],
+        *,
+        nodes: int = 1,
+        walltime: timedelta,
+        preemptible: bool = True,
+        nodelist: Iterable[str] | None = None,
+        name: str = "",
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdout: str | os.PathLike[str] | None = None,
+        stderr: str | os.PathLike[str] | None = None,
+    ) -> str:
+        """Queue a job and give its id.
+
+        Parameters
+        ----------
+        command
+            Program and arguments, started once on every node of the job.
+        nodes, walltime
+            What it asks for.
+        preemptible
+            Whether the main queue may drive it out.
+        nodelist
+            Nodes it may run on; preemptible jobs only.
+        name
+            For people.
+        env
+            Its environment; ``None`` for that of this process.
+        cwd
+            Where it runs; ``None`` for the current directory.
+        stdout, stderr
+            Files that all its nodes append to; ``None`` to drop the output.
+
+        Raises
+        ------
+        InvalidSettings
+            The cluster can never run it.
+        """
+        job_id: str = self._request(
+            "submit",
+            command=list(command),
+            nodes=nodes,
+            walltime=walltime.total_seconds(),
+            preemptible=preemptible,
+            nodelist=None if nodelist is None else list(nodelist),
+            name=name,
+            env=dict(os.environ if env is None else env),
+            cwd=str(Path.cwd() if cwd is None else Path(cwd).resolve()),
+            stdout=None if stdout is None else str(Path(stdout).resolve()),
+            stderr=None if stderr is None else str(Path(stderr).resolve()),
+        )
+        return job_id
+
+    def cancel(self, job_ids: Iterable[str]) -> dict[str, bool]:
+        """End jobs; the answer tells which had not ended already. Processes may outlast it by the grace."""
+        answer: dict[str, bool] = self._request("cancel", jobs=list(job_ids))
+        return answer
+
+    def jobs(self, job_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Describe jobs by id; unknown ones are absent. See `queue` for the keys."""
+        answer: dict[str, dict[str, Any]] = self._request("jobs", jobs=list(job_ids))
+        return answer
+
+    def queue(self) -> dict[str, dict[str, Any]]:
+        """Describe all jobs that wait or run, by id.
+
+        Keys: ``name``, ``kind`` (``main`` or ``preemptible``), ``state`` (`batch.JobState`), ``reason``,
+        ``nodes`` (names), ``node_count``, ``walltime`` (s), ``submit``, ``start``, ``end``, ``ends`` (end of
+        the walltime; s since the epoch or ``None``), ``ending`` (told to end, not gone yet), ``exit_codes``
+        (by node), ``stdout``, ``stderr``.
+        """
+        answer: dict[str, dict[str, Any]] = self._request("queue")
+        return answer
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Tell who has each node: ``job`` (id or ``None``), ``kind`` (``main``, ``preemptible``, ``idle``)."""
+        answer: dict[str, dict[str, Any]] = self._request("nodes")
+        return answer
+
+    def expected_starts(self) -> dict[str, dict[str, Any]]:
+        """Give the planned ``start`` (s since the epoch) and ``nodes`` of every waiting main job, by id."""
+        answer: dict[str, dict[str, Any]] = self._request("expected_starts")
+        return answer
+
+    def survey(self, job_ids: Iterable[str] = ()) -> dict[str, Any]:
+        """Ask for ``time``, ``windows`` (each ``nodes``, ``opens``, ``closes``) and ``jobs`` at once."""
+        answer: dict[str, Any] = self._request("survey", jobs=list(job_ids))
+        return answer
+
+    def delays(self) -> list[dict[str, Any]]:
+        """Compare main jobs with the same queue without preemptible jobs.
+
+        Each has ``job``, ``submit``, ``expected_start``, ``start`` (s since the epoch; ``None`` if it still
+        waits though it would have started) and ``delay`` (s). See `accounting.delays`.
+        """
+        answer: list[dict[str, Any]] = self._request("delays")
+        return answer
+
+    def usage(self) -> dict[str, float]:
+        """Count node-seconds so far: ``idle_node_seconds``, of these ``preemptible_node_seconds``.
+
+        Also ``time`` (s since the epoch) and ``elapsed`` (s), so that two answers can be subtracted.
+        """
+        answer: dict[str, float] = self._request("usage")
+        return answer
+
+    def history(self) -> list[dict[str, Any]]:
+        """List the stays of jobs on nodes: ``node``, ``job``, ``kind``, ``start``, ``end`` (``None`` so far)."""
+        answer: list[dict[str, Any]] = self._request("history")
+        return answer
+
+    def shutdown(self) -> None:
+        """Tell the cluster to end, with all its jobs; does not wait for that."""
+        self._request("shutdown")
+
+    def _request(self, operation: str, **parameters: Any) -> Any:
+        line = json.dumps({"op": operation, **parameters}).encode() + b"\n"
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(self._timeout)
+                connection.connect(self._socket_path)
+                connection.sendall(line)
+                with connection.makefile("rb") as answers:
+                    answer = answers.readline()
+        except TimeoutError as error:
+            raise BatchSystemError(
+                f"cluster {self.name!r} did not answer {operation!r} within {self._timeout:g} s"
+            ) from error
+        except OSError as error:
+            raise ClusterGone(f"cluster {self.name!r} is gone ({error})") from error
+        if not answer.endswith(b"\n"):
+            raise ClusterGone(f"cluster {self.name!r} went away during {operation!r}")
+        reply = json.loads(answer)
+        if reply["ok"]:
+            return reply["result"]
+        if reply["usage"]:
+            raise InvalidSettings(reply["error"])
+        raise BatchSystemError(reply["error"])
+
+
+class EmbeddedCluster:
+    """Runs an embedded cluster for as long as the ``with`` block lasts, and no longer than this process.
+
+    Parameters
+    ----------
+    directory
+        For its log and its queue; made if missing.
+    nodes
+        How many nodes.
+    workload
+        The main queue; its time begins when the cluster is ready.
+    grace
+        Time from SIGTERM to SIGKILL.
+    margin
+        How long before a node is needed its window closes.
+    name
+        To find it by; made up if empty.
+
+    Attributes
+    ----------
+    client : ClusterClient
+        Reaches it, once it was started.
+    """
+
+    client: ClusterClient
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        nodes: int = 8,
+        workload: Sequence[MainJob] = (),
+        grace: timedelta = timedelta(seconds=5),
+        margin: timedelta = timedelta(0),
+        name: str = "",
+    ) -> None:
+        self.directory = Path(directory).resolve()
+        self.name = name or registry.new_name()
+        self.nodes = nodes
+        self.workload = tuple(workload)
+        self.grace = grace
+        self.margin = margin
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it answers.
+
+        Raises
+        ------
+        BatchSystemError
+            It did not start; the message has its last words.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        queue = self.directory / "workload.json"
+        save_workload(self.workload, queue)
+        errors = self.directory / "cluster.err"
+        command = [sys.executable, "-m", "freetrain_parsl.cluster.daemon"]
+        command += ["--dir", str(self.directory), "--name", self.name, "--nodes", str(self.nodes)]
+        command += ["--grace", str(self.grace.total_seconds()), "--margin", str(self.margin.total_seconds())]
+        command += ["--workload", str(queue), "--parent-pid", str(os.getpid())]
+        with errors.open("wb") as stderr:
+            # A session of its own: Ctrl-C reaches us, and we end it in order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            readable, _, _ = select.select([stdout], [], [], _START_SECONDS)
+            ready = bool(readable) and stdout.readline() == b"ready\n"
+        if not ready:
+            self.stop()
+            lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise BatchSystemError(
+                lines[-1] if lines else f"the embedded cluster did not start; see {errors}"
+            )
+        self.client = ClusterClient(self.name)
+
+    def stop(self) -> None:
+        """End it with all its jobs and wait until no process of it is left. Does nothing if it does not run."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(self.grace.total_seconds() + 5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        # Reading the registry clears the entry of a cluster that was killed. Another of its name may have been the
+        # reason why ours did not start.
+        if self.name not in {info.name for info in registry.running_clusters()}:
+            processes.kill(processes.marked(f"{self.name}/"))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

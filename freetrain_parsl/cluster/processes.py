@@ -1,0 +1,196 @@
+"""Real processes as nodes of a cluster: start one in a session of its own, find and signal what is left of it.
+
+A process belongs to the session that was started for a (job, node), or, if it left that session (``setsid``),
+carries the mark of it in its environment. Linux only: it reads ``/proc``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from freetrain_parsl.errors import InvalidSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+MARK = "FREETRAIN_CLUSTER_MARK"
+"""Environment variable that tells whose a process is: ``cluster/job/node``."""
+
+_PROC = Path("/proc")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ProcessInfo(NamedTuple):
+    """From ``/proc/PID/stat``; `started` (clock ticks after boot) tells a process from a later one of its id."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+    session: int
+    started: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs; a zombie does not."""
+        return self.state not in ("Z", "X")
+
+
+def require_proc() -> None:
+    """Refuse a machine without ``/proc``.
+
+    Raises
+    ------
+    InvalidSettings
+        This is not Linux.
+    """
+    if not (_PROC / "self" / "stat").exists():
+        raise InvalidSettings(f"the embedded cluster needs Linux (it reads /proc), this is {sys.platform}")
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of all processes below whose own parent exits, so that each exit is told to us.
+
+    Returns
+    -------
+    bool
+        Whether the kernel agreed.
+    """
+    refused: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return not refused
+
+
+def process_info(pid: int) -> ProcessInfo | None:
+    """Look a process up; ``None`` if there is none of that id."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
+    return ProcessInfo(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+
+
+def is_running(pid: int, started: int) -> bool:
+    """Whether the process of this id, started at that tick, is still alive."""
+    info = process_info(pid)
+    return info is not None and info.started == started and info.alive
+
+
+def living() -> list[ProcessInfo]:
+    """All processes of this machine that are alive."""
+    infos = (process_info(int(entry.name)) for entry in _PROC.iterdir() if entry.name.isdecimal())
+    return [info for info in infos if info is not None and info.alive]
+
+
+def mark_of(pid: int) -> str | None:
+    """Read the mark that a process was started with, if we may see its environment."""
+    try:
+        environment = (_PROC / str(pid) / "environ").read_bytes()
+    except (OSError, ProcessLookupError):
+        return None
+    prefix = f"{MARK}=".encode()
+    for entry in environment.split(b"\0"):
+        if entry.startswith(prefix):
+            return entry[len(prefix) :].decode(errors="replace")
+    return None
+
+
+def members(sessions: Mapping[int, str]) -> dict[str, list[ProcessInfo]]:
+    """Find the living processes of each (job, node).
+
+    Parameters
+    ----------
+    sessions
+        Session id (that of the process started first) -> mark.
+
+    Returns
+    -------
+    dict
+        Mark -> its processes; marks without any are absent.
+    """
+    wanted = set(sessions.values())
+    everyone = living()
+    parents = {info.pid: info.parent for info in everyone}
+    found: dict[str, list[ProcessInfo]] = {}
+    for info in everyone:
+        mark = sessions.get(info.session)
+        if mark is None and _descends(info.pid, os.getpid(), parents):
+            mark = mark_of(info.pid)
+        if mark is not None and mark in wanted:
+            found.setdefault(mark, []).append(info)
+    return found
+
+
+def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    while pid in parents and (pid := parents[pid]) > 0:
+        if pid == ancestor:
+            return True
+    return False
+
+
+def marked(prefix: str) -> list[int]:
+    """Living processes of this user whose mark begins with `prefix`."""
+    return [info.pid for info in living() if (mark_of(info.pid) or "").startswith(prefix)]
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    stdout: Path | None = None,
+    stderr: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, output appended to files (or dropped).
+
+    Raises
+    ------
+    OSError
+        The command, the directory or a file cannot be opened.
+    """
+    with ExitStack() as files:
+        out = files.enter_context(stdout.open("ab")) if stdout else subprocess.DEVNULL
+        err = files.enter_context(stderr.open("ab")) if stderr else subprocess.DEVNULL
+        return subprocess.Popen(
+            list(command),
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def terminate(processes: Collection[ProcessInfo]) -> None:
+    """Ask processes to end: each group at once, so that no child forked meanwhile is missed."""
+    for group in {info.group for info in processes}:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGTERM)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill processes; those that are gone meanwhile are passed over."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def reap() -> dict[int, int]:
+    """Collect all children that have exited: process id -> exit code (negative: the signal that did it)."""
+    exits: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return exits
+        if pid == 0:
+            return exits
+        exits[pid] = os.waitstatus_to_exitcode(status)

@@ -1,0 +1,269 @@
+"""Parsl's way to the embedded cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence  # noqa: TC003 - typeguard reads it at run time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import typeguard
+from parsl.jobs.states import JobState, JobStatus
+from parsl.launchers.base import Launcher
+from parsl.providers.base import ExecutionProvider
+from parsl.utils import RepresentationMixin
+
+from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
+from freetrain_parsl.cluster.workload import MainJob  # noqa: TC001 - typeguard reads it at run time
+from freetrain_parsl.errors import ClusterGone, InvalidSettings
+from freetrain_parsl.windows.base import WindowSource
+
+_STATES = {
+    "PENDING": JobState.PENDING,
+    "RUNNING": JobState.RUNNING,
+    "COMPLETED": JobState.COMPLETED,
+    "FAILED": JobState.FAILED,
+    "TIMED_OUT": JobState.TIMEOUT,
+    "PREEMPTED": JobState.CANCELLED,  # not FAILED: Parsl's error handlers would count it against the executor
+    "CANCELLED": JobState.CANCELLED,
+}
+
+_WALLTIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
+
+
+def parse_walltime(text: str) -> timedelta:
+    """Read ``[days-]hours:minutes:seconds``, to the fraction of a second.
+
+    Raises
+    ------
+    InvalidSettings
+        It is written otherwise, or is zero.
+    """
+    match = _WALLTIME.fullmatch(text)
+    if match:
+        days, hours, minutes, seconds = match.groups(default="0")
+        walltime = timedelta(days=int(days), hours=int(hours), minutes=int(minutes), seconds=float(seconds))
+        if walltime:
+            return walltime
+    raise InvalidSettings(f"a walltime is written HH:MM:SS and is not zero, got {text!r}")
+
+
+class EveryNodeLauncher(Launcher):
+    """Starts the command `tasks_per_node` times on a node; the cluster starts the script on every node."""
+
+    def __call__(
+        self,
+        command: str,
+        tasks_per_node: int,
+        nodes_per_block: int,  # noqa: ARG002 - Parsl's signature
+        script_dir: str = "",  # noqa: ARG002 - Parsl's signature
+    ) -> str:
+        """Wrap the command."""
+        if tasks_per_node == 1:
+            return command
+        return "\n".join([f"({command}) &"] * tasks_per_node + ["wait"])
+
+
+class _Connection:
+    """The cluster that copies of one provider share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.client: ClusterClient | None = None
+        self.own: EmbeddedCluster | None = None
+        self.closed = False
+
+
+class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
+    """Runs blocks as preemptible jobs of an embedded cluster.
+
+    ``nodes_per_block``, ``walltime`` and ``nodelist`` are read at submission, so a shallow copy with other
+    values submits a block of another shape to the same cluster.
+
+    Parameters
+    ----------
+    cluster : str or None
+        Name or directory of a running cluster; ``None`` to have one of one's own, started at the first use.
+    nodes : int
+        Size of one's own cluster.
+    workload : sequence of MainJob
+        Main queue of one's own cluster.
+    cluster_dir : str or None
+        Directory of one's own cluster; ``None`` for ``cluster`` in the script directory.
+    grace : float
+        Seconds from SIGTERM to SIGKILL in one's own cluster.
+    nodes_per_block : int
+        Nodes a block.
+    walltime : str
+        ``HH:MM:SS`` a block.
+    nodelist : tuple of str or None
+        Nodes that a block may take; ``None`` for any.
+    init_blocks, min_blocks, max_blocks, parallelism
+        As for every provider; the strategy's.
+    worker_init : str
+        Shell commands before the worker starts.
+    launcher : Launcher
+        How the command is started on a node.
+    """
+
+    @typeguard.typechecked
+    def __init__(
+        self,
+        cluster: str | None = None,
+        *,
+        nodes: int = 8,
+        workload: Sequence[MainJob] = (),
+        cluster_dir: str | None = None,
+        grace: float = 5.0,
+        nodes_per_block: int = 1,
+        walltime: str = "00:10:00",
+        nodelist: tuple[str, ...] | None = None,
+        init_blocks: int = 0,
+        min_blocks: int = 0,
+        max_blocks: int = 10,
+        parallelism: float = 1.0,
+        worker_init: str = "",
+        launcher: Launcher | None = None,
+    ) -> None:
+        parse_walltime(walltime)
+        self.cluster = cluster
+        self.nodes = nodes
+        self.workload = workload
+        self.cluster_dir = cluster_dir
+        self.grace = grace
+        self.nodes_per_block = nodes_per_block
+        self.walltime = walltime
+        self.nodelist = nodelist
+        self.init_blocks = init_blocks
+        self.min_blocks = min_blocks
+        self.max_blocks = max_blocks
+        self.parallelism = parallelism
+        self.worker_init = worker_init
+        self.launcher = launcher or EveryNodeLauncher()
+        self.script_dir: str | None = None
+        self.resources: dict[object, Any] = {}
+        self.cores_per_node = None
+        self.mem_per_node = None
+        self._connection = _Connection()
+
+    @property
+    def label(self) -> str:
+        """Name of this kind of provider."""
+        return "embedded"
+
+    @property
+    def driver_address(self) -> str:
+        """Where the nodes, which are all on this machine, reach the driver."""
+        return "127.0.0.1"
+
+    @property
+    def status_polling_interval(self) -> int:
+        """Seconds between status requests; one costs a millisecond."""
+        return 1
+
+    def ensure_started(self) -> ClusterClient:
+        """Reach the cluster, after starting it if it is our own and does not run yet.
+
+        Raises
+        ------
+        ClusterGone
+            The cluster that was named does not run, or `close` was called.
+        BatchSystemError
+            Our own did not start.
+        """
+        connection = self._connection
+        with connection.lock:
+            if connection.closed:
+                raise ClusterGone("this provider has been closed")
+            if connection.client is None:
+                if self.cluster is not None:
+                    connection.client = ClusterClient(self.cluster)
+                else:
+                    own = EmbeddedCluster(
+                        self.cluster_dir or Path(self.script_dir or ".") / "cluster",
+                        nodes=self.nodes,
+                        workload=self.workload,
+                        grace=timedelta(seconds=self.grace),
+                    )
+                    own.start()
+                    connection.own, connection.client = own, own.client
+            return connection.client
+
+    def window_source(self) -> WindowSource:
+        """Return what asks the cluster for its windows."""
+        from freetrain_parsl.windows.local import LocalWindowSource
+
+        return LocalWindowSource(self.ensure_started())
+
+    def close(self) -> None:
+        """End our own cluster, if there is one, with all that runs in it; then refuse all requests."""
+        connection = self._connection
+        with connection.lock:
+            connection.closed = True
+            own, connection.own, connection.client = connection.own, None, None
+        if own is not None:
+            own.stop()
+
+    def submit(self, command: str, tasks_per_node: int, job_name: str = "parsl.embedded") -> str:
+        """Queue a block and give its job id.
+
+        Raises
+        ------
+        InvalidSettings
+            The cluster can never run it.
+        BatchSystemError
+            It did not answer.
+        """
+        client = self.ensure_started()
+        script_dir = Path(self.script_dir or ".").resolve()
+        script_dir.mkdir(parents=True, exist_ok=True)
+        name = f"{job_name}.{time.time_ns()}"
+        script = script_dir / f"{name}.sh"
+        body = self.launcher(command, tasks_per_node, self.nodes_per_block, str(script_dir))
+        text = f"{self.worker_init}\nexport JOBNAME={name}\n{body}\n"
+        with os.fdopen(os.open(script, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w") as file:
+            file.write(text)
+        stdout, stderr = f"{script}.out", f"{script}.err"
+        job_id = client.submit(
+            ["bash", str(script)],
+            nodes=self.nodes_per_block,
+            walltime=parse_walltime(self.walltime),
+            preemptible=True,
+            nodelist=self.nodelist,
+            name=name,
+            stdout=stdout,
+            stderr=stderr,
+        )
+        self.resources[job_id] = {"job_id": job_id, "script_path": str(script)}
+        return job_id
+
+    def status(self, job_ids: Sequence[object]) -> list[JobStatus]:
+        """Ask for the states of jobs, all in one request."""
+        if not job_ids:
+            return []
+        jobs = self.ensure_started().jobs([str(job_id) for job_id in job_ids])
+        return [_status(jobs.get(str(job_id))) for job_id in job_ids]
+
+    def cancel(self, job_ids: Sequence[object]) -> list[bool]:
+        """End jobs, all in one request; true for those that had not ended already."""
+        if not job_ids:
+            return []
+        cancelled = self.ensure_started().cancel([str(job_id) for job_id in job_ids])
+        return [cancelled[str(job_id)] for job_id in job_ids]
+
+
+def _status(job: dict[str, Any] | None) -> JobStatus:
+    if job is None:
+        return JobStatus(JobState.UNKNOWN, "the cluster does not know this job")
+    codes = job["exit_codes"].values()
+    return JobStatus(
+        _STATES[job["state"]],
+        job["reason"] or None,
+        exit_code=next((code for code in codes if code), 0) if codes else None,
+        stdout_path=job["stdout"],
+        stderr_path=job["stderr"],
+    )

@@ -1,0 +1,173 @@
+"""Where running clusters are found: one private directory of this user, in it one directory a cluster.
+
+It lies in ``$XDG_RUNTIME_DIR`` or the directory for temporary files, because the path of a Unix socket holds
+107 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.cluster.processes import is_running, process_info
+from freetrain_parsl.errors import ClusterGone, InvalidSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_MAX_SOCKET_PATH = 107
+_INFO = "cluster.json"
+
+
+@dataclass(frozen=True)
+class ClusterInfo:
+    """A cluster's entry.
+
+    Parameters
+    ----------
+    name
+        Unique among this user's running clusters.
+    directory
+        Where its logs and its jobs' scripts are.
+    pid, started
+        Its process and when that started (clock ticks after boot).
+    """
+
+    name: str
+    directory: str
+    pid: int
+    started: int
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is alive."""
+        return is_running(self.pid, self.started)
+
+
+def runtime_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """Give the private directory of this user's clusters, made if missing.
+
+    Raises
+    ------
+    InvalidSettings
+        It belongs to somebody else or others may enter it.
+    """
+    if base := environment.get("XDG_RUNTIME_DIR"):
+        directory = Path(base) / "freetrain"
+    else:
+        directory = Path(tempfile.gettempdir()) / f"freetrain-{os.getuid()}"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise InvalidSettings(
+            f"{directory} is not a private directory of yours; remove it or set XDG_RUNTIME_DIR elsewhere"
+        )
+    return directory
+
+
+def socket_path(name: str) -> Path:
+    """Give the path of a cluster's socket.
+
+    Raises
+    ------
+    InvalidSettings
+        The name is no plain word, or the path is too long for a socket.
+    """
+    if not name or name.startswith(".") or "/" in name or "\0" in name:
+        raise InvalidSettings(f"a cluster's name must be a plain word, got {name!r}")
+    path = runtime_directory() / name / "socket"
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        raise InvalidSettings(
+            f"the socket path {path} exceeds {_MAX_SOCKET_PATH} bytes; set XDG_RUNTIME_DIR to a shorter one"
+        )
+    return path
+
+
+def new_name() -> str:
+    """Make up a name that no other cluster has."""
+    return f"c{secrets.token_hex(4)}"
+
+
+def register(name: str, directory: Path) -> ClusterInfo:
+    """Enter the calling process as a cluster; its socket is to be made at `socket_path`.
+
+    Raises
+    ------
+    InvalidSettings
+        A cluster of this name, or of this directory, runs already.
+    """
+    for other in running_clusters():
+        if name == other.name or str(directory) == other.directory:
+            raise InvalidSettings(
+                f"cluster {other.name!r} of {other.directory} runs already (pid {other.pid})"
+            )
+    own = process_info(os.getpid())
+    if own is None:
+        raise InvalidSettings("the embedded cluster cannot see its own process in /proc")
+    info = ClusterInfo(name, str(directory), own.pid, own.started)
+    entry = socket_path(name).parent
+    aside = entry.with_name(f".{name}.{own.pid}")
+    aside.mkdir(mode=0o700)
+    (aside / _INFO).write_text(json.dumps(asdict(info)), encoding="utf-8")
+    try:
+        aside.rename(entry)
+    except OSError as error:
+        shutil.rmtree(aside)
+        raise InvalidSettings(f"cluster {name!r} is just being started by somebody else") from error
+    return info
+
+
+def unregister(name: str) -> None:
+    """Take a cluster's entry and socket away."""
+    shutil.rmtree(
+        socket_path(name).parent, ignore_errors=True
+    )  # somebody may clear stale entries at once with us
+
+
+def running_clusters() -> list[ClusterInfo]:
+    """All clusters of this user that run, the newest last; entries of dead ones are removed."""
+    clusters = []
+    for entry in runtime_directory().iterdir():
+        try:
+            info = ClusterInfo(**json.loads((entry / _INFO).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            continue  # being made or removed
+        except (ValueError, TypeError):
+            shutil.rmtree(entry, ignore_errors=True)  # not ours, or of another version: no use to anybody
+            continue
+        if info.running:
+            if entry.name == info.name:  # else it is being made
+                clusters.append(info)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+    return sorted(clusters, key=lambda info: (info.started, info.name))
+
+
+def find(cluster: str | os.PathLike[str] | None = None) -> ClusterInfo:
+    """Find a running cluster by name or directory; ``None`` for the one that runs.
+
+    Raises
+    ------
+    ClusterGone
+        There is none, or several to choose from.
+    """
+    clusters = running_clusters()
+    if cluster is None:
+        if len(clusters) == 1:
+            return clusters[0]
+        if not clusters:
+            raise ClusterGone("no embedded cluster of yours is running")
+        names = ", ".join(info.name for info in clusters)
+        raise ClusterGone(f"several embedded clusters of yours are running, name one: {names}")
+    wanted = os.fspath(cluster)
+    for info in clusters:
+        if wanted == info.name or str(Path(wanted).resolve()) == info.directory:
+            return info
+    raise ClusterGone(f"no embedded cluster {wanted!r} of yours is running")

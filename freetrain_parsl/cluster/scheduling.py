@@ -1,0 +1,428 @@
+"""The batch system's scheduler as a pure state machine: FCFS with EASY backfill, and preemption.
+
+Main jobs are scheduled first come, first served, as if preemptible jobs did not exist. The first that does
+not fit gets a reservation at the time when, by the requested walltimes, enough nodes are free; later ones may
+start before it if that does not delay it (EASY: Lifka, JSSPP 1995; Mu'alem and Feitelson, IEEE TPDS 12(6),
+2001). A main job that needs a preemptible job's nodes has it preempted and starts when the last of its nodes
+is released.
+
+Preemptible jobs start only on idle nodes that the plan (`Plan`) leaves alone until their walltime ends, and
+have no reservation themselves.
+
+There is no clock and no I/O here: times are numbers on one clock of the driver's choice (seconds in the
+daemon, whole microseconds in its accounting), and what a call returns is what the driver has to do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.cluster.nodesets import NodeNames, take_from
+from freetrain_parsl.cluster.plan import Plan, Reservation
+from freetrain_parsl.errors import InvalidSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from freetrain_parsl.cluster.workload import MainJob
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a job asks for.
+
+    Parameters
+    ----------
+    id
+        Unique among the jobs of a scheduler.
+    nodes
+        How many nodes.
+    walltime
+        For how long at most, seconds.
+    preemptible
+        Whether main jobs go before it and may drive it out.
+    nodelist
+        Names of the nodes it may run on; ``None`` for any. Preemptible jobs only: main jobs take nodes as
+        they come.
+    """
+
+    id: str
+    nodes: int
+    walltime: float
+    preemptible: bool = False
+    nodelist: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise InvalidSettings(f"job {self.id!r}: it needs at least one node, got {self.nodes}")
+        if not (math.isfinite(self.walltime) and self.walltime > 0):
+            raise InvalidSettings(f"job {self.id!r}: its walltime must be positive, got {self.walltime!r} s")
+        if self.nodelist is not None and not self.preemptible:
+            raise InvalidSettings(f"job {self.id!r}: only a preemptible job may name its nodes")
+        if self.nodelist is not None and len(set(self.nodelist)) < self.nodes:
+            raise InvalidSettings(
+                f"job {self.id!r}: it asks for {self.nodes} nodes out of a list of {len(set(self.nodelist))}"
+            )
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start `job` now on these nodes; they are free."""
+
+    job: Job
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Preempt:
+    """End this preemptible job now: the main job `needed_by` gets nodes of it."""
+
+    job: Job
+    needed_by: str
+
+
+Action = Start | Preempt
+
+
+@dataclass
+class _Holding:
+    """A job that holds nodes, or has been promised them: `started` is false until the last is released."""
+
+    job: Job
+    nodes: int
+    start: float
+    end: float
+    """When its walltime ends."""
+    order: int
+    started: bool = True
+    ending: bool = False
+    """It has been told to end."""
+
+
+@dataclass
+class Scheduler:
+    """Decides which job starts, or has to go, when.
+
+    Parameters
+    ----------
+    nodes
+        Names of the nodes, or how many.
+    margin
+        Seconds that a preemptible job's walltime must end before the plan needs its nodes: the time that
+        processes take to vanish.
+    plan_depth
+        How many waiting main jobs the plan looks at.
+    backfill_depth
+        How many waiting main jobs backfill looks at; ``None`` for all.
+    """
+
+    nodes: int | Sequence[str]
+    margin: float = 0.0
+    plan_depth: int = 100
+    backfill_depth: int | None = None
+    names: NodeNames = field(init=False)
+    """The nodes' names and bits."""
+
+    def __post_init__(self) -> None:
+        self.names = NodeNames(self.nodes)
+        self._queue: list[Job] = []
+        self._preemptible_queue: list[Job] = []
+        self._main: dict[str, _Holding] = {}
+        self._preemptible: dict[str, _Holding] = {}
+        self._promised: dict[str, _Holding] = {}
+        self._ends: list[tuple[float, int, _Holding]] = []  # of the main jobs; sorted
+        self._main_nodes = 0
+        self._preemptible_nodes = 0
+        self._order = 0
+
+    # -- what happened ---------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Put a job at the end of its queue.
+
+        Raises
+        ------
+        InvalidSettings
+            It asks for more nodes than there are, or for nodes that do not exist.
+        """
+        if job.nodes > len(self.names):
+            raise InvalidSettings(
+                f"job {job.id!r}: it asks for {job.nodes} nodes, the cluster has {len(self.names)}"
+            )
+        if job.nodelist is not None:
+            self.names.to_set(job.nodelist)
+        (self._preemptible_queue if job.preemptible else self._queue).append(job)
+
+    def withdraw(self, job_id: str) -> bool:
+        """Forget a job that has not started; false if there is none of that id."""
+        for queue in (self._queue, self._preemptible_queue):
+            for position, job in enumerate(queue):
+                if job.id == job_id:
+                    del queue[position]
+                    return True
+        if job_id in self._promised:
+            self._release_main(self._promised.pop(job_id))
+            return True
+        return False
+
+    def ending(self, job_id: str, now: float) -> None:
+        """Note that a running job has been told to end: its nodes are expected back at once."""
+        holding = self._find(job_id)
+        holding.ending = True
+        if not holding.job.preemptible:
+            self._ends.remove((holding.end, holding.order, holding))
+            insort(self._ends, (min(holding.end, now), holding.order, holding))
+        holding.end = min(holding.end, now)
+
+    def released(self, job_id: str, node: str) -> None:
+        """Note that a running job's processes on one node are gone; those on its others need not be."""
+        holding = self._find(job_id)
+        bit = self.names.to_set([node]) & holding.nodes
+        holding.nodes &= ~bit
+        if holding.job.preemptible:
+            self._preemptible_nodes &= ~bit
+            if not holding.nodes:
+                del self._preemptible[job_id]
+        else:
+            self._main_nodes &= ~bit
+            if not holding.nodes:
+                self._release_main(holding)
+
+    def ended(self, job_id: str) -> None:
+        """Note that a running job is gone from all its nodes."""
+        holding = self._find(job_id)
+        if holding.job.preemptible:
+            self._preemptible_nodes &= ~holding.nodes
+            del self._preemptible[job_id]
+        else:
+            self._release_main(holding)
+
+    # -- what to do ------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> list[Action]:
+        """Decide what starts and what has to go now. Call after every change; a second call adds nothing."""
+        actions: list[Action] = []
+        self._schedule_main(now, actions)
+        for holding in list(self._promised.values()):
+            if not holding.nodes & self._preemptible_nodes:
+                del self._promised[holding.job.id]
+                self._ends.remove((holding.end, holding.order, holding))
+                holding.started, holding.start, holding.end = True, now, now + holding.job.walltime
+                insort(self._ends, (holding.end, holding.order, holding))
+                actions.append(Start(holding.job, self.names.to_names(holding.nodes)))
+        if self._preemptible_queue and self._idle:
+            self._schedule_preemptible(now, actions)
+        return actions
+
+    def _schedule_main(self, now: float, actions: list[Action]) -> None:
+        free = len(self.names) - self._main_nodes.bit_count()
+        started = 0
+        for job in self._queue:
+            if job.nodes > free:
+                break
+            self._start_main(job, now, actions)
+            free -= job.nodes
+            started += 1
+        if started:
+            del self._queue[:started]
+        if not self._queue or not free or len(self._queue) == 1:
+            return
+        head, *others = self._queue[: self.backfill_depth and self.backfill_depth + 1]
+        shadow, extra, reserved = self._head_reservation(head, now)
+        chosen: set[str] = set()
+        for job in others:
+            if job.nodes > free:
+                continue
+            in_time = now + job.walltime <= shadow
+            if not in_time and job.nodes > extra:
+                continue
+            if not in_time:
+                extra -= job.nodes
+            # What ends in time goes where the head will: the other idle nodes are worth more to long jobs.
+            self._start_main(job, now, actions, prefer=reserved if in_time else ~reserved)
+            free -= job.nodes
+            chosen.add(job.id)
+            if not free:
+                break
+        if chosen:
+            self._queue = [job for job in self._queue if job.id not in chosen]
+
+    def _head_reservation(self, head: Job, now: float) -> tuple[float, int, int]:
+        """(shadow time, nodes left over then, nodes reserved) of the first job, which does not fit now."""
+        free = self.names.all & ~self._main_nodes
+        count, shadow = free.bit_count(), now
+        latest_first: list[int] = []
+        for end, _, holding in self._ends:
+            if count >= head.nodes and max(end, now) > shadow:
+                break
+            shadow = max(end, now)
+            count += holding.nodes.bit_count()
+            latest_first.insert(0, holding.nodes)
+        idle = free & ~self._preemptible_nodes
+        return shadow, count - head.nodes, take_from(head.nodes, *latest_first, idle, free)
+
+    def _start_main(self, job: Job, now: float, actions: list[Action], prefer: int = -1) -> None:
+        """Give a main job its nodes: idle ones, then those that are being emptied, then a victim's."""
+        idle = self._idle
+        nodes = take_from(job.nodes, idle & prefer, idle)
+        missing = job.nodes - nodes.bit_count()
+        if missing:
+            promised = self._main_nodes & self._preemptible_nodes
+            emptying = 0
+            for holding in self._preemptible.values():
+                if holding.ending:
+                    emptying |= holding.nodes & ~promised
+            nodes |= take_from(missing, emptying)
+        while missing := job.nodes - nodes.bit_count():
+            victim = self._victim(missing)
+            victim.ending = True
+            victim.end = min(victim.end, now)
+            actions.append(Preempt(victim.job, job.id))
+            nodes |= take_from(missing, victim.nodes)
+        self._order += 1
+        holding = _Holding(job, nodes, now, now + job.walltime, self._order)
+        self._main[job.id] = holding
+        self._main_nodes |= nodes
+        insort(self._ends, (holding.end, holding.order, holding))
+        if nodes & self._preemptible_nodes:
+            holding.started = False
+            self._promised[job.id] = holding
+        else:
+            actions.append(Start(job, self.names.to_names(nodes)))
+
+    def _victim(self, missing: int) -> _Holding:
+        """Choose the preemptible job to drive out: the smallest that is enough, or the largest; then the youngest."""
+        candidates = [holding for holding in self._preemptible.values() if not holding.ending]
+        enough = [holding for holding in candidates if holding.nodes.bit_count() >= missing]
+        if enough:
+            return min(enough, key=lambda holding: (holding.nodes.bit_count(), -holding.order))
+        return max(candidates, key=lambda holding: (holding.nodes.bit_count(), holding.order))
+
+    def _schedule_preemptible(self, now: float, actions: list[Action]) -> None:
+        plan, _ = self._plan(now)
+        waiting: list[Job] = []
+        for job in self._preemptible_queue:
+            allowed = self._idle
+            if job.nodelist is not None:
+                allowed &= self.names.to_set(job.nodelist)
+            fitting = [
+                nodes
+                for closes, nodes in plan.closings(allowed)
+                if closes is None or now + job.walltime <= closes - self.margin
+            ]
+            nodes = take_from(
+                job.nodes, *fitting
+            )  # soonest closing first: the long windows stay for long jobs
+            if nodes.bit_count() < job.nodes:
+                waiting.append(job)
+                continue
+            self._order += 1
+            self._preemptible[job.id] = _Holding(job, nodes, now, now + job.walltime, self._order)
+            self._preemptible_nodes |= nodes
+            actions.append(Start(job, self.names.to_names(nodes)))
+        self._preemptible_queue = waiting
+
+    # -- what is known ---------------------------------------------------------------------------------------
+
+    @property
+    def _idle(self) -> int:
+        return self.names.all & ~self._main_nodes & ~self._preemptible_nodes
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Names of the nodes that no job holds or has been promised."""
+        return self.names.to_names(self._idle)
+
+    @property
+    def offered_count(self) -> int:
+        """How many nodes main jobs leave: idle, or still held by preemptible jobs."""
+        return (self._idle | self._preemptible_nodes).bit_count()
+
+    @property
+    def preemptible_count(self) -> int:
+        """How many nodes preemptible jobs hold, those that are ending included."""
+        return self._preemptible_nodes.bit_count()
+
+    @property
+    def pending(self) -> tuple[Job, ...]:
+        """Waiting jobs: main ones that have been promised nodes, other main ones, preemptible ones."""
+        promised = (holding.job for holding in self._promised.values())
+        return (*promised, *self._queue, *self._preemptible_queue)
+
+    def expected_starts(self, now: float) -> dict[str, tuple[float, tuple[str, ...]]]:
+        """Planned (start, nodes) of the waiting main jobs, by id; preemptible ones have none."""
+        promised = {
+            job_id: (now, self.names.to_names(holding.nodes)) for job_id, holding in self._promised.items()
+        }
+        _, reservations = self._plan(now)
+        return promised | {
+            item.job_id: (item.start, self.names.to_names(item.nodes)) for item in reservations
+        }
+
+    def free_until(self, now: float) -> dict[str, float | None]:
+        """Idle node -> when it closes for preemptible jobs, ``None`` if the plan does not need it.
+
+        That is `margin` before the plan needs it, and may be now already.
+        """
+        if not self._idle:
+            return {}
+        plan, _ = self._plan(now)
+        return {
+            name: None if closes is None else max(now, closes - self.margin)
+            for closes, nodes in plan.closings(self._idle)
+            for name in self.names.to_names(nodes)
+        }
+
+    def _plan(self, now: float) -> tuple[Plan, list[Reservation]]:
+        plan = Plan(
+            now,
+            self.names.all & ~self._main_nodes,
+            [(end, holding.nodes) for end, _, holding in self._ends],
+            [(holding.end, holding.nodes) for holding in self._preemptible.values()],
+        )
+        waiting = self._queue[: self.plan_depth]
+        return plan, [plan.reserve(job.id, job.nodes, job.walltime) for job in waiting]
+
+    def _find(self, job_id: str) -> _Holding:
+        holding = self._main.get(job_id) or self._preemptible.get(job_id)
+        if holding is None or not holding.started:
+            raise InvalidSettings(f"job {job_id!r} does not run")
+        return holding
+
+    def _release_main(self, holding: _Holding) -> None:
+        self._main_nodes &= ~holding.nodes
+        self._ends.remove((holding.end, holding.order, holding))
+        del self._main[holding.job.id]
+
+
+def simulate(
+    jobs: Iterable[MainJob], nodes: int | Sequence[str], *, backfill_depth: int | None = None
+) -> list[float]:
+    """Start times of main jobs on a cluster of their own, in the order given.
+
+    Jobs submitted at the same time are served in the order given. A job's run time may exceed its walltime.
+    Whole numbers stay exact.
+    """
+    jobs = list(jobs)
+    scheduler = Scheduler(nodes, backfill_depth=backfill_depth)
+    starts: list[float] = [math.nan] * len(jobs)
+    # (time, 0 an end | 1 a submission, index); ends first, so that all that happens at once is known at once
+    events: list[tuple[float, int, int]] = [(job.submit, 1, index) for index, job in enumerate(jobs)]
+    heapq.heapify(events)
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, submission, index = heapq.heappop(events)
+            if submission:
+                scheduler.submit(Job(str(index), jobs[index].nodes, jobs[index].walltime))
+            else:
+                scheduler.ended(str(index))
+        for action in scheduler.schedule(now):
+            index = int(action.job.id)
+            starts[index] = now
+            heapq.heappush(events, (now + jobs[index].run, 0, index))
+    return starts

@@ -1,0 +1,106 @@
+"""Every error that FreeTrain raises on purpose.
+
+::
+
+    FreeTrainError
+    ├── UsageError              the caller's input is wrong; nothing was started or written
+    │   ├── InvalidTrainer      a training app's own description (nodes, curve, work, …)
+    │   ├── InvalidSettings     an executor, planner or cluster setting
+    │   └── InvalidInput        a file that was given: a curve, a job log, a campaign
+    ├── PlanningError           a policy broke its contract
+    ├── CheckpointError
+    │   ├── DamagedCheckpoint   a checkpoint's bytes are not what was written
+    │   └── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
+    ├── TrainingError           a training ended for a reason that is not the user's own exception
+    │   ├── PeerLost            another member of the process group is gone           (retry helps)
+    │   └── TooManyRestarts     fragments keep ending without progress
+    └── BatchSystemError        the batch system refused or did not answer            (retry may help)
+        └── ClusterGone         the embedded cluster is not running
+
+``transient`` says whether doing the same again can help. Messages are one line: what, where, how to mend it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BatchSystemError",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "ClusterGone",
+    "DamagedCheckpoint",
+    "FreeTrainError",
+    "InvalidInput",
+    "InvalidSettings",
+    "InvalidTrainer",
+    "PeerLost",
+    "PlanningError",
+    "TooManyRestarts",
+    "TrainingError",
+    "UsageError",
+]
+
+
+class FreeTrainError(Exception):
+    """Root of the tree: ``except FreeTrainError`` catches what this package raises on purpose."""
+
+    transient: ClassVar[bool] = False
+
+
+class UsageError(FreeTrainError, ValueError):
+    """The caller's input is wrong; nothing was started, submitted or overwritten."""
+
+
+class InvalidTrainer(UsageError):
+    """A training app describes itself in a way that cannot be run."""
+
+
+class InvalidSettings(UsageError):
+    """A setting of the executor, the planner or the embedded cluster is out of range."""
+
+
+class InvalidInput(UsageError):
+    """A file that was given cannot be used; the message names the file and the line."""
+
+
+class PlanningError(FreeTrainError):
+    """A policy returned an allocation that breaks its contract."""
+
+
+class CheckpointError(FreeTrainError):
+    """A checkpoint cannot be written or read."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's bytes are not those that were written."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is intact but belongs to another model, optimizer or dataset."""
+
+
+class TrainingError(FreeTrainError):
+    """A training ended for a reason that is not an exception of the user's own function."""
+
+
+class PeerLost(TrainingError):
+    """Another member of the process group is gone; the survivors go on from the last checkpoint."""
+
+    transient = True
+
+
+class TooManyRestarts(TrainingError):
+    """Fragments of a training keep ending without any progress."""
+
+
+class BatchSystemError(FreeTrainError):
+    """The batch system refused a request or did not answer in time."""
+
+    transient = True
+
+
+class ClusterGone(BatchSystemError):
+    """The embedded cluster is not running (any more)."""
+
+    transient = False

@@ -1,0 +1,397 @@
+"""`FreeTrainExecutor`: a Parsl executor whose workers come and go with the holes of a busy cluster."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import typeguard
+from parsl.executors.errors import InvalidResourceSpecification, ScalingFailed
+from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD, HighThroughputExecutor
+from parsl.jobs.error_handlers import noop_error_handler
+from parsl.jobs.states import JobState, JobStatus
+from parsl.providers.base import ExecutionProvider
+from parsl.serialize import pack_apply_message
+from parsl.serialize.errors import SerializationError
+
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, DeskPost
+from freetrain_parsl.executor.driver import Driver, DriverSettings, SlotTaskEnded, Task
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.slots import SlotServer
+from freetrain_parsl.executor.trainings import Training, TrainingRequest
+from freetrain_parsl.executor.worker import SlotSettings, run_slot
+from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.planner import Planner, PlannerSettings
+from freetrain_parsl.planning.policies import resolve_policy
+from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.storage.posix import check_writable
+from freetrain_parsl.windows.base import Survey, WindowSource
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
+
+SPECIFICATION_KEY = "freetrain"
+"""Where a training app puts its `TrainingRequest` in Parsl's resource specification."""
+
+# HTEX starts its programs by name from PATH, which fails in an environment that is not activated.
+_LAUNCH_COMMAND = DEFAULT_LAUNCH_CMD.replace(
+    "process_worker_pool.py", f"{sys.executable} -m parsl.executors.high_throughput.process_worker_pool", 1
+)
+_INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.interchange")
+
+_HTEX_HEARTBEAT = 2  # seconds; also how soon HTEX notices a worker process that died
+_HTEX_SILENCE = 30  # seconds
+
+
+class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl is not typed throughout
+    """Runs training apps in the windows of a batch system, and ordinary apps one to a slot.
+
+    Blocks are requested and released by a planner, not by Parsl's scaling strategy; a block that ends, is preempted
+    or is refused is normal life and never an error of an app. On exit no job and no process of ours is left.
+
+    Parameters
+    ----------
+    label
+        Parsl's name for this executor.
+    provider
+        Submits blocks; its ``nodes_per_block`` and ``walltime`` are replaced block by block. Default: the embedded
+        cluster, a small batch system on this machine.
+    windows
+        Finds the windows. Default: the provider's own (``provider.window_source()``).
+    policy
+        A policy or the name of one: ``milp``, ``equal-share``.
+    checkpoint_dir
+        Where trainings keep their checkpoints; must be reachable from the nodes. Trainings of the same name that find
+        checkpoints there resume from them. Default: ``checkpoints`` in Parsl's run directory.
+    checkpoint_interval
+        Between periodic checkpoints; closings of windows have checkpoints of their own.
+    rescale_costs
+        Seconds of training that a change of nodes costs, for trainings that state none.
+    planner
+        What is assumed of the site: start-up time, least useful block, …
+    poll_interval
+        Between rounds of queries to the batch system.
+    submissions_per_minute
+        Most blocks that are submitted in a minute.
+    slots_per_node
+        Worker places on a node: its number of accelerators, or 1.
+    threads_per_slot
+        Threads of torch in each slot; ``None``: torch's choice.
+    grace
+        Between a batch system's signal and its kill.
+    silence
+        After so long without a sign of life a slot, or the driver, counts as gone.
+    available_accelerators, address, worker_port_range, worker_debug, encrypted
+        As in Parsl's HighThroughputExecutor; `encrypted` holds for the slots' control channel too.
+    interface
+        Network interface for the traffic among the members of a training. Default: the one that reaches the driver.
+
+    Raises
+    ------
+    InvalidSettings, CheckpointError
+        A setting is out of range, or the checkpoint directory cannot be written.
+    """
+
+    @typeguard.typechecked
+    def __init__(
+        self,
+        label: str = "freetrain",
+        provider: Optional[ExecutionProvider] = None,
+        windows: Optional[WindowSource] = None,
+        *,
+        policy: Union[str, Policy] = "milp",
+        checkpoint_dir: Union[str, Path, None] = None,
+        checkpoint_interval: timedelta = timedelta(minutes=1),
+        rescale_costs: RescaleCosts = RescaleCosts(up=2.0, down=2.0, start=2.0),  # noqa: B008 - frozen
+        planner: Optional[PlannerSettings] = None,
+        poll_interval: timedelta = timedelta(seconds=10),
+        submissions_per_minute: int = 20,
+        slots_per_node: int = 1,
+        threads_per_slot: Optional[int] = None,
+        grace: timedelta = timedelta(seconds=5),
+        silence: timedelta = timedelta(seconds=15),
+        available_accelerators: Union[int, list[str]] = 0,
+        address: Optional[str] = None,
+        interface: Optional[str] = None,
+        worker_port_range: tuple[int, int] = (54000, 55000),
+        worker_debug: bool = False,
+        encrypted: bool = True,
+    ) -> None:
+        if provider is None:
+            from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
+
+            provider = EmbeddedClusterProvider()
+        if windows is None and not hasattr(provider, "window_source"):
+            raise InvalidSettings(
+                f"FreeTrainExecutor cannot ask {type(provider).__name__} for windows; give it windows=… (a WindowSource)"
+            )
+        for name, value in (("poll_interval", poll_interval), ("grace", grace), ("silence", silence)):
+            if value <= timedelta(0):
+                raise InvalidSettings(f"FreeTrainExecutor: {name} must be positive, got {value}")
+        for name, number in (("slots_per_node", slots_per_node), ("submissions_per_minute", submissions_per_minute)):
+            if number < 1:
+                raise InvalidSettings(f"FreeTrainExecutor: {name} must be at least 1, got {number}")
+        if checkpoint_dir is not None:
+            check_writable(Path(checkpoint_dir))
+        self.policy = policy
+        self._policy = resolve_policy(policy)
+        self.windows = windows
+        self.checkpoint_dir = checkpoint_dir
+        self.checkpoint_interval = checkpoint_interval
+        self.rescale_costs = rescale_costs
+        self.planner = planner
+        self.poll_interval = poll_interval
+        self.submissions_per_minute = submissions_per_minute
+        self.slots_per_node = slots_per_node
+        self.threads_per_slot = threads_per_slot
+        self.grace = grace
+        self.silence = silence
+        self.interface = interface
+        super().__init__(
+            label=label,
+            provider=provider,
+            launch_cmd=_LAUNCH_COMMAND,
+            interchange_launch_cmd=_INTERCHANGE_COMMAND,
+            address=address or getattr(provider, "driver_address", None),
+            worker_port_range=worker_port_range,
+            worker_debug=worker_debug,
+            cores_per_worker=1e-3,  # slots are counted by us, not by HTEX from the cores it sees
+            max_workers_per_node=slots_per_node,
+            available_accelerators=available_accelerators,
+            heartbeat_period=_HTEX_HEARTBEAT,
+            heartbeat_threshold=_HTEX_SILENCE,
+            block_error_handler=noop_error_handler,
+            encrypted=encrypted,
+        )
+        self._driver: Driver | None = None
+        self._desk: BatchDesk | None = None
+        self._slot_settings: SlotSettings | None = None
+        self._futures: set[Future[Any]] = set()
+        self._names: set[str] = set()
+        self._task_number = 0
+        self._lock = threading.Lock()
+
+    # Parsl's executor interface.
+
+    @property
+    def status_polling_interval(self) -> int:
+        """Zero: blocks are ours to request, ask about and end, so Parsl's poller and strategies leave us alone."""
+        return 0
+
+    @property
+    def journal_path(self) -> Path:
+        """The journal of this run; exists once the executor has started."""
+        return Path(self.logdir) / "journal.sqlite"
+
+    def monitor_resources(self) -> bool:
+        """Parsl's resource monitoring forks inside the worker, which a process with torch's threads does not survive."""
+        return False
+
+    def start(self) -> None:
+        """Start HTEX's interchange, the batch desk and the driver."""
+        provider: Any = self.provider
+        if hasattr(provider, "ensure_started"):
+            provider.ensure_started()
+        Path(self.logdir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        root = Path(self.checkpoint_dir) if self.checkpoint_dir is not None else Path(self.run_dir) / "checkpoints"
+        root = root.absolute()
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_writable(root)
+        super().start()
+        source = self.windows or provider.window_source()
+        server = SlotServer(self.cert_dir, self.interchange_port_range)
+        self._slot_settings = SlotSettings(
+            addresses=tuple(sorted(self.all_addresses)),
+            port=server.port,
+            cert_dir=self.cert_dir,
+            beat=min(1.0, self.silence.total_seconds() / 5),
+            silence=self.silence.total_seconds(),
+            grace=self.grace.total_seconds(),
+            interface=self.interface,
+        )
+        self._desk = BatchDesk(
+            source,
+            launch=self._launch,
+            cancel=provider.cancel,
+            post=self._on_desk_post,
+            interval=self.poll_interval.total_seconds(),
+            submissions_per_minute=self.submissions_per_minute,
+        )
+        planner = Planner(self._policy, self.planner)
+        self._driver = Driver(
+            planner=planner,
+            server=server,
+            desk=self._desk,
+            journal=Journal(self.journal_path),
+            settings=DriverSettings(
+                checkpoint_root=root,
+                checkpoint_interval=self.checkpoint_interval.total_seconds(),
+                costs=self.rescale_costs,
+                slots_per_node=self.slots_per_node,
+                threads=self.threads_per_slot,
+                silence=self.silence.total_seconds(),
+            ),
+            submit_slot=self._submit_slot,
+            fail_all=self._fail_all,
+            clock=time.time,
+        )
+        self._driver.start()
+        self._desk.start()
+
+    def submit(self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Register a training, or queue an ordinary task; never blocks.
+
+        Parameters
+        ----------
+        func
+            The user's function.
+        resource_specification
+            Empty for ordinary tasks; training apps put a `TrainingRequest` in it.
+        *args, **kwargs
+            Its arguments.
+
+        Raises
+        ------
+        InvalidResourceSpecification
+            It asks for what this executor does not have.
+        InvalidTrainer
+            A training of that name is alive.
+        """
+        if self.bad_state_is_set:
+            raise self.executor_exception
+        unknown = set(resource_specification) - {SPECIFICATION_KEY}
+        if unknown:
+            raise InvalidResourceSpecification(
+                unknown, f"{self.label} takes no resource specification; slots are shared out by its planner"
+            )
+        assert self._driver is not None, "Parsl starts an executor before it submits to it"
+        kwargs.pop("parsl_resource_specification", None)
+        try:
+            payload = pack_apply_message(func, args, kwargs, buffer_threshold=1 << 20)
+        except TypeError as error:
+            raise SerializationError(getattr(func, "__name__", repr(func))) from error
+        request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
+        future: Future[Any] = Future()
+        with self._lock:
+            self._futures.add(future)
+            if request is None:
+                self._task_number += 1
+                item: Training | Task = Task(self._task_number, payload, future)
+            else:
+                if request.name in self._names:
+                    self._futures.discard(future)
+                    raise InvalidTrainer(f"a training named {request.name!r} is running; give this one another name")
+                self._names.add(request.name)
+                item = Training(request, payload, future)
+        future.add_done_callback(lambda done: self._forget(done, request))
+        self._driver.post(item)
+        return future
+
+    def outstanding(self) -> int:
+        """Count the trainings and tasks that are not done."""
+        return len(self._futures)
+
+    def scale_out_facade(self, n: int) -> list[str]:  # noqa: ARG002 - Parsl's signature
+        """Do nothing: the planner requests blocks."""
+        return []
+
+    def scale_in_facade(self, n: int, max_idletime: float | None = None) -> list[str]:  # noqa: ARG002 - Parsl's signature
+        """Do nothing: the planner releases blocks, and `shutdown` ends the last."""
+        return []
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """End slots, cancel every block, stop the threads and the interchange."""
+        if self._desk is not None and self._driver is not None:
+            self._driver.stop(timeout)
+            self._desk.close(timeout)
+        super().shutdown(timeout)
+        provider: Any = self.provider
+        if hasattr(provider, "close"):
+            provider.close()
+
+    # Blocks: the desk's thread.
+
+    def _launch(self, spec: BlockSpec) -> str:
+        """Submit a block through a copy of the user's provider that has this block's size and walltime."""
+        provider: Any = copy.copy(self.provider)
+        provider.nodes_per_block = len(spec.nodes)
+        provider.walltime = _hours_minutes_seconds(spec.seconds)
+        provider.nodelist = spec.nodes
+        job = provider.submit(self._get_launch_command(spec.block), 1, f"freetrain.{self.label}.block-{spec.block}")
+        if not job:
+            raise ScalingFailed(self, "the provider did not return a job id")
+        self.blocks_to_job_id[spec.block] = job
+        self.job_ids_to_block[job] = spec.block
+        self._tell_monitoring(spec.block, JobState.PENDING)
+        return str(job)
+
+    def _on_desk_post(self, item: DeskPost) -> None:
+        assert self._driver is not None, "the desk is started after the driver"
+        if isinstance(item, Survey):
+            for job, status in item.blocks.items():
+                self._tell_monitoring(self.job_ids_to_block[job], _JOB_STATES[status.state.name])
+        elif isinstance(item, BlockRefused):
+            self._tell_monitoring(item.block, JobState.FAILED, item.reason)
+        self._driver.post(item)
+
+    def _tell_monitoring(self, block: str, state: JobState, message: str | None = None) -> None:
+        if block in self._status and self._status[block].state == state:
+            return
+        self._status[block] = JobStatus(state, message)
+        self.send_monitoring_info({block: self._status[block]})
+
+    # Slots: the driver's thread.
+
+    def _submit_slot(self, token: str) -> None:
+        future = super().submit(run_slot, {}, self._slot_settings, token)
+        future.add_done_callback(lambda done: self._on_slot_task_done(token, done))
+
+    def _on_slot_task_done(self, token: str, future: Future[Any]) -> None:
+        assert self._driver is not None, "slot tasks are submitted by the driver"
+        self._driver.post(SlotTaskEnded(token, future.exception()))
+
+    # Futures.
+
+    def _forget(self, future: Future[Any], request: TrainingRequest | None) -> None:
+        with self._lock:
+            self._futures.discard(future)
+            if request is not None:
+                self._names.discard(request.name)
+
+    def _fail_all(self, error: Exception) -> None:
+        logger.error("%s", error)
+        self._executor_exception = error
+        self._executor_bad_state.set()
+        with self._lock:
+            futures = list(self._futures)
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+_JOB_STATES = {
+    "PENDING": JobState.PENDING,
+    "RUNNING": JobState.RUNNING,
+    "COMPLETED": JobState.COMPLETED,
+    "TIMED_OUT": JobState.TIMEOUT,
+    "PREEMPTED": JobState.CANCELLED,
+    "CANCELLED": JobState.CANCELLED,
+    "FAILED": JobState.FAILED,
+    "NODE_FAILED": JobState.FAILED,
+    "UNKNOWN": JobState.UNKNOWN,
+}
+
+
+def _hours_minutes_seconds(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"

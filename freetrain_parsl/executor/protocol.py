@@ -1,0 +1,75 @@
+"""What driver and slots say to each other: a JSON header frame and, where code or values travel, one payload frame.
+
+The frames go over CurveZMQ with HTEX's own certificates, so both ends are known to each other. Payloads are Parsl's
+serialisation, the same trust as HTEX's own task and result messages; nothing else is ever unpickled.
+
+====================  ================================================================================
+slot -> driver
+====================  ================================================================================
+``hello``             I exist: slot, token, node, block, host, pid
+``beat``              I am alive (answered by ``beat``)
+``notice``            my node will be taken in ``closes_in`` seconds (a signal of the batch system)
+``progress``          how far the training is (first rank only)
+``ended``             this generation's fragment is over for me; payload: value or exception
+``task_ended``        an ordinary task is over; payload: value or exception
+``kv``                rendezvous: set, get, add, check, delete on the generation's key-value store
+====================  ================================================================================
+
+====================  ================================================================================
+driver -> slot
+====================  ================================================================================
+``welcome``           you are known; ``closes_in`` seconds left on your node, or null
+``beat``              so am I
+``run``               run a fragment: trainer, generation, rank, world_size, options; payload: the function
+``pause``             stop that fragment at the next step boundary, after a checkpoint
+``task``              run an ordinary task; payload: the function
+``kv``                answer to ``kv``
+``exit``              stop training if you do, then end your process; with ``now``: at once
+====================  ================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from freetrain_parsl.errors import FreeTrainError
+
+Header = dict[str, Any]
+
+
+class ProtocolError(FreeTrainError):
+    """A frame that is not of this protocol."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; `type` is one of the words in the tables above."""
+
+    type: str
+    header: Header = field(default_factory=dict)
+    payload: bytes = b""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.header[key]
+
+    def frames(self) -> list[bytes]:
+        """Encode."""
+        return [json.dumps({"type": self.type, **self.header}).encode(), self.payload]
+
+    @classmethod
+    def of_frames(cls, frames: list[bytes]) -> Message:
+        """Decode.
+
+        Raises
+        ------
+        ProtocolError
+            The frames are not a header and a payload.
+        """
+        try:
+            head, payload = frames
+            header = json.loads(head)
+            return cls(header.pop("type"), header, payload)
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ProtocolError(f"received {len(frames)} frames that are no message: {error}") from None

@@ -1,0 +1,174 @@
+"""Where the members of a training find each other: small key-value stores, kept by the driver.
+
+torch's own TCPStore is an open, unauthenticated port, and dies with the node that hosts it. Here the store's calls
+travel over the slots' control channel, which is authenticated and encrypted and outlives any node. One store a
+generation of a training; it is dropped when the generation ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from freetrain_parsl.executor.protocol import Message
+
+__all__ = ["ChannelKeyValue", "RendezvousDesk"]
+
+
+@dataclass(frozen=True)
+class _WaitingGet:
+    slot: str
+    request: int
+    deadline: float
+
+
+class RendezvousDesk:
+    """The driver's side: answers ``kv`` messages, some later, when the key that they wait for is set."""
+
+    def __init__(self, reply: Callable[[str, Message], None]) -> None:
+        self._reply = reply
+        self._stores: dict[str, dict[str, bytes]] = {}
+        self._waiting: dict[str, dict[str, list[_WaitingGet]]] = {}
+
+    def open(self, group: str) -> None:
+        """Make the store of a generation."""
+        self._stores[group] = {}
+        self._waiting[group] = {}
+
+    def drop(self, group: str) -> None:
+        """Forget a generation; whoever still waits is told that it is over."""
+        self._stores.pop(group, None)
+        for gets in self._waiting.pop(group, {}).values():
+            for get in gets:
+                self._answer(get.slot, get.request, ok=False)
+
+    def expire(self, now: float) -> None:
+        """Refuse the gets that have waited too long."""
+        for waiting in self._waiting.values():
+            for key, gets in list(waiting.items()):
+                for get in [get for get in gets if get.deadline <= now]:
+                    gets.remove(get)
+                    self._answer(get.slot, get.request, ok=False)
+                if not gets:
+                    del waiting[key]
+
+    def handle(self, slot: str, message: Message, now: float) -> None:
+        """Take one ``kv`` message of a slot."""
+        group, request, operation = message["group"], message["request"], message["operation"]
+        store = self._stores.get(group)
+        if store is None:
+            self._answer(slot, request, ok=False)
+            return
+        keys: list[str] = message["keys"]
+        if operation == "get" and keys[0] not in store:
+            waiting = _WaitingGet(slot, request, now + message["timeout"])
+            self._waiting[group].setdefault(keys[0], []).append(waiting)
+            return
+        number = 0
+        value = b""
+        if operation == "get":
+            value = store[keys[0]]
+        elif operation == "set":
+            self._set(group, keys[0], message.payload)
+        elif operation == "add":
+            number = int(store.get(keys[0], b"0")) + message["amount"]
+            self._set(group, keys[0], str(number).encode())
+        elif operation == "check":
+            number = int(all(key in store for key in keys))
+        elif operation == "delete":
+            number = int(store.pop(keys[0], None) is not None)
+        self._answer(slot, request, ok=True, number=number, value=value)
+
+    def _set(self, group: str, key: str, value: bytes) -> None:
+        self._stores[group][key] = value
+        for get in self._waiting[group].pop(key, []):
+            self._answer(get.slot, get.request, ok=True, value=value)
+
+    def _answer(self, slot: str, request: int, *, ok: bool, number: int = 0, value: bytes = b"") -> None:
+        self._reply(slot, Message("kv", {"request": request, "ok": ok, "number": number}, value))
+
+
+class ChannelKeyValue:
+    """The slot's side: the blocking backend of ``training.membership.RendezvousStore`` for one generation.
+
+    Parameters
+    ----------
+    group
+        The generation's key, ``trainer/generation``.
+    send
+        Sends a message to the driver; may be called from any thread.
+    """
+
+    _GRACE = 5.0  # seconds beyond a get's own time-out before the driver itself counts as gone
+
+    def __init__(self, group: str, send: Callable[[Message], None]) -> None:
+        self._group = group
+        self._send = send
+        self._requests = itertools.count()
+        self._replies: dict[int, Message | None] = {}
+        self._condition = threading.Condition()
+        self._closed = False
+
+    def deliver(self, message: Message) -> None:
+        """Take the driver's answer (called by the channel's thread)."""
+        with self._condition:
+            if message["request"] in self._replies:
+                self._replies[message["request"]] = message
+                self._condition.notify_all()
+
+    def close(self) -> None:
+        """Fail what waits and all that comes: the driver is gone or the generation is over."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set `key`, waking who waits for it."""
+        self._call("set", [key], value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """Return the value of `key`, waiting for it at most `timeout` seconds.
+
+        Raises
+        ------
+        TimeoutError
+            The key was not set in time, or the generation ended.
+        """
+        return self._call("get", [key], timeout=timeout).payload
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under `key` (0 if absent) and return the sum."""
+        return int(self._call("add", [key], amount=amount)["number"])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of `keys` are set."""
+        return bool(self._call("check", list(keys))["number"])
+
+    def delete(self, key: str) -> bool:
+        """Remove `key`; whether it was there."""
+        return bool(self._call("delete", [key])["number"])
+
+    def _call(
+        self, operation: str, keys: list[str], value: bytes = b"", *, timeout: float = 20.0, amount: int = 0
+    ) -> Message:
+        request = next(self._requests)
+        header = {
+            "group": self._group,
+            "request": request,
+            "operation": operation,
+            "keys": keys,
+            "timeout": timeout,
+            "amount": amount,
+        }
+        with self._condition:
+            self._replies[request] = None
+            self._send(Message("kv", header, value))
+            self._condition.wait_for(
+                lambda: self._closed or self._replies[request] is not None, timeout + self._GRACE
+            )
+            reply = self._replies.pop(request)
+        if reply is None or not reply["ok"]:
+            raise TimeoutError(f"rendezvous {self._group}: {operation} {keys[0]!r} got no answer in {timeout:g} s")
+        return reply

@@ -1,0 +1,137 @@
+"""The roster: which blocks we hold or await, and which slots have joined from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Union
+
+__all__ = ["Block", "Roster", "Slot"]
+
+
+@dataclass
+class Slot:
+    """A slot that has said hello.
+
+    Parameters
+    ----------
+    name, token
+        Its own name, and that of the HTEX task behind it.
+    node, block
+        Where it is.
+    heard
+        Last sign of life, seconds since the epoch.
+    busy
+        Name of the training, or number of the ordinary task, that it runs.
+    leaving
+        The batch system takes its node: it gets nothing new.
+    """
+
+    name: str
+    token: str
+    node: str
+    block: str
+    heard: float
+    busy: Union[str, int, None] = None
+    leaving: bool = False
+
+
+@dataclass
+class Block:
+    """A block between its order and its end; times in seconds since the epoch."""
+
+    name: str
+    nodes: tuple[str, ...]
+    seconds: float
+    """Its walltime."""
+    closes: float | None
+    """When its window closes."""
+    job: str = ""
+    started: float | None = None
+    ends: float | None = None
+    """When it loses its nodes, once it has started; ``None`` if unknown."""
+    releasing: bool = False
+    refilled: float | None = None
+
+    def start(self, now: float, nodes: tuple[str, ...], ends: float | None) -> None:
+        """It holds `nodes` now, until its walltime `ends` or its window closes."""
+        self.started, self.nodes = now, nodes
+        times = [time for time in (ends, self.closes) if time is not None]
+        self.ends = min(times, default=None)
+
+    def loses_nodes_at(self, now: float) -> float:
+        """When it loses its nodes, or by when at the latest if the batch system has not told its start yet."""
+        latest = now + self.seconds if self.ends is None else self.ends
+        return latest if self.closes is None else min(latest, self.closes)
+
+
+class Roster:
+    """Blocks and slots by name, and what follows from them.
+
+    Parameters
+    ----------
+    slots_per_node
+        A node is complete, and joins the pool, when so many of its slots have said hello.
+    """
+
+    def __init__(self, slots_per_node: int) -> None:
+        self._slots_per_node = slots_per_node
+        self.slots: dict[str, Slot] = {}
+        self.blocks: dict[str, Block] = {}
+        self.tasks_queued = 0
+        """HTEX tasks of slots that have neither said hello nor failed."""
+        self._complete: set[str] = set()
+
+    def of_block(self, block: str) -> list[Slot]:
+        """The slots of a block."""
+        return [slot for slot in self.slots.values() if slot.block == block]
+
+    def by_token(self, token: str) -> Slot | None:
+        """The slot behind an HTEX task, if it has said hello and is not lost."""
+        return next((slot for slot in self.slots.values() if slot.token == token), None)
+
+    def completes(self, slot: Slot) -> bool:
+        """Whether this new slot is the last that its node lacked."""
+        if slot.node in self._complete or len(self._on(slot.node)) < self._slots_per_node:
+            return False
+        self._complete.add(slot.node)
+        return True
+
+    def incomplete(self, slot: Slot) -> bool:
+        """Whether the loss of this slot takes its node out of the pool."""
+        if slot.node not in self._complete:
+            return False
+        self._complete.discard(slot.node)
+        return True
+
+    def complete_slots(self, nodes: Iterable[str]) -> list[Slot] | None:
+        """All slots of these nodes, by node and name; ``None`` if a node is not complete."""
+        names = sorted(nodes)
+        if not self._complete.issuperset(names):
+            return None
+        return [slot for name in names for slot in self._on(name)]
+
+    def free_slots(self, nodes: Iterable[str]) -> list[Slot]:
+        """The slots of these nodes that have nothing to do."""
+        return [slot for name in sorted(nodes) for slot in self._on(name) if slot.busy is None and not slot.leaving]
+
+    def missing_tasks(self) -> int:
+        """How many more HTEX tasks are needed so that every awaited slot finds one."""
+        awaited = sum(self._lacking(block) for block in self.blocks.values())
+        return max(0, awaited - self.tasks_queued)
+
+    def overdue(self, now: float, patience: float) -> int:
+        """Slots still missing `patience` seconds after their block's start; each is counted once a `patience`."""
+        count = 0
+        for block in self.blocks.values():
+            since = block.refilled or block.started
+            if since is not None and now - since > patience and (lacking := self._lacking(block)):
+                block.refilled = now
+                count += lacking
+        return count
+
+    def _lacking(self, block: Block) -> int:
+        return max(0, len(block.nodes) * self._slots_per_node - len(self.of_block(block.name)))
+
+    def _on(self, node: str) -> list[Slot]:
+        return sorted((slot for slot in self.slots.values() if slot.node == node), key=lambda slot: slot.name)

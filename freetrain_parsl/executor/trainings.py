@@ -1,0 +1,143 @@
+"""A training as the driver knows it: what was submitted, and the generation of slots that runs it now."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.scaling import ScalingCurve
+
+__all__ = ["Generation", "Training", "TrainingRequest"]
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What ``@training_app`` asks of the executor, for one call.
+
+    Parameters
+    ----------
+    name
+        Names the training and its checkpoints; letters, digits, ``.``, ``_`` and ``-``.
+    min_nodes, max_nodes
+        Bounds on its number of nodes.
+    scaling
+        Samples per second against number of nodes.
+    priority
+        Positive weight for the objectives that use one.
+    samples
+        Work in all, in samples; ``None`` until the session knows it from its loader and epochs.
+    epochs
+        Default of ``session.epochs()``.
+    costs
+        What a rescale costs; ``None``: the executor's own.
+    seed
+        Of everything random in the training.
+    checkpoint_interval
+        Between periodic checkpoints; ``None``: the executor's own.
+    """
+
+    name: str
+    min_nodes: int
+    max_nodes: int
+    scaling: ScalingCurve
+    priority: float = 1.0
+    samples: int | None = None
+    epochs: int | None = None
+    costs: RescaleCosts | None = None
+    seed: int = 0
+    checkpoint_interval: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.name):
+            raise InvalidTrainer(
+                f"training name {self.name!r} must be 1 to 128 letters, digits, '.', '_' or '-', not starting with '.', '_' or '-'"
+            )
+        for word, value in (("samples", self.samples), ("epochs", self.epochs)):
+            if value is not None and value <= 0:
+                raise InvalidTrainer(f"training {self.name!r}: {word} must be positive, got {value}")
+        self.trainer()  # its own checks
+
+    def trainer(self, costs: RescaleCosts | None = None, submitted: float = 0.0) -> Trainer:
+        """Describe it to the planner."""
+        return Trainer(
+            name=self.name,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            curve=self.scaling,
+            costs=self.costs or costs or RescaleCosts(),
+            work_left=float("inf") if self.samples is None else float(self.samples),
+            priority=self.priority,
+            submitted=submitted,
+        )
+
+
+@dataclass
+class Generation:
+    """One fragment of a training on one set of slots.
+
+    Parameters
+    ----------
+    number
+        Counts the fragments of this training in this run, from 1.
+    nodes
+        Where it runs.
+    running
+        Slots that have not ended it yet.
+    first
+        The slot of rank 0.
+    """
+
+    number: int
+    nodes: frozenset[str]
+    running: set[str]
+    first: str
+    started: float
+    pausing: bool = False
+    failing_since: float | None = None
+    """When a member was lost; the others must end soon."""
+
+    def end(self, slot: str) -> bool:
+        """A member has ended; whether it was one."""
+        if slot not in self.running:
+            return False
+        self.running.discard(slot)
+        return True
+
+
+@dataclass
+class Training:
+    """A training between its submission and the end of its future."""
+
+    request: TrainingRequest
+    payload: bytes
+    future: Future[Any]
+    desired: frozenset[str] = frozenset()
+    generation: Generation | None = None
+    generations: int = 0
+    progress: dict[str, Any] = field(default_factory=dict)
+    crashes: int = 0
+    """Slots that died under it since its last checkpoint, though nobody took their nodes."""
+
+    @property
+    def name(self) -> str:
+        """The training's name."""
+        return self.request.name
+
+    @property
+    def key(self) -> str:
+        """The running generation's rendezvous store."""
+        return f"{self.name}/{self.generations}"
+
+    def take(self, progress: dict[str, Any]) -> bool:
+        """Keep a progress report; whether it brought a new checkpoint."""
+        before, self.progress = self.progress.get("checkpoint_step"), progress
+        saved = progress.get("checkpoint_step")
+        if saved is not None and saved != before:
+            self.crashes = 0
+            return True
+        return False

@@ -1,0 +1,279 @@
+"""A slot: the long HTEX task that holds one worker place on a node, and runs what the driver assigns to it.
+
+The main thread runs the user's code; a `Channel` thread talks with the driver meanwhile. A slot never returns while
+its block lives: HTEX would give its place to another task of ours on a node that is about to be taken. It ends its
+process instead, when told to, when the batch system signals, or when the driver is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from parsl.app.errors import RemoteExceptionWrapper
+from parsl.executors.execute_task import execute_task
+from parsl.serialize import serialize, unpack_apply_message
+
+from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.rendezvous import ChannelKeyValue
+from freetrain_parsl.executor.slots import Channel
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from freetrain_parsl.training.fragment import Notice, Progress
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["SlotSettings", "run_slot"]
+
+# Where batch systems tell a job the name of the node that it is on; the host name stands in on others.
+_NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
+
+_SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
+
+
+@dataclass(frozen=True)
+class SlotSettings:
+    """What every slot is told when it is submitted; times in seconds.
+
+    Parameters
+    ----------
+    addresses, port, cert_dir
+        Where the driver listens, and HTEX's certificates.
+    beat, silence
+        Between signs of life, and without any until the driver counts as gone.
+    grace
+        How long the batch system leaves a job after its signal.
+    interface
+        Network interface for the members of a training; ``None``: the one that reaches the driver.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    cert_dir: str | None
+    beat: float
+    silence: float
+    grace: float
+    interface: str | None = None
+
+
+def run_slot(settings: SlotSettings, token: str) -> None:
+    """Be a slot until the process ends; submitted by the executor as an HTEX task, `token` names the submission."""
+    _Slot(settings, token).serve()
+
+
+class _Slot:
+    def __init__(self, settings: SlotSettings, token: str) -> None:
+        for name in [name for name in os.environ if any(word in name.upper() for word in _SECRET_WORDS)]:
+            del os.environ[name]  # user code must not find what belongs to the endpoint or the job
+        self._settings = settings
+        self._token = token
+        self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
+        self._name = f"{self._node}/{os.environ.get('PARSL_WORKER_RANK', '0')}/{uuid.uuid4().hex[:8]}"
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._notice: Notice | None = None
+        self._store: ChannelKeyValue | None = None
+        self._generation: tuple[str, int] | None = None
+        self._closes: float | None = None  # on time.monotonic()
+        self._leaving = False
+        self._channel = Channel(
+            settings.addresses,
+            settings.port,
+            settings.cert_dir,
+            self._name,
+            handle=self._handle,
+            on_lost=self._driver_lost,
+            beat=settings.beat,
+            silence=settings.silence,
+        )
+
+    def serve(self) -> None:
+        """Say hello once torch is imported, so that an assignment never waits for an import; then do as told."""
+        import torch.nn.parallel  # noqa: F401 - warms the process
+
+        import freetrain_parsl.training.fragment  # noqa: F401 - the same
+
+        signal.signal(signal.SIGTERM, self._on_signal)
+        self._channel.start()
+        self._channel.send(
+            Message(
+                "hello",
+                {
+                    "slot": self._name,
+                    "token": self._token,
+                    "node": self._node,
+                    "block": os.environ.get("PARSL_WORKER_BLOCK_ID", ""),
+                    "host": platform.node(),
+                    "pid": os.getpid(),
+                },
+            )
+        )
+        work = {"run": self._run, "task": self._run_task}
+        while not self._leaving:
+            message = self._inbox.get()
+            if message.type in work:
+                work[message.type](message)
+        self._channel.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # not a return: see the module's docstring
+
+    # The channel's thread.
+
+    def _handle(self, message: Message) -> None:
+        if message.type == "welcome":
+            self._closes = time.monotonic() + message["closes_in"]
+        elif message.type in ("run", "task"):
+            self._inbox.put(message)
+        elif message.type == "kv":
+            if (store := self._store) is not None:
+                store.deliver(message)
+        elif message.type == "pause":
+            with self._lock:
+                if self._notice is not None and self._generation == (message["trainer"], message["generation"]):
+                    self._notice.pause_requested.set()
+        elif message.type == "exit":
+            if message["now"]:
+                os._exit(1)
+            self._leave()
+
+    def _driver_lost(self) -> None:
+        """Save, then end the whole block: nobody is left to give it work."""
+        logger.warning("no word from the driver for %.0f s: saving and ending this node", self._settings.silence)
+        if (parent := os.getppid()) > 1:
+            os.kill(parent, signal.SIGTERM)
+        self._leave()
+        if (store := self._store) is not None:
+            store.close()
+
+    # Any thread, and the signal handler.
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's own signature
+        self._channel.send(Message("notice", {"closes_in": self._settings.grace}))
+        self._leave()
+
+    def _leave(self) -> None:
+        self._leaving = True
+        # No lock here: a signal handler may run while this very thread holds it. Reading a reference is atomic.
+        if (notice := self._notice) is not None:
+            notice.pause_requested.set()
+        self._inbox.put(Message("leave"))
+
+    # The main thread.
+
+    def _run(self, message: Message) -> None:
+        from freetrain_parsl.training.fragment import Finished, Notice, SessionOptions, run_fragment
+        from freetrain_parsl.training.membership import Membership, RendezvousStore
+
+        generation = (message["trainer"], message["generation"])
+        membership = Membership(
+            trainer=message["trainer"],
+            generation=message["generation"],
+            rank=message["rank"],
+            world_size=message["world_size"],
+            timeout=timedelta(seconds=message["timeout"]),
+            interface=self._settings.interface or _interface_to(self._channel.url),
+        )
+        options = SessionOptions(
+            name=message["trainer"],
+            checkpoint_root=Path(message["checkpoint_root"]),
+            seed=message["seed"],
+            checkpoint_interval=timedelta(seconds=message["checkpoint_interval"]),
+            keep=message["keep"],
+            save_margin=timedelta(seconds=message["save_margin"]),
+            threads=message["threads"],
+            epochs=message["epochs"],
+        )
+        notice = Notice()
+        if self._closes is not None:
+            notice.close_after(timedelta(seconds=self._closes - time.monotonic()))
+        store = ChannelKeyValue(f"{generation[0]}/{generation[1]}", self._channel.send)
+        with self._lock:
+            self._notice, self._store, self._generation = notice, store, generation
+        if self._leaving:
+            notice.pause_requested.set()
+        outcome: dict[str, Any] = {"outcome": "failed"}
+        payload = b""
+        try:
+            function, args, kwargs = unpack_apply_message(message.payload)
+            ended = run_fragment(
+                function,
+                args,
+                kwargs,
+                options=options,
+                membership=membership,
+                store=RendezvousStore(store) if membership.world_size > 1 else None,
+                notice=notice,
+                report=lambda progress: self._report(generation, progress),
+            )
+            finished = isinstance(ended, Finished)
+            outcome = {"outcome": "finished" if finished else "paused", "progress": asdict(ended.progress)}
+            if isinstance(ended, Finished):
+                payload = serialize(ended.value) if membership.rank == 0 else b""
+            else:
+                outcome["reason"] = ended.reason.value
+        except PeerLost as error:
+            outcome = {"outcome": "peer_lost", "reason": str(error)}
+        except Exception:  # whatever the user's function raises belongs in the user's future
+            outcome = {"outcome": "failed"}
+            payload = _serialized_exception()
+        finally:
+            with self._lock:
+                self._notice = self._store = self._generation = None
+            store.close()
+        self._channel.send(
+            Message("ended", {"trainer": generation[0], "generation": generation[1], **outcome}, payload)
+        )
+
+    def _report(self, generation: tuple[str, int], progress: Progress) -> None:
+        trainer, number = generation
+        self._channel.send(
+            Message("progress", {"trainer": trainer, "generation": number, "progress": asdict(progress)})
+        )
+
+    def _run_task(self, message: Message) -> None:
+        try:
+            payload, outcome = serialize(execute_task(message.payload)), "finished"
+        except Exception:  # whatever the user's function raises belongs in the user's future
+            payload, outcome = _serialized_exception(), "failed"
+        self._channel.send(Message("task_ended", {"task": message["task"], "outcome": outcome}, payload))
+
+
+def _serialized_exception() -> bytes:
+    """Serialise the exception that is being handled, with its traceback."""
+    kind, value, traceback = sys.exc_info()
+    try:
+        return bytes(serialize(RemoteExceptionWrapper(kind, value, traceback)))
+    except Exception as refusal:  # noqa: BLE001 - any object may refuse to be pickled, in any way
+        stand_in = RuntimeError(f"{getattr(kind, '__name__', kind)}: {value} (itself it cannot be sent: {refusal})")
+        return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
+
+
+def _interface_to(url: str) -> str | None:
+    """Name of the network interface through which this node reaches `url`; torch's own guess if not found."""
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing: it only asks the kernel for the route
+        local = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == local for address in addresses):
+            return name
+    return None

@@ -1,0 +1,425 @@
+"""Share N interchangeable nodes out at the highest total value: an exact mixed-integer programme, in HiGHS.
+
+::
+
+    max  sum_j v_j(n_j)      subject to      sum_j n_j <= N,      v_j any function of 0, 1, ..., N
+
+One binary for each trainer and count would do, and is slow. Instead:
+
+1. The linear relaxation, over the upper concave envelope of every v_j, is solved first. The dual L of its one
+   row bounds the optimum from above, for whatever v_j: ``L N + sum_j max_n (v_j(n) - L n)``.
+2. Rounding its solution, which has at most one trainer between two true points of its envelope, gives an
+   incumbent. Often it meets the bound, and that is the proof.
+3. If not, a count n of trainer j is in no better solution if its loss, ``max_m (v_j(m) - L m)`` less
+   ``v_j(n) - L n``, exceeds the gap (reduced-cost fixing). What is left, the core, is written with one
+   integer for each piece on which v_j is concave and none where one piece is left, in units of loss: the
+   optimum is the same, and the solver's tolerances are relative to the gap, not to the objective.
+
+Dyer, Kayal & Walker (1984) and Pisinger (1995) treat the multiple-choice knapsack problem by such relaxations
+and cores.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, repeat
+from typing import Any
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+from freetrain_parsl.errors import PlanningError
+
+__all__ = ["CountSolution", "maximise_counts"]
+
+Table = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+_ROUNDING = 1e-13  # of the largest value: differences below are rounding of the tables, not kinks
+_CLOSED = 1e-12  # of the sum of largest values: a gap below is none
+_UNITS = 1000.0  # the gap, in units of the core's objective
+
+
+@dataclass(frozen=True)
+class CountSolution:
+    """Counts and what is known about them.
+
+    Parameters
+    ----------
+    counts
+        Nodes of each trainer, shape (J,).
+    objective
+        Their total value.
+    bound
+        No counts are worth more.
+    """
+
+    counts: Counts
+    objective: float
+    bound: float
+
+
+def maximise_counts(
+    values: Table, incumbent: Counts, *, time_limit: float = 1.0, gap: float = 0.0
+) -> CountSolution:
+    """Find counts of the highest total value; among trainers with equal v_j, the earlier get no fewer.
+
+    Parameters
+    ----------
+    values
+        v_j(n), shape (J, N + 1); minus infinity where a count is not allowed; v_j(0) is always finite.
+    incumbent
+        Counts that are allowed and at most N in all; the answer is never worth less.
+    time_limit
+        Seconds after which the best counts so far are returned, with a bound.
+    gap
+        Stop at this distance from the bound, relative to it.
+
+    Raises
+    ------
+    PlanningError
+        The solver failed.
+    """
+    solution = _maximise(values, incumbent, time_limit, gap)
+    counts = solution.counts.copy()
+    for rows in _alike(values):
+        counts[rows] = -np.sort(-counts[rows])
+    return replace(solution, counts=counts)
+
+
+def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -> CountSolution:
+    deadline = time.perf_counter() + time_limit
+    rows, nodes = len(values), values.shape[1] - 1
+    best, objective = incumbent, _total(values, incumbent)
+    peaks = np.argmax(values, axis=1)
+    scale = float(np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(axis=1).sum())
+    if peaks.sum() <= nodes:
+        # Nobody stands in anybody's way: the relaxation without the shared row is the optimum.
+        free = _total(values, peaks)
+        return CountSolution(peaks if free > objective else best, max(free, objective), max(free, objective))
+    relaxed = _relax(values, time_limit)
+    if relaxed is None:
+        return CountSolution(best, objective, max(objective, _total(values, peaks)))
+    price, start = relaxed
+    reduced = values - price * np.arange(nodes + 1)
+    tops = reduced.max(axis=1)
+    bound = price * nodes + float(tops.sum())
+    rounded = _fill(values, start)
+    if (total := _total(values, rounded)) > objective:
+        best, objective = rounded, total
+    if bound - objective <= max(gap * abs(bound), _CLOSED * scale):
+        return CountSolution(best, objective, max(bound, objective))
+
+    core = _Core(values, tops[:, None] - reduced, price, bound - objective, _ROUNDING * scale / rows)
+    counts, loss = core.solve(best, max(deadline - time.perf_counter(), 0.0), gap * abs(bound))
+    if (total := _total(values, counts)) > objective:
+        best, objective = counts, total
+    return CountSolution(best, objective, max(bound - loss, objective))
+
+
+def _total(values: Table, counts: Counts) -> float:
+    return float(values[np.arange(len(values)), counts].sum())
+
+
+def _solver(time_limit: float) -> highspy.Highs:
+    solver = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs for its core only
+    for option, value in {
+        "output_flag": False,
+        "threads": 1,
+        "time_limit": time_limit,
+        "mip_rel_gap": 0.0,
+        "mip_feasibility_tolerance": 1e-9,
+        "primal_feasibility_tolerance": 1e-9,
+        "dual_feasibility_tolerance": 1e-9,
+        # It costs more than all the rest here, and the start is good already.
+        "mip_heuristic_run_feasibility_jump": False,
+    }.items():
+        solver.setOptionValue(option, value)
+    return solver
+
+
+def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
+    """Solve the relaxation over concave envelopes: price of a node, and counts at or below its solution.
+
+    The counts are true points of the envelopes. None if the time was too short.
+    """
+    rows, nodes = len(values), values.shape[1] - 1
+    corners = [_envelope(row) for row in values]
+    owner = np.repeat(np.arange(rows), [len(at) - 1 for at in corners])
+    ends = np.concatenate([at[1:] for at in corners])
+    lengths = np.concatenate([np.diff(at) for at in corners])
+    slopes = np.concatenate([np.diff(values[row, at]) for row, at in enumerate(corners)]) / lengths
+    rising = slopes > 0
+    owner, ends, lengths, slopes = owner[rising], ends[rising], lengths[rising], slopes[rising]
+    unit = slopes.max()
+    columns = len(slopes)
+    model = _Model()
+    model.add_columns(-slopes / unit, lengths)
+    model.add_row(np.arange(columns), np.ones(columns), -np.inf, nodes)
+    solver = _solver(time_limit)
+    if model.run(solver) != highspy.HighsModelStatus.kOptimal:
+        return None
+    solution = solver.getSolution()
+    dual = -solution.row_dual[0] * unit
+    nearest = float(slopes[np.argmin(np.abs(slopes - dual))])
+    # The dual is the slope of the one basic column; take that exactly.
+    price = nearest if abs(nearest - dual) <= 1e-6 * unit else max(dual, 0.0)
+    taken = np.asarray(solution.col_value) >= lengths - 0.5
+    counts = np.zeros(rows, dtype=np.int64)
+    np.maximum.at(counts, owner[taken], ends[taken])
+    return price, counts
+
+
+def _envelope(row: Table) -> Counts:
+    """Corners of the upper concave envelope, up to its highest point, as counts."""
+    at = np.flatnonzero(np.isfinite(row))
+    at = at[_kinks(at, row[at], upper=True)]
+    values = row[at]
+    hull: list[int] = []
+    for i in range(len(at)):
+        while len(hull) > 1:
+            a, b = hull[-2:]
+            if (values[b] - values[a]) * (at[i] - at[a]) > (values[i] - values[a]) * (at[b] - at[a]):
+                break
+            hull.pop()
+        hull.append(i)
+    return at[hull]
+
+
+def _kinks(at: Counts, values: Table, *, upper: bool = False) -> Counts:
+    """Positions in `at` where a function is not linear, ends included; only downward kinks if `upper`."""
+    if len(at) <= 2:
+        return np.arange(len(at))
+    slopes = np.diff(values) / np.diff(at)
+    bends = np.diff(slopes)
+    tolerance = _ROUNDING * float(np.abs(values).max())
+    inner = np.flatnonzero(bends < -tolerance if upper else np.abs(bends) > tolerance) + 1
+    kinks = np.concatenate([[0], inner, [len(at) - 1]])
+    if not upper:
+        error = np.abs(np.interp(at, at[kinks], values[kinks]) - values).max()
+        if error > 10 * tolerance:  # many bends, each as small as rounding: keep every point
+            return np.arange(len(at))
+    return kinks
+
+
+def _fill(values: Table, counts: Counts) -> Counts:
+    """Give what is left of the nodes to one trainer after the other, the largest gain first."""
+    counts = counts.copy()
+    rows, nodes = len(values), values.shape[1] - 1
+    # A few rounds come close; the core does the rest.
+    for _ in range(4):
+        left = nodes - int(counts.sum())
+        if left == 0:
+            break
+        now = values[np.arange(rows), counts]
+        gains = np.zeros(rows)
+        chosen = counts.copy()
+        for row in range(rows):
+            best = int(np.argmax(values[row, : counts[row] + left + 1]))
+            chosen[row], gains[row] = best, values[row, best] - now[row]
+        winner = int(np.argmax(gains))
+        if gains[winner] <= 0:
+            break
+        counts[winner] = chosen[winner]
+    return counts
+
+
+@dataclass
+class _Piece:
+    """A stretch of counts on which a value is concave, offered to each trainer of a group."""
+
+    corners: Counts
+    losses: Table
+    column: int = -1  # how many trainers are on it; -1 if they have no choice
+    first_segment: int = -1  # column of the nodes above the first corner
+
+
+@dataclass
+class _Model:
+    """A linear or mixed-integer programme under construction, row-wise, minimising."""
+
+    costs: list[Table] = field(default_factory=list)
+    upper: list[Table] = field(default_factory=list)
+    integer: list[Counts] = field(default_factory=list)
+    columns: int = 0
+    offset: float = 0.0
+    rows: list[tuple[Counts, Table, float, float]] = field(default_factory=list)
+
+    def add_columns(self, costs: Table, upper: npt.NDArray[Any], *, integer: bool = False) -> int:
+        """Add variables from 0 to `upper`; the index of the first."""
+        first = self.columns
+        self.costs.append(costs)
+        self.upper.append(np.asarray(upper, dtype=float))
+        self.integer.append(np.full(len(costs), int(integer)))
+        self.columns += len(costs)
+        return first
+
+    def add_row(self, columns: Counts, coefficients: Table, lower: float, upper: float) -> None:
+        self.rows.append((columns, coefficients, lower, upper))
+
+    def run(self, solver: highspy.Highs, start: Table | None = None) -> highspy.HighsModelStatus:
+        starts = np.cumsum([0, *(len(row[0]) for row in self.rows)])
+        solver.passModel(
+            self.columns,
+            len(self.rows),
+            int(starts[-1]),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            self.offset,
+            np.concatenate(self.costs),
+            np.zeros(self.columns),
+            np.concatenate(self.upper),
+            np.array([row[2] for row in self.rows], dtype=float),
+            np.array([row[3] for row in self.rows], dtype=float),
+            starts.astype(np.int32),
+            np.concatenate([row[0] for row in self.rows]).astype(np.int32),
+            np.concatenate([row[1] for row in self.rows]).astype(float),
+            np.concatenate(self.integer).astype(np.int32),
+        )
+        if start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = list(start)
+            solver.setSolution(solution)
+        if solver.run() == highspy.HighsStatus.kError:
+            # HiGHS has one pool of threads a process: somebody else has started it with another size.
+            solver.setOptionValue("threads", 0)
+            solver.run()
+        status = solver.getModelStatus()
+        if status not in {highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit}:
+            raise PlanningError(f"HiGHS could not solve the allocation: {solver.modelStatusToString(status)}")
+        return status
+
+
+class _Core:
+    """What reduced-cost fixing leaves, in units of loss.
+
+    Trainers with equal values form a group, and the programme has how many of them are on each piece:
+    otherwise it would prove the same thing for each of their permutations.
+
+    Parameters
+    ----------
+    values, losses
+        v_j(n) and its loss at the price, shape (J, N + 1).
+    price
+        Of a node, value.
+    gap
+        Value by which the incumbent misses the bound.
+    noise
+        Losses beyond the gap by this are still in the core: they are rounding.
+    """
+
+    def __init__(self, values: Table, losses: Table, price: float, gap: float, noise: float) -> None:
+        self.values = values
+        self.nodes = values.shape[1] - 1
+        self.price, self.gap = price, gap
+        self.groups = _alike(values)
+        self.pieces = [
+            _pieces(np.flatnonzero(losses[rows[0]] <= gap * (1 + 1e-9) + noise), losses[rows[0]])
+            for rows in self.groups
+        ]
+
+    def solve(self, incumbent: Counts, time_limit: float, gap: float) -> tuple[Counts, float]:
+        """Minimise the loss: counts, and a lower bound on the loss."""
+        scale = _UNITS / self.gap
+        model, start = self._build(incumbent, scale)
+        solver = _solver(time_limit)
+        solver.setOptionValue("mip_abs_gap", max(1e-6, gap * scale))
+        status = model.run(solver, start)
+        info = solver.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return incumbent, 0.0
+        if any(len(pieces) > 1 for pieces in self.pieces):
+            bound = info.mip_dual_bound
+        else:
+            bound = info.objective_function_value if status == highspy.HighsModelStatus.kOptimal else 0.0
+        counts = self._polish(np.asarray(solver.getSolution().col_value))
+        return counts, float(np.clip(bound / scale, 0.0, self.gap))
+
+    def _build(self, incumbent: Counts, scale: float) -> tuple[_Model, Table]:
+        """Write the programme, and the incumbent as its start."""
+        model = _Model()
+        start: list[float] = []
+        used: list[tuple[int, float]] = []  # (column, nodes) of the shared row
+        fixed = 0
+        for rows, pieces in zip(self.groups, self.pieces, strict=True):
+            many, choice = len(rows), len(pieces) > 1
+            homes = [next(k for k, p in enumerate(pieces) if n <= p.corners[-1]) for n in incumbent[rows]]
+            for k, piece in enumerate(pieces):
+                first, lengths = int(piece.corners[0]), np.diff(piece.corners)
+                here = np.array([n for n, home in zip(incumbent[rows], homes, strict=True) if home == k])
+                if choice:
+                    piece.column = model.add_columns(piece.losses[:1] * scale, np.array([many]), integer=True)
+                    start.append(len(here))
+                    used.append((piece.column, first))
+                else:
+                    fixed += many * first
+                    model.offset += many * float(piece.losses[0]) * scale
+                if not len(lengths):
+                    continue
+                slopes = np.diff(piece.losses) / lengths
+                piece.first_segment = model.add_columns(slopes * scale, many * lengths)
+                start.extend(np.clip(here[:, None] - piece.corners[:-1], 0, lengths).sum(axis=0))
+                segments = range(piece.first_segment, piece.first_segment + len(lengths))
+                used.extend((column, 1.0) for column in segments)
+                if choice:
+                    for column, length in zip(segments, lengths, strict=True):
+                        model.add_row(
+                            np.array([column, piece.column]), np.array([1.0, -length]), -np.inf, 0.0
+                        )
+            if choice:
+                model.add_row(np.array([p.column for p in pieces]), np.ones(len(pieces)), many, many)
+        # Idle nodes cost their price, so a whole number of them beyond the gap is in no better solution.
+        idle = min(self.nodes, int(self.gap * (1 + 1e-9) / self.price)) if self.price > 0 else self.nodes
+        used.append((model.add_columns(np.array([self.price * scale]), np.array([idle])), 1.0))
+        start.append(float(self.nodes - incumbent.sum()))
+        columns, coefficients = zip(*used, strict=True)
+        rest = self.nodes - fixed
+        model.add_row(np.array(columns), np.array(coefficients, dtype=float), rest, rest)
+        return model, np.array(start, dtype=float)
+
+    def _polish(self, solution: Table) -> Counts:
+        """Fill the chosen pieces exactly: they are concave, so the steepest segments come first."""
+        chosen: dict[int, _Piece] = {}
+        for rows, pieces in zip(self.groups, self.pieces, strict=True):
+            many = [len(rows)] if len(pieces) == 1 else [round(solution[piece.column]) for piece in pieces]
+            chosen.update(zip(rows.tolist(), chain.from_iterable(map(repeat, pieces, many)), strict=True))
+        counts = np.zeros(len(self.values), dtype=np.int64)
+        segments: list[tuple[float, int, int]] = []
+        for row, piece in chosen.items():
+            counts[row] = piece.corners[0]
+            lengths = np.diff(piece.corners)
+            gains = np.diff(self.values[row, piece.corners]) / lengths
+            segments.extend(zip((-gains).tolist(), repeat(row), lengths.tolist()))
+        left = self.nodes - int(counts.sum())
+        for loss, row, length in sorted(segments):
+            if loss >= 0 or left <= 0:
+                break
+            take = min(left, length)
+            counts[row] += take
+            left -= take
+        return counts
+
+
+def _alike(values: Table) -> list[Counts]:
+    """Group the rows that are equal, in order."""
+    groups: dict[bytes, list[int]] = {}
+    for row, table in enumerate(values):
+        groups.setdefault(table.tobytes(), []).append(row)
+    return [np.array(rows) for rows in groups.values()]
+
+
+def _pieces(inside: Counts, losses: Table) -> list[_Piece]:
+    """Split the counts of the core into stretches without gaps on which the loss is convex."""
+    pieces: list[_Piece] = []
+    for run in np.split(inside, np.flatnonzero(np.diff(inside) > 1) + 1):
+        corners = run[_kinks(run, losses[run])]
+        slopes = np.diff(losses[corners]) / np.diff(corners)
+        falls = np.flatnonzero(np.diff(slopes) < 0) + 1
+        # Where the slope falls one piece ends and another begins, both with that count.
+        edges = [0, *falls.tolist(), len(corners) - 1] if len(corners) > 1 else [0, 0]
+        for first, last in pairwise(edges):
+            part = corners[first : last + 1]
+            pieces.append(_Piece(part, losses[part]))
+    return pieces

@@ -1,0 +1,189 @@
+"""What the planner is told (events) and what it answers (actions). All times are seconds on the driver's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from freetrain_parsl.planning.model import PoolNode, Trainer, Window
+
+__all__ = [
+    "Action",
+    "Assign",
+    "BlockEnded",
+    "BlockStarted",
+    "Event",
+    "Grow",
+    "Lend",
+    "NodesClosing",
+    "NodesJoined",
+    "NodesLeft",
+    "Reassign",
+    "ReleaseBlock",
+    "RequestBlock",
+    "Shrink",
+    "Stop",
+    "TasksWaiting",
+    "Tick",
+    "TrainerFailed",
+    "TrainerFinished",
+    "TrainerProgressed",
+    "TrainerSubmitted",
+    "WindowsSeen",
+]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at `time`."""
+
+    time: float
+
+
+@dataclass(frozen=True)
+class Tick(Event):
+    """Time went by."""
+
+
+@dataclass(frozen=True)
+class WindowsSeen(Event):
+    """The batch system was asked; `windows` replaces what was known before."""
+
+    windows: tuple[Window, ...]
+
+
+@dataclass(frozen=True)
+class BlockStarted(Event):
+    """A requested block holds nodes now, its slots are still starting. `ends` is the end of its walltime."""
+
+    block: str
+    nodes: tuple[str, ...]
+    ends: float | None
+
+
+@dataclass(frozen=True)
+class BlockEnded(Event):
+    """A block holds no nodes any more, or was refused; the nodes of it that had joined leave with it."""
+
+    block: str
+
+
+@dataclass(frozen=True)
+class NodesJoined(Event):
+    """All slots of these nodes are ready."""
+
+    block: str
+    nodes: tuple[PoolNode, ...]
+
+
+@dataclass(frozen=True)
+class NodesLeft(Event):
+    """The slots of these nodes are gone."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodesClosing(Event):
+    """These nodes will be taken at `closes`, which was not known before (a notice of preemption)."""
+
+    nodes: tuple[str, ...]
+    closes: float
+
+
+@dataclass(frozen=True)
+class TrainerSubmitted(Event):
+    """A training wants nodes."""
+
+    trainer: Trainer
+
+
+@dataclass(frozen=True)
+class TrainerProgressed(Event):
+    """A training has that many samples left."""
+
+    trainer: str
+    work_left: float
+
+
+@dataclass(frozen=True)
+class TrainerFinished(Event):
+    """A training is complete."""
+
+    trainer: str
+
+
+@dataclass(frozen=True)
+class TrainerFailed(Event):
+    """A training ended with an error of its own and is not to be run again."""
+
+    trainer: str
+
+
+@dataclass(frozen=True)
+class TasksWaiting(Event):
+    """Ordinary one-slot tasks: those on `busy` nodes run, and `nodes_wanted` more nodes could be used."""
+
+    nodes_wanted: int
+    busy: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something the driver should do."""
+
+
+@dataclass(frozen=True)
+class RequestBlock(Action):
+    """Submit a block on these nodes of a window, for at most `seconds`."""
+
+    block: str
+    nodes: tuple[str, ...]
+    seconds: float
+    window: Window
+
+
+@dataclass(frozen=True)
+class ReleaseBlock(Action):
+    """Cancel a block that nothing wants."""
+
+    block: str
+
+
+@dataclass(frozen=True)
+class Reassign(Action):
+    """Run a trainer on exactly these nodes from now on."""
+
+    trainer: str
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Assign(Reassign):
+    """The trainer had no nodes."""
+
+
+@dataclass(frozen=True)
+class Grow(Reassign):
+    """The trainer keeps its nodes and gets more."""
+
+
+@dataclass(frozen=True)
+class Shrink(Reassign):
+    """The trainer keeps some of its nodes, or loses some and gets others."""
+
+
+@dataclass(frozen=True)
+class Stop(Reassign):
+    """The trainer is left without nodes; `nodes` is empty."""
+
+
+@dataclass(frozen=True)
+class Lend(Action):
+    """Run ordinary tasks on exactly these nodes."""
+
+    nodes: frozenset[str]
+
+
+Events = Sequence[Event]
+Actions = list[Action]

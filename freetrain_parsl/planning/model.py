@@ -1,0 +1,210 @@
+"""The words of the design as frozen, validated values. Times are seconds on one clock, chosen by the driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from freetrain_parsl.errors import InvalidTrainer, PlanningError
+from freetrain_parsl.planning.scaling import ScalingCurve
+
+Allocation = Mapping[str, frozenset[str]]
+"""Trainer name -> names of its nodes. A trainer without nodes is absent."""
+
+
+class WindowKind(str, Enum):
+    """How a window ends."""
+
+    BACKFILL = "backfill"
+    """Ends before the next planned start; known when."""
+    PREEMPTIBLE = "preemptible"
+    """May be taken back at any time, with the site's notice."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A group of idle nodes that close at the same time.
+
+    Parameters
+    ----------
+    nodes
+        Names of the nodes, without repetition. Kept sorted.
+    opens
+        When the nodes become (or became) free, seconds.
+    closes
+        When a queued job is going to need them, seconds; ``None`` if unknown.
+    kind
+        How the window ends.
+    partition
+        The batch system's partition or queue, if it has any.
+    """
+
+    nodes: tuple[str, ...]
+    opens: float
+    closes: float | None
+    kind: WindowKind = WindowKind.BACKFILL
+    partition: str = ""
+
+    def __post_init__(self) -> None:
+        nodes = tuple(sorted(self.nodes))
+        if not nodes or len(set(nodes)) != len(nodes):
+            raise PlanningError(f"a window needs one or more different nodes, got {self.nodes!r}")
+        if self.closes is not None and self.closes <= self.opens:
+            raise PlanningError(f"a window must close after it opens, got {self.opens}..{self.closes}")
+        object.__setattr__(self, "nodes", nodes)
+
+    def remaining(self, now: float) -> float:
+        """Seconds from `now` until the window closes; infinity if that is unknown."""
+        return math.inf if self.closes is None else self.closes - now
+
+
+@dataclass(frozen=True)
+class PoolNode:
+    """A node whose slots we hold, or could hold.
+
+    Parameters
+    ----------
+    name
+        The node's batch-system name.
+    closes
+        When we lose it, seconds; ``None`` if unknown.
+    """
+
+    name: str
+    closes: float | None = None
+
+    @property
+    def closes_or_inf(self) -> float:
+        """The closing time for sorting: unknown counts as never."""
+        return math.inf if self.closes is None else self.closes
+
+
+class Pool(Mapping[str, PoolNode]):
+    """The nodes to share out, by name, in order of name."""
+
+    def __init__(self, nodes: Iterable[PoolNode] = ()) -> None:
+        self._nodes = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
+
+    def __getitem__(self, name: str) -> PoolNode:
+        return self._nodes[name]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204 - the mapping's own Iterator[str]
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __repr__(self) -> str:
+        return f"Pool({list(self._nodes.values())!r})"
+
+
+@dataclass(frozen=True)
+class RescaleCosts:
+    """Seconds of lost training at a change of a trainer's nodes.
+
+    Parameters
+    ----------
+    up, down
+        When a running trainer grows, or shrinks (to nothing too), at the rate it had before.
+    start
+        When a trainer without nodes gets some, at the rate it then has.
+    """
+
+    up: float = 0.0
+    down: float = 0.0
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("up", "down", "start"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidTrainer(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One training job, as the planner sees it.
+
+    Parameters
+    ----------
+    name
+        Unique among the trainers that are alive.
+    min_nodes, max_nodes
+        It runs on none, or on a number of nodes within these bounds (inclusive).
+    curve
+        Throughput in samples per second against number of nodes.
+    costs
+        What a change of its nodes costs.
+    work_left
+        Samples still to process; infinity if endless or unknown.
+    priority
+        Positive weight, used by the objective of that name.
+    deadline
+        When it should be done, seconds; ``None`` if it need not.
+    submitted
+        When it was submitted, seconds; first come, first served among equals.
+    """
+
+    name: str
+    min_nodes: int
+    max_nodes: int
+    curve: ScalingCurve
+    costs: RescaleCosts = field(default_factory=RescaleCosts)
+    work_left: float = math.inf
+    priority: float = 1.0
+    deadline: float | None = None
+    submitted: float = 0.0
+
+    def __post_init__(self) -> None:
+        who = f"trainer {self.name!r}"
+        if not self.name:
+            raise InvalidTrainer("a trainer needs a name")
+        if self.min_nodes < 1:
+            raise InvalidTrainer(f"{who}: min_nodes must be at least 1, got {self.min_nodes}")
+        if self.max_nodes < self.min_nodes:
+            raise InvalidTrainer(f"{who}: max_nodes ({self.max_nodes}) is less than min_nodes ({self.min_nodes})")
+        if self.curve.first_nodes > self.min_nodes:
+            raise InvalidTrainer(
+                f"{who}: its scaling curve starts at {self.curve.first_nodes} nodes; "
+                f"add a point at or below min_nodes ({self.min_nodes})"
+            )
+        if math.isnan(self.work_left) or self.work_left < 0:
+            raise InvalidTrainer(f"{who}: work_left must be zero or more samples, got {self.work_left!r}")
+        if not (math.isfinite(self.priority) and self.priority > 0):
+            raise InvalidTrainer(f"{who}: priority must be positive, got {self.priority!r}")
+
+    def rate(self, nodes: int) -> float:
+        """Samples per second on that many nodes."""
+        return self.curve(nodes)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy decided.
+
+    Parameters
+    ----------
+    allocation
+        Trainer -> its nodes; trainers without nodes are absent.
+    objective
+        Value of the allocation in the policy's own model, units of its objective × seconds.
+    proven_optimal
+        Whether no better allocation exists in that model.
+    bound
+        Upper bound on the objective; equal to it (within the gap) if proven.
+    solve_seconds
+        Wall time of the solve.
+    """
+
+    allocation: Allocation
+    objective: float
+    proven_optimal: bool
+    bound: float
+    solve_seconds: float = 0.0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trainer -> number of its nodes."""
+        return {trainer: len(nodes) for trainer, nodes in self.allocation.items()}

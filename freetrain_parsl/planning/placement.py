@@ -1,0 +1,116 @@
+"""Which nodes, once the counts are decided: growers keep theirs, shrinkers give back what closes first."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import PlanningError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from freetrain_parsl.planning.model import Allocation, Pool, Trainer
+
+__all__ = ["check_allocation", "current_counts", "place"]
+
+
+def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
+    """Choose nodes for decided counts, without moving anyone from node to node.
+
+    A trainer keeps as many of its nodes as it may, those that close last; growers, by name, take the free
+    nodes that close last. An unknown closing counts as never, and ties go by node name.
+
+    Parameters
+    ----------
+    counts
+        Trainer -> number of nodes; who is absent gets none.
+    pool
+        The nodes to share out.
+    current
+        Trainer -> its nodes before; nodes that have left the pool are lost already.
+
+    Returns
+    -------
+    dict
+        Trainer -> its nodes; trainers without nodes are absent.
+
+    Raises
+    ------
+    PlanningError
+        A negative count, more nodes in all than the pool has, or a node that two trainers hold already.
+    """
+    _check_counts(counts, pool)
+    held = _holders(current, pool)
+    order = sorted(pool, key=lambda name: (-pool[name].closes_or_inf, name))
+    kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
+    free: list[str] = []
+    for node in order:
+        trainer = held.get(node)
+        if trainer is not None and len(kept.get(trainer, ())) < counts.get(trainer, 0):
+            kept[trainer].append(node)
+        else:
+            free.append(node)
+    spare = iter(free)
+    for trainer, nodes in kept.items():
+        nodes.extend(islice(spare, counts[trainer] - len(nodes)))
+    return {trainer: frozenset(nodes) for trainer, nodes in kept.items() if nodes}
+
+
+def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trainer]) -> None:
+    """Refuse an allocation that breaks the contract of `Policy`.
+
+    Raises
+    ------
+    PlanningError
+        It names an unknown trainer or node, gives a node to two trainers, or gives a trainer a number of
+        nodes outside its bounds (an empty set too: a trainer without nodes is absent).
+    """
+    known = {trainer.name: trainer for trainer in trainers}
+    owner: dict[str, str] = {}
+    for name, nodes in allocation.items():
+        trainer = known.get(name)
+        if trainer is None:
+            raise PlanningError(
+                f"allocation: there is no trainer {name!r}; allocate only to those that were given"
+            )
+        if not trainer.min_nodes <= len(nodes) <= trainer.max_nodes:
+            raise PlanningError(
+                f"allocation: trainer {name!r} takes {trainer.min_nodes} to {trainer.max_nodes} nodes, "
+                f"got {len(nodes)}; leave it out to give it none"
+            )
+        for node in sorted(nodes):
+            if node not in pool:
+                raise PlanningError(
+                    f"allocation: trainer {name!r} got node {node!r}, which is not in the pool"
+                )
+            if node in owner:
+                raise PlanningError(f"allocation: node {node!r} went to both {owner[node]!r} and {name!r}")
+            owner[node] = name
+
+
+def current_counts(trainers: Sequence[Trainer], pool: Pool, current: Allocation) -> dict[str, int]:
+    """Count the nodes that each trainer holds and that are still in the pool."""
+    return {trainer.name: sum(node in pool for node in current.get(trainer.name, ())) for trainer in trainers}
+
+
+def _check_counts(counts: Mapping[str, int], pool: Pool) -> None:
+    for trainer, count in counts.items():
+        if count < 0:
+            raise PlanningError(f"placement: trainer {trainer!r} cannot have {count} nodes")
+    if (wanted := sum(counts.values())) > len(pool):
+        raise PlanningError(f"placement: {wanted} nodes are shared out, but the pool has {len(pool)}")
+
+
+def _holders(current: Allocation, pool: Pool) -> dict[str, str]:
+    """Node -> trainer that holds it, for the nodes of the pool."""
+    held: dict[str, str] = {}
+    for trainer, nodes in current.items():
+        for node in nodes:
+            if node not in pool:
+                continue
+            if node in held:
+                first, second = sorted((held[node], trainer))
+                raise PlanningError(f"placement: node {node!r} is held by both {first!r} and {second!r}")
+            held[node] = trainer
+    return held

@@ -1,0 +1,426 @@
+"""The one loop's middle: time-stamped events in, actions out. Pure: no clock, no I/O, no Parsl, no torch.
+
+The planner decides twice with the same policy. Over the nodes whose slots are ready it decides who runs where.
+Over those plus the nodes that could still be had (blocks that are starting, windows that pay for their own
+start-up) it decides how many nodes are wanted in all: the difference is requested, a surplus is released.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import singledispatchmethod
+from itertools import chain
+
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, PlanningError
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.placement import check_allocation
+from freetrain_parsl.planning.policies.base import Policy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """What the planner assumes of the site; all times in seconds.
+
+    Parameters
+    ----------
+    startup
+        From the request of a block until its slots are ready.
+    min_useful
+        Least training time that a block must give after its start-up to be worth requesting.
+    closing_margin
+        A node is vacated this long before it closes.
+    max_walltime
+        Longest block, and the length of one in a window of unknown closing.
+    idle_timeout
+        A block that nothing wants for this long is released.
+    settle
+        After a node has joined, how long to wait for its neighbours before trainers grow once for all of them.
+    max_pending_blocks
+        Most blocks that may wait in the queue or be starting.
+    max_nodes_per_block
+        Larger blocks are split; a preempted block takes all its nodes with it.
+    """
+
+    startup: float = 30.0
+    min_useful: float = 60.0
+    closing_margin: float = 10.0
+    max_walltime: float = 3600.0
+    idle_timeout: float = 30.0
+    settle: float = 2.0
+    max_pending_blocks: int = 8
+    max_nodes_per_block: int | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            least = 1 if item.name.startswith("max_") else 0
+            if value is not None and not (math.isfinite(value) and value >= least):
+                raise InvalidSettings(f"planner setting {item.name!r} must be a number of at least {least}, got {value!r}")
+
+
+@dataclass
+class _Block:
+    """A block between its request and its end."""
+
+    nodes: tuple[str, ...]
+    ends: float | None
+    started: bool = False
+    unwanted_since: float | None = None
+
+
+@dataclass
+class _Member:
+    """A node whose slots are ready."""
+
+    node: PoolNode
+    block: str
+
+
+@dataclass
+class PlannerStatistics:
+    """Figures of the solves so far."""
+
+    solve_seconds: list[float] = field(default_factory=list)
+    proven: int = 0
+    refused: int = 0
+
+
+class Planner:
+    """Turns what happens into what to do.
+
+    Parameters
+    ----------
+    policy
+        Shares the nodes out.
+    settings
+        What is assumed of the site.
+    on_decision
+        Called with (time, decision) after each accepted solve, for records; must not call back.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: PlannerSettings | None = None,
+        on_decision: Callable[[float, Decision], None] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.settings = settings or PlannerSettings()
+        self.statistics = PlannerStatistics()
+        self._on_decision = on_decision
+        self._trainers: dict[str, Trainer] = {}
+        self._members: dict[str, _Member] = {}
+        self._blocks: dict[str, _Block] = {}
+        self._windows: tuple[Window, ...] = ()
+        self._assigned: dict[str, frozenset[str]] = {}
+        self._lent: frozenset[str] = frozenset()
+        self._tasks = ev.TasksWaiting(0.0, 0)
+        self._block_count = 0
+        self._settle_until: float | None = None
+        self._dirty = False
+        self._planned_at = -math.inf
+
+    # What the driver may look at.
+
+    @property
+    def assigned(self) -> Allocation:
+        """Trainer -> nodes, as last told to the driver."""
+        return dict(self._assigned)
+
+    @property
+    def trainers(self) -> tuple[Trainer, ...]:
+        """The trainers that are alive, in order of submission."""
+        return tuple(sorted(self._trainers.values(), key=lambda trainer: (trainer.submitted, trainer.name)))
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """The windows as last seen."""
+        return self._windows
+
+    def wake_at(self, now: float) -> float:
+        """When the planner wants the next event at the latest (a `Tick` will do); infinity if never."""
+        closings = (m.node.closes_or_inf - self.settings.closing_margin for m in self._members.values())
+        expiries = (
+            block.unwanted_since + self.settings.idle_timeout
+            for block in self._blocks.values()
+            if block.unwanted_since is not None
+        )
+        settles = () if self._settle_until is None else (self._settle_until,)
+        return min((t for t in chain(closings, expiries, settles) if t > now), default=math.inf)
+
+    # Events.
+
+    def advance(self, *events: ev.Event) -> ev.Actions:
+        """Take events (in order of time) and answer with what to do.
+
+        Raises
+        ------
+        InvalidTrainer
+            A submitted trainer has the name of one that is alive; nothing has changed.
+        """
+        if not events:
+            return []
+        due = self.wake_at(self._planned_at)
+        for event in events:
+            self._take(event)
+        now = events[-1].time
+        if not self._dirty and now < due:
+            return []
+        self._dirty, self._planned_at = False, now
+        return self._plan(now)
+
+    @singledispatchmethod
+    def _take(self, event: ev.Event) -> None:
+        raise PlanningError(f"the planner does not know events of type {type(event).__name__}")
+
+    @_take.register
+    def _(self, event: ev.Tick) -> None:
+        pass
+
+    @_take.register
+    def _(self, event: ev.WindowsSeen) -> None:
+        self._dirty = self._dirty or event.windows != self._windows
+        self._windows = event.windows
+
+    @_take.register
+    def _(self, event: ev.BlockStarted) -> None:
+        if (block := self._blocks.get(event.block)) is not None:
+            block.nodes, block.ends, block.started = event.nodes, event.ends, True
+
+    @_take.register
+    def _(self, event: ev.BlockEnded) -> None:
+        self._blocks.pop(event.block, None)
+        self._drop(name for name, member in self._members.items() if member.block == event.block)
+
+    @_take.register
+    def _(self, event: ev.NodesJoined) -> None:
+        for node in event.nodes:
+            self._members[node.name] = _Member(node, event.block)
+        if self._settle_until is None and self._still_joining():
+            self._settle_until = event.time + self.settings.settle
+        self._dirty = True
+
+    @_take.register
+    def _(self, event: ev.NodesLeft) -> None:
+        self._drop(event.nodes)
+
+    @_take.register
+    def _(self, event: ev.NodesClosing) -> None:
+        for name in event.nodes:
+            if (member := self._members.get(name)) is not None:
+                member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
+                self._dirty = True
+
+    @_take.register
+    def _(self, event: ev.TrainerSubmitted) -> None:
+        if event.trainer.name in self._trainers:
+            raise InvalidTrainer(f"a trainer named {event.trainer.name!r} is alive already; give this one another name")
+        self._trainers[event.trainer.name] = event.trainer
+        self._dirty = True
+
+    @_take.register
+    def _(self, event: ev.TrainerProgressed) -> None:
+        if (trainer := self._trainers.get(event.trainer)) is not None:
+            self._trainers[event.trainer] = replace(trainer, work_left=event.work_left)
+
+    @_take.register(ev.TrainerFinished)
+    @_take.register(ev.TrainerFailed)
+    def _(self, event: ev.TrainerFinished | ev.TrainerFailed) -> None:
+        self._trainers.pop(event.trainer, None)
+        self._assigned.pop(event.trainer, None)
+        self._dirty = True
+
+    @_take.register
+    def _(self, event: ev.TasksWaiting) -> None:
+        self._dirty = self._dirty or (event.nodes_wanted, event.busy) != (self._tasks.nodes_wanted, self._tasks.busy)
+        self._tasks = event
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in list(names):
+            self._members.pop(name, None)
+        self._dirty = True
+
+    def _still_joining(self) -> bool:
+        return any(
+            block.started and not set(block.nodes) <= self._members.keys() for block in self._blocks.values()
+        )
+
+    # Planning.
+
+    def _plan(self, now: float) -> ev.Actions:
+        usable = {
+            name: member.node
+            for name, member in self._members.items()
+            if member.node.closes_or_inf - now > self.settings.closing_margin
+        }
+        actions = self._lend(usable)
+        pool = Pool(node for name, node in usable.items() if name not in self._lent)
+        if self._settle_until is not None and (now >= self._settle_until or not self._still_joining()):
+            self._settle_until = None
+        actions += self._reassign(pool, now)
+        actions += self._adjust_blocks(pool, now)
+        return actions
+
+    def _lend(self, usable: dict[str, PoolNode]) -> ev.Actions:
+        """Ordinary tasks are short and go first; nodes without a trainer, then those that close first, are lent."""
+        busy = frozenset(self._tasks.busy & usable.keys())
+        taken = frozenset().union(*self._assigned.values())
+        order = sorted(usable.values(), key=lambda n: (n.name in taken, n.closes_or_inf, n.name))
+        spare = [node.name for node in order if node.name not in busy]
+        lent = busy | frozenset(spare[: self._tasks.nodes_wanted])
+        if lent == self._lent:
+            return []
+        self._lent = lent
+        return [ev.Lend(lent)]
+
+    def _reassign(self, pool: Pool, now: float) -> ev.Actions:
+        current = {
+            name: kept for name, nodes in self._assigned.items() if (kept := frozenset(n for n in nodes if n in pool))
+        }
+        trainers = [self._pinned(trainer, len(current.get(trainer.name, ()))) for trainer in self.trainers]
+        if self._settle_until is not None:
+            # Neighbours are about to join: grow once for all of them; only those who run nowhere start now.
+            trainers = [
+                replace(t, max_nodes=max(t.min_nodes, len(current[t.name]))) if t.name in current else t
+                for t in trainers
+            ]
+        decision = self._decide(pool, trainers, current, now)
+        allocation = decision.allocation if decision is not None else self._last_good(current)
+        actions: ev.Actions = []
+        for name in sorted({*self._assigned, *allocation}):
+            before, after = self._assigned.get(name, frozenset()), allocation.get(name, frozenset())
+            if before != after:
+                actions.append(_reassignment(name, before, after))
+        self._assigned = {name: nodes for name, nodes in allocation.items() if nodes}
+        # Nodes are given up before they are taken, so that a driver can act in this order.
+        return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
+
+    def _pinned(self, trainer: Trainer, nodes: int) -> Trainer:
+        """A trainer that ends before a rescale would pay is left as it is."""
+        if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
+            return trainer
+        ends_soon = trainer.work_left / rate <= trainer.costs.up
+        return replace(trainer, max_nodes=nodes) if ends_soon else trainer
+
+    def _decide(
+        self, pool: Pool, trainers: list[Trainer], current: Allocation, now: float, *, record: bool = True
+    ) -> Decision | None:
+        """Ask the policy; a wrong answer is refused by name and nothing changes."""
+        try:
+            decision = self.policy.allocate(pool, trainers, current, now)
+            check_allocation(decision.allocation, pool, trainers)
+        except Exception:  # a policy may be anybody's code: whatever it does, the trainings that run go on
+            logger.exception("policy %r was refused; the last allocation stays", self.policy.name)
+            self.statistics.refused += 1
+            return None
+        self.statistics.solve_seconds.append(decision.solve_seconds)
+        self.statistics.proven += decision.proven_optimal
+        if record and self._on_decision is not None:
+            self._on_decision(now, decision)
+        return decision
+
+    def _last_good(self, current: Allocation) -> Allocation:
+        return {name: nodes for name, nodes in current.items() if len(nodes) >= self._trainers[name].min_nodes}
+
+    # Blocks.
+
+    def _adjust_blocks(self, pool: Pool, now: float) -> ev.Actions:
+        """Request what is wanted beyond the nodes we hold or await; release what nothing wants."""
+        awaited = [
+            PoolNode(name, block.ends)
+            for block in self._blocks.values()
+            for name in block.nodes
+            if name not in self._members and (block.ends is None or block.ends - now > self.settings.closing_margin)
+        ]
+        candidates = [(window, self._free(window)) for window in self._windows if self._pays(window, now)]
+        offered = [PoolNode(name, window.closes) for window, names in candidates for name in names]
+        wanted = self._wanted(pool, awaited, offered, now)
+        shortage = wanted - len(pool) - len(awaited)
+        if shortage > 0:
+            for block in self._blocks.values():
+                block.unwanted_since = None
+            return self._request(shortage, candidates, now)
+        return self._release(-shortage, now)
+
+    def _wanted(self, pool: Pool, awaited: list[PoolNode], offered: list[PoolNode], now: float) -> int:
+        """Nodes that trainers and tasks could use if every node that can be had were there."""
+        waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
+        if not self._trainers:
+            return waiting_tasks
+        everything = Pool([*pool.values(), *awaited, *offered])
+        current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
+        trainers = [self._worth_growing(t, len(current.get(t.name, ()))) for t in self.trainers]
+        decision = self._decide(everything, trainers, current, now, record=False)
+        counts = decision.counts if decision is not None else {n: len(nodes) for n, nodes in self._assigned.items()}
+        return waiting_tasks + sum(counts.values())
+
+    def _worth_growing(self, trainer: Trainer, nodes: int) -> Trainer:
+        """A trainer that will be done before a new block is ready asks for no more nodes."""
+        if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
+            return trainer
+        ends_soon = trainer.work_left / rate <= self.settings.startup + trainer.costs.up
+        return replace(trainer, max_nodes=nodes) if ends_soon else trainer
+
+    def _free(self, window: Window) -> list[str]:
+        ours = {name for block in self._blocks.values() for name in block.nodes} | self._members.keys()
+        return [name for name in window.nodes if name not in ours]
+
+    def _pays(self, window: Window, now: float) -> bool:
+        """Whether a block here gives `min_useful` seconds after its own start-up and before the margin at its end."""
+        needed = self.settings.startup + self.settings.min_useful + self.settings.closing_margin
+        return window.opens <= now and window.remaining(now) >= needed
+
+    def _request(self, shortage: int, candidates: list[tuple[Window, list[str]]], now: float) -> ev.Actions:
+        """Longest windows first; one block a window, unless blocks have a largest size."""
+        actions: ev.Actions = []
+        pending = sum(not block.started for block in self._blocks.values())
+        candidates = sorted(candidates, key=lambda item: (-item[0].remaining(now), item[0].nodes))
+        for window, names in candidates:
+            wanted = names[: max(0, shortage)]
+            size = self.settings.max_nodes_per_block or len(wanted) or 1
+            for first in range(0, len(wanted), size):
+                if pending >= self.settings.max_pending_blocks:
+                    return actions
+                nodes = tuple(wanted[first : first + size])
+                seconds = min(self.settings.max_walltime, window.remaining(now))
+                name = str(self._block_count)
+                self._block_count += 1
+                self._blocks[name] = _Block(nodes, now + seconds)
+                actions.append(ev.RequestBlock(name, nodes, seconds, window))
+                pending += 1
+                shortage -= len(nodes)
+        return actions
+
+    def _release(self, surplus: int, now: float) -> ev.Actions:
+        """Blocks whose nodes nobody uses, those that close first first, after `idle_timeout` without use."""
+        used = self._lent.union(*self._assigned.values())
+        actions: ev.Actions = []
+        for name, block in sorted(self._blocks.items(), key=lambda item: (item[1].ends or math.inf, item[0])):
+            if used & set(block.nodes) or len(block.nodes) > surplus:
+                block.unwanted_since = None
+                continue
+            surplus -= len(block.nodes)
+            if block.unwanted_since is None:
+                block.unwanted_since = now
+            if now - block.unwanted_since >= self.settings.idle_timeout:
+                actions.append(ev.ReleaseBlock(name))
+        for action in actions:
+            if isinstance(action, ev.ReleaseBlock):
+                released = self._blocks.pop(action.block)
+                for node in released.nodes:
+                    self._members.pop(node, None)
+        return actions
+
+
+def _reassignment(name: str, before: frozenset[str], after: frozenset[str]) -> ev.Reassign:
+    if not after:
+        return ev.Stop(name, after)
+    if not before:
+        return ev.Assign(name, after)
+    return ev.Grow(name, after) if before < after else ev.Shrink(name, after)

@@ -1,0 +1,32 @@
+"""The policies that come with FreeTrain, by name."""
+
+from __future__ import annotations
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
+from freetrain_parsl.planning.policies.milp import MilpPolicy
+
+__all__ = ["POLICIES", "EqualSharePolicy", "MilpPolicy", "Policy", "PolicyLike", "resolve_policy"]
+
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (EqualSharePolicy, MilpPolicy)}
+"""Name -> class."""
+
+PolicyLike = str | Policy
+
+
+def resolve_policy(policy: PolicyLike) -> Policy:
+    """Make the policy of that name, with its defaults; a policy is one already.
+
+    Raises
+    ------
+    InvalidSettings
+        There is none of that name, or it is no `Policy`.
+    """
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise InvalidSettings(f"no policy {policy!r}; known are {', '.join(sorted(POLICIES))}")
+        return POLICIES[policy]()
+    if not isinstance(policy, Policy):
+        raise InvalidSettings(f"a policy is a name or a Policy object, got {policy!r}")
+    return policy

@@ -1,0 +1,78 @@
+"""The published baseline: everybody the same, blind to scaling and to what a change costs."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.objectives import ObjectiveLike, resolve_objective, value_table
+from freetrain_parsl.planning.placement import current_counts, place
+from freetrain_parsl.planning.policies.base import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["EqualSharePolicy"]
+
+
+class EqualSharePolicy(Policy):
+    """Equal shares, as the baseline of BFTrainer (arXiv 2106.12091) has them.
+
+    With N nodes and J trainers each gets ``q = N // J``, up to its ``max_nodes``, or nothing if q is not more
+    than its ``min_nodes`` (as published: a trainer whose ``min_nodes`` is just q gets nothing). What is left
+    goes to those who have a share, first come, first served, up to their ``max_nodes``.
+
+    ``objective`` and ``bound`` of its decisions are in the value model of `MilpPolicy`, so that the two can be
+    compared. It proves nothing: its bound is what trainers would be worth if each had the pool to itself.
+
+    Parameters
+    ----------
+    objective, horizon
+        The value model, as in `MilpPolicy`; they do not change what is decided.
+    """
+
+    name = "equal_share"
+
+    def __init__(
+        self, objective: ObjectiveLike = "speedup", *, horizon: timedelta = timedelta(seconds=120)
+    ) -> None:
+        if horizon <= timedelta(0):
+            raise InvalidSettings(f"policy 'equal_share': horizon must be positive, got {horizon}")
+        self._objective = resolve_objective(objective)
+        self._horizon = horizon.total_seconds()
+
+    def allocate(
+        self,
+        pool: Pool,
+        trainers: Sequence[Trainer],
+        current: Allocation,
+        now: float,  # noqa: ARG002 - equal shares are the same at any time
+    ) -> Decision:
+        """Decide; see `Policy.allocate`."""
+        started = time.perf_counter()
+        ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
+        counts = _equal_shares(ranked, len(pool))
+        held = current_counts(ranked, pool, current)
+        objective = bound = 0.0
+        for trainer in ranked:
+            values = value_table(self._objective, trainer, held[trainer.name], len(pool), self._horizon)
+            objective += float(values[counts[trainer.name]])
+            bound += float(values.max())
+        allocation = place(counts, pool, current)
+        seconds = time.perf_counter() - started
+        return Decision(allocation, objective, proven_optimal=False, bound=bound, solve_seconds=seconds)
+
+
+def _equal_shares(ranked: Sequence[Trainer], nodes: int) -> dict[str, int]:
+    share = nodes // len(ranked) if ranked else 0
+    counts = {t.name: min(share, t.max_nodes) if share > t.min_nodes else 0 for t in ranked}
+    left = nodes - sum(counts.values())
+    for trainer in ranked:
+        if counts[trainer.name]:
+            extra = min(left, trainer.max_nodes - counts[trainer.name])
+            counts[trainer.name] += extra
+            left -= extra
+    return counts

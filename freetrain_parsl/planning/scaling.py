@@ -1,0 +1,291 @@
+"""Scaling curves: throughput (samples per second) against number of nodes."""
+
+from __future__ import annotations
+
+import csv
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+
+__all__ = ["CurveLike", "ScalingCurve"]
+
+_DEFAULT_GAIN_OF_DOUBLING = 1.8  # 90 % of the ideal 2
+_DEFAULT_DOUBLINGS = 16
+
+
+class ScalingCurve:
+    """Throughput against number of nodes, piecewise linear through the points that are known.
+
+    Linear between points, flat beyond the last, zero on no nodes; a count below the first point is refused.
+    Neither concavity nor monotony is assumed: real curves have steps. Immutable, hashable and picklable.
+
+    Parameters
+    ----------
+    points
+        Number of nodes -> samples per second: a mapping in any order, or pairs by increasing number of nodes.
+    relative
+        Whether the rates are relative to one node instead of samples per second, as in `default`. The first
+        measurement scales such a curve as a whole.
+
+    Raises
+    ------
+    InvalidTrainer
+        No points, a count that is not a whole number of at least 1 or does not increase, or a rate that is
+        negative or not finite.
+
+    Examples
+    --------
+    >>> curve = ScalingCurve({1: 100.0, 2: 190.0, 4: 300.0})
+    >>> curve(3), curve(64)
+    (245.0, 300.0)
+    """
+
+    __slots__ = ("_points", "_relative")
+
+    def __init__(
+        self, points: Mapping[int, float] | Iterable[tuple[int, float]], *, relative: bool = False
+    ) -> None:
+        pairs = sorted(points.items()) if isinstance(points, Mapping) else list(points)
+        checked: list[tuple[int, float]] = []
+        for nodes, rate in pairs:
+            point = (_node_count(nodes), _rate(rate))
+            if checked and point[0] <= checked[-1][0]:
+                raise InvalidTrainer(
+                    f"scaling curve: numbers of nodes must increase, got {point[0]} after {checked[-1][0]}"
+                )
+            checked.append(point)
+        if not checked:
+            raise InvalidTrainer("scaling curve: needs at least one point, such as {1: 100.0}")
+        self._points = tuple(checked)
+        self._relative = relative
+
+    @classmethod
+    def default(cls) -> ScalingCurve:
+        """Make the curve that stands in when nothing is known: each doubling keeps 90 % of its efficiency.
+
+        Rates are relative to one node: 1, 1.8, 3.24, … at 1, 2, 4, … 65536 nodes.
+        """
+        return cls(
+            [(1 << k, _DEFAULT_GAIN_OF_DOUBLING**k) for k in range(_DEFAULT_DOUBLINGS + 1)], relative=True
+        )
+
+    @classmethod
+    def from_file(cls, path: str | PathLike[str]) -> ScalingCurve:
+        """Read a curve from CSV (header ``nodes,rate``) or, by its suffix .yaml or .yml, a YAML mapping.
+
+        Raises
+        ------
+        InvalidInput
+            The file cannot be read or is no curve; the message names the file and, if there is one, the line.
+        """
+        file = Path(path)
+        readers = {".csv": _read_csv, ".yaml": _read_yaml, ".yml": _read_yaml}
+        reader = readers.get(file.suffix.lower())
+        if reader is None:
+            raise InvalidInput(f"{file}: a scaling curve is a .csv, .yaml or .yml file")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"{file}: cannot read the scaling curve: {error}") from error
+        rows = reader(file, text)
+        previous = 0
+        for line, nodes, rate in rows:
+            try:
+                _rate(rate)
+                count = _node_count(nodes)
+            except InvalidTrainer as error:
+                raise InvalidInput(f"{file}:{line}: {error}") from error
+            if count <= previous:
+                raise InvalidInput(
+                    f"{file}:{line}: numbers of nodes must increase, got {count} after {previous}"
+                )
+            previous = count
+        if not rows:
+            raise InvalidInput(f"{file}: scaling curve: needs at least one point")
+        return cls([(nodes, rate) for _, nodes, rate in rows])
+
+    @classmethod
+    def of(cls, value: CurveLike) -> ScalingCurve:
+        """Turn a user's mapping, pairs, file path or curve into a curve; ``None`` gives the default."""
+        if value is None:
+            return cls.default()
+        if isinstance(value, ScalingCurve):
+            return value
+        if isinstance(value, (str, PathLike)):
+            return cls.from_file(value)
+        if isinstance(value, Mapping):
+            return cls(value)
+        if isinstance(value, Iterable):
+            return cls(value)
+        raise InvalidTrainer(f"scaling curve: expected a mapping, pairs, or a file's path, got {value!r}")
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """The known points (nodes, samples per second), by number of nodes."""
+        return self._points
+
+    @property
+    def first_nodes(self) -> int:
+        """The smallest number of nodes that the curve knows."""
+        return self._points[0][0]
+
+    @property
+    def last_nodes(self) -> int:
+        """The number of nodes from which the curve is flat."""
+        return self._points[-1][0]
+
+    @property
+    def relative(self) -> bool:
+        """Whether the rates are relative to one node, not samples per second."""
+        return self._relative
+
+    def __call__(self, nodes: int) -> float:
+        """Return the samples per second on that many nodes.
+
+        Raises
+        ------
+        InvalidTrainer
+            A number of nodes below the first point, other than zero.
+        """
+        if nodes == 0:
+            return 0.0
+        if nodes < self.first_nodes:
+            raise InvalidTrainer(
+                f"scaling curve: starts at {self.first_nodes} nodes; add a point at or below {nodes}"
+            )
+        counts, rates = zip(*self._points, strict=True)
+        return float(np.interp(nodes, counts, rates))
+
+    def rates(self, max_nodes: int) -> npt.NDArray[np.float64]:
+        """Tabulate the samples per second on 0, 1, …, `max_nodes` nodes, shape (max_nodes + 1,).
+
+        NaN where the curve says nothing: above zero and below its first point.
+        """
+        counts, rates = zip(*self._points, strict=True)
+        table: npt.NDArray[np.float64] = np.interp(np.arange(max_nodes + 1), counts, rates)
+        table[: self.first_nodes] = np.nan
+        table[0] = 0.0
+        return table
+
+    def with_measurement(self, nodes: int, rate: float, weight: float = 1.0) -> ScalingCurve:
+        """Return a curve that takes a measurement into account.
+
+        The point at `nodes` becomes ``weight * rate + (1 - weight) * curve(nodes)``; below the first point
+        there is nothing to blend with and the measurement stands alone. A relative curve is scaled as a whole
+        to pass through its first measurement, and is in samples per second from then on.
+
+        Parameters
+        ----------
+        nodes
+            Number of nodes of the measurement.
+        rate
+            Samples per second measured on them.
+        weight
+            Trust in this measurement, above 0 and at most 1.
+        """
+        if not 0 < weight <= 1:
+            raise InvalidTrainer(f"scaling curve: a measurement's weight lies in (0, 1], got {weight!r}")
+        nodes, rate = _node_count(nodes), _rate(rate)
+        known = dict(self._points)
+        if self._relative and nodes >= self.first_nodes and self(nodes) > 0:
+            scale = rate / self(nodes)
+            known = {count: scale * value for count, value in known.items()}
+        elif nodes >= self.first_nodes:
+            rate = weight * rate + (1 - weight) * self(nodes)
+        known[nodes] = rate
+        return ScalingCurve(known)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ScalingCurve):
+            return NotImplemented
+        return (self._points, self._relative) == (other._points, other._relative)
+
+    def __hash__(self) -> int:
+        return hash((self._points, self._relative))
+
+    def __repr__(self) -> str:
+        relative = ", relative=True" if self._relative else ""
+        return f"ScalingCurve({dict(self._points)!r}{relative})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._points, self._relative)
+
+
+CurveLike = ScalingCurve | Mapping[int, float] | Iterable[tuple[int, float]] | str | PathLike[str] | None
+"""What `ScalingCurve.of` takes."""
+
+
+def _restore(points: tuple[tuple[int, float], ...], relative: bool) -> ScalingCurve:  # noqa: FBT001 - pickle's
+    return ScalingCurve(points, relative=relative)
+
+
+def _node_count(value: Any) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise InvalidTrainer(
+            f"scaling curve: a number of nodes must be a whole number of at least 1, got {value!r}"
+        )
+    return count
+
+
+def _rate(value: Any) -> float:
+    try:
+        rate = math.nan if isinstance(value, (str, bool)) else float(value)
+    except (TypeError, ValueError):
+        rate = math.nan
+    if not (math.isfinite(rate) and rate >= 0):
+        raise InvalidTrainer(f"scaling curve: a rate must be zero or more samples per second, got {value!r}")
+    return rate
+
+
+def _read_csv(file: Path, text: str) -> list[tuple[int, Any, Any]]:
+    """Rows (line, nodes, rate) as far as they are numbers; text stays text, for the caller to refuse."""
+    reader = csv.reader(text.splitlines())
+    header = [name.strip().lower() for name in next(reader, [])]
+    if header != ["nodes", "rate"]:
+        raise InvalidInput(f"{file}:1: the first line must be 'nodes,rate', got {','.join(header)!r}")
+    rows = []
+    for row in reader:
+        if not row:
+            continue
+        if len(row) != 2:
+            raise InvalidInput(f"{file}:{reader.line_num}: expected 'nodes,rate', got {','.join(row)!r}")
+        rows.append((reader.line_num, _number(row[0], int), _number(row[1], float)))
+    return rows
+
+
+def _number(text: str, kind: type[int | float]) -> int | float | str:
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def _read_yaml(file: Path, text: str) -> list[tuple[int, Any, Any]]:
+    """Rows (line, nodes, rate) in the file's order; the node tree keeps lines and repeated keys."""
+    import yaml  # only a user's file needs it
+
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise InvalidInput(f"{file}: a scaling curve is a mapping of nodes to rates, such as '1: 100.0'")
+        return [
+            (key.start_mark.line + 1, loader.construct_object(key), loader.construct_object(value))
+            for key, value in root.value
+        ]
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{file}: not YAML: {' '.join(str(error).split())}") from error
+    finally:
+        loader.dispose()

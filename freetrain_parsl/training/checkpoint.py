@@ -1,0 +1,214 @@
+"""Saving and restoring the state of a training: torch's format on top of the store's guarantees."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freetrain_parsl._version import __version__
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
+from freetrain_parsl.storage.posix import CheckpointDirectory, Entry
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the state's own layout; a newer one is refused, not guessed at."""
+
+State = dict[str, Any]
+"""Tensors, numbers, strings, lists and dictionaries: what ``weights_only=True`` reads back."""
+
+_SAFETY = 1.5  # a write may take that much longer than the slowest of the last few
+_ASSUMED_BYTES_PER_SECOND = 50e6  # before the first write is measured; a third of what a slow disk gave
+_ASSUMED_OVERHEAD = 0.2  # seconds; fsync and renames
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint in memory.
+
+    Parameters
+    ----------
+    state
+        What was saved, tensors on the CPU.
+    entry
+        Where it was.
+    refused
+        Paths of newer checkpoints that were damaged.
+    """
+
+    state: State
+    entry: Entry
+    refused: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one trainer, and what writing them costs.
+
+    Parameters
+    ----------
+    directory
+        Where they are.
+    trainer
+        The trainer's name, for messages and manifests.
+    keep
+        How many stay.
+    now
+        The time of day, for the manifests.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        trainer: str,
+        keep: int,
+        now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        self._directory = directory
+        self._trainer = trainer
+        self._keep = keep
+        self._now = now
+        self._write_seconds: deque[float] = deque(maxlen=5)
+        self._assumed = _ASSUMED_OVERHEAD
+
+    @property
+    def write_seconds_estimate(self) -> float:
+        """Seconds that the next write may take: learned from earlier ones, in this process or before it."""
+        return _SAFETY * max(self._write_seconds) if self._write_seconds else self._assumed
+
+    def assume_size(self, size: int) -> None:
+        """Say how many bytes a state will have, for the estimate before the first write."""
+        self._assumed = _ASSUMED_OVERHEAD + size / _ASSUMED_BYTES_PER_SECOND
+
+    def open(self) -> None:
+        """Get ready to write: create the directory, clear away what a killed writer left."""
+        self._directory.open()
+
+    def save(self, state: State, *, step: int, epoch: int, reason: str) -> Entry:
+        """Write a checkpoint, make it the newest, and prune.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses; earlier checkpoints are untouched.
+        """
+        facts = {
+            "format": FORMAT,
+            "trainer": self._trainer,
+            "epoch": epoch,
+            "reason": reason,
+            "written": self._now().isoformat(timespec="milliseconds"),
+            "torch": torch.__version__,
+            "freetrain": __version__,
+        }
+        entry, manifest = self._directory.publish(step, lambda sink: torch.save(state, sink), facts)
+        self._write_seconds.append(manifest["write_seconds"])
+        logger.info(
+            "trainer %s: checkpoint %s (%s), %d bytes in %.3f s",
+            self._trainer, entry.path, reason, manifest["bytes"], manifest["write_seconds"],
+        )  # fmt: skip
+        try:
+            self._directory.prune(entry, self._keep)
+        except CheckpointError as error:  # the new one is durable; the next save tries again
+            logger.warning("trainer %s: %s", self._trainer, error)
+        return entry
+
+    def newest(self) -> Restored | None:
+        """Restore the newest intact checkpoint; ``None`` if there never was one.
+
+        Raises
+        ------
+        DamagedCheckpoint
+            There are checkpoints, but none is intact.
+        CheckpointMismatch
+            The newest intact one was written by a newer version of this package.
+        """
+        refused: list[str] = []
+        first_problem = ""
+        for entry in self._directory.entries():
+            try:
+                restored = self.load(entry)
+            except DamagedCheckpoint as problem:
+                logger.warning("trainer %s: %s; going back to the one before", self._trainer, problem)
+                refused.append(str(entry.path))
+                first_problem = first_problem or str(problem)
+            else:
+                return Restored(restored.state, restored.entry, tuple(refused))
+        if refused:
+            raise DamagedCheckpoint(
+                f"trainer {self._trainer!r}: none of {len(refused)} checkpoints is intact ({first_problem}); "
+                f"put a good copy in place, or remove {self._directory.path} to start afresh"
+            )
+        return None
+
+    def load(self, entry: Entry) -> Restored:
+        """Restore one checkpoint.
+
+        Raises
+        ------
+        DamagedCheckpoint
+            It is missing, or its bytes are not those that were written.
+        CheckpointMismatch
+            It was written by a newer version of this package.
+        """
+        path, manifest = self._directory.verify(entry)
+        if manifest.get("format") != FORMAT:
+            raise CheckpointMismatch(
+                f"{entry.path} has format {manifest.get('format')!r}, this version reads {FORMAT}; "
+                f"use the version that wrote it (freetrain {manifest.get('freetrain')})"
+            )
+        self._learn_write_seconds()
+        return Restored(_read(path, entry), entry)
+
+    def _learn_write_seconds(self) -> None:
+        self._write_seconds.clear()
+        for entry in reversed(self._directory.entries()):
+            try:
+                seconds = self._directory.manifest(entry).get("write_seconds")
+            except DamagedCheckpoint:
+                continue  # reported when its state is asked for
+            if isinstance(seconds, float):
+                self._write_seconds.append(seconds)
+
+
+def check_restorable(what: str, state: object) -> None:
+    """Make sure that a state can be read back without running code from the file.
+
+    Raises
+    ------
+    CheckpointError
+        It holds objects other than tensors, numbers, strings, lists and dictionaries.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"the state of {what} cannot be kept in a checkpoint; its state_dict() must hold only tensors, "
+            f"numbers, strings, lists and dictionaries ({_first_line(error)})"
+        ) from error
+
+
+def _read(path: Path, entry: Entry) -> State:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_first_line(error)}") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not hold a training's state")
+    return state
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

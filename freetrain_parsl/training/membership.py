@@ -1,0 +1,252 @@
+"""The process group of one fragment: who trains together, and how they find each other.
+
+A fragment's members meet under the prefix ``<trainer>/<generation>`` of a store, form a process group, and leave
+it when the fragment ends; the processes stay. Collectives that carry decisions run on CPU tensors over gloo;
+gradients go over NCCL where there are GPUs. A group of one needs no store and no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.training.terms import Membership
+
+_LOST_PEER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
+)
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class KeyValue(Protocol):
+    """Where the members of a group meet: a small shared dictionary, blocking on what is not there yet."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store `value`."""
+
+    def get(self, key: str, timeout: float) -> bytes:
+        """Return the value of `key`, waiting for it up to `timeout` seconds; raise TimeoutError after that."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the decimal number under `key` (0 if absent) atomically, and return the sum."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all `keys` are there."""
+
+    def delete(self, key: str) -> bool:
+        """Remove `key`; whether it was there."""
+
+
+class RendezvousStore(dist.Store):
+    """torch's store on top of any `KeyValue`, so that a rendezvous can use an authenticated channel.
+
+    Parameters
+    ----------
+    backend
+        What carries the keys.
+    timeout
+        How long to wait for a key that no member has set yet.
+    """
+
+    def __init__(self, backend: KeyValue, timeout: timedelta = timedelta(minutes=1)) -> None:
+        super().__init__()
+        self._backend = backend
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._backend.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+        return self._backend.get(key, self._timeout.total_seconds())
+
+    def add(self, key: str, value: int) -> int:
+        """Count."""
+        return self._backend.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._backend.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for all keys."""
+        for key in keys:
+            self._backend.get(key, (timeout or self._timeout).total_seconds())
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return self._backend.delete(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long `get` and `wait` wait."""
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait."""
+        return self._timeout
+
+
+class Group:
+    """The members of a fragment, and the few things that they do together.
+
+    Parameters
+    ----------
+    rank, size
+        This member's number, and how many there are.
+    gradients
+        The torch process group for gradients; ``None``: the default one.
+    """
+
+    def __init__(self, rank: int, size: int, gradients: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.gradients = gradients
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the member that writes and reports."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a CPU tensor over all members; `values` itself is left alone.
+
+        Raises
+        ------
+        PeerLost
+            A member is gone.
+        """
+        if self.size == 1:
+            return values
+        total = values.clone()
+        with peers_expected(self.size):
+            dist.all_reduce(total)
+        return total
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the CPU tensors (of one shape) of all members, in order of rank.
+
+        Raises
+        ------
+        PeerLost
+            A member is gone.
+        """
+        if self.size == 1:
+            return [values]
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        with peers_expected(self.size):
+            dist.all_gather(parts, values)
+        return parts
+
+
+@contextmanager
+def join(membership: Membership, store: dist.Store | None) -> Iterator[Group]:
+    """Be a member of a fragment's process group for the length of a ``with`` block.
+
+    Parameters
+    ----------
+    membership
+        This process's place.
+    store
+        Where the members meet; not used by a group of one.
+
+    Raises
+    ------
+    PeerLost
+        The others did not come within the time-out, or left.
+    """
+    if membership.world_size == 1:
+        yield Group(0, 1)
+        return
+    if store is None:
+        raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    prefix = dist.PrefixStore(f"{membership.trainer}/{membership.generation}", store)
+    with _network_interface(membership.interface):
+        try:
+            dist.init_process_group(
+                backend,
+                store=prefix,
+                rank=membership.rank,
+                world_size=membership.world_size,
+                timeout=membership.timeout,
+            )
+        except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
+            raise PeerLost(
+                f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all meet "
+                f"({_first_line(error)})"
+            ) from error
+        try:
+            group = Group(membership.rank, membership.world_size)
+            if backend != "gloo":
+                group.gradients = _group_for_shared_devices(group)
+            yield group
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def peers_expected(size: int) -> Iterator[None]:
+    """Turn a collective's failure into `PeerLost`.
+
+    Raises
+    ------
+    PeerLost
+        A collective inside the block failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"lost a member of a group of {size} ({_first_line(error)})") from error
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error out of user code comes from a collective that lost a member.
+
+    Gradients are exchanged inside ``backward`` and buffers inside the model's call, where torch raises plain
+    RuntimeErrors: their text is all there is to go by.
+    """
+    if isinstance(error, (PeerLost, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:
+    """Return a gloo group where several members share one GPU, which NCCL refuses; else ``None``."""
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    mark = torch.tensor([int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "big")])
+    distinct = {int(other) for other in group.gather(mark)}
+    return None if len(distinct) == group.size else dist.new_group(backend="gloo")
+
+
+@contextmanager
+def _network_interface(name: str | None) -> Iterator[None]:
+    """Let gloo and NCCL use that interface; they read it from the environment only."""
+    if name is None:
+        yield
+        return
+    before = {variable: os.environ.get(variable) for variable in _INTERFACE_VARIABLES}
+    os.environ.update(dict.fromkeys(_INTERFACE_VARIABLES, name))
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

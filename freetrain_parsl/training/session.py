@@ -1,0 +1,279 @@
+"""The session: what a training function is given, and all that it needs to know of FreeTrain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.checkpoint import check_restorable
+from freetrain_parsl.training.engine import Engine, Stateful
+from freetrain_parsl.training.ledger import Audit
+from freetrain_parsl.training.loader import MapDataset, Order, SessionLoader, check_dataset
+
+_STATES_PER_PARAMETER = 3  # the parameter, and two moments in the most common optimizers
+
+
+class TrainingSession:
+    """One training, in this process and for this fragment.
+
+    A training function takes it as its first argument. The function may be left at any step boundary, after a
+    checkpoint, and started again from its top, elsewhere and with another number of processes::
+
+        def train(session, lr=0.1):
+            model, optimizer = session.prepare(Net(), SGD, lr=lr)
+            data = session.loader(dataset, batch_size=256)
+            for epoch in session.epochs(90):
+                for x, y in data:
+                    session.step(cross_entropy(model(x), y))
+            return session.metrics
+
+    What stands before the loop runs again in every fragment, with the same random numbers each time. Batches are
+    *global*: each process gets its part, and gradients are averaged so that they are those of the whole batch.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._optimizer: Optimizer | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among those that train together now, from 0."""
+        return self._engine.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together now."""
+        return self._engine.group.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that should print, plot or write files."""
+        return self._engine.group.is_first
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and the loader's batches are: a GPU if there is one."""
+        return self._engine.device
+
+    @property
+    def directory(self) -> Path:
+        """A directory for the training's own files, the same in all fragments."""
+        path = self._engine.user_directory
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What has been done so far, in all fragments; the usual return value of a training function.
+
+        ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss a sample of the last whole epoch; ``history``:
+        one dictionary an epoch with ``epoch``, ``loss`` and what `log` was given.
+        """
+        return self._engine.books.metrics
+
+    @property
+    def audit(self) -> Audit:
+        """Samples seen, lost and repeated over the finished epochs: counted, not assumed."""
+        return self._engine.books.audit
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Callable[..., Optimizer],
+        *others: Stateful,
+        unused_parameters: bool = False,
+        **optimizer_options: Any,
+    ) -> tuple[Any, ...]:
+        """Put a model on the device, restore it from the newest checkpoint, and keep it in step with the others.
+
+        Parameters
+        ----------
+        model
+            The network.
+        optimizer
+            An optimizer on the model's parameters, or its class with `optimizer_options`.
+        others
+            Everything else with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler. A
+            scheduler needs an optimizer instance; create both before.
+        unused_parameters
+            Whether some parameters may not take part in some steps, which costs a search in every step.
+        optimizer_options
+            For an optimizer's class.
+
+        Returns
+        -------
+        model, optimizer, *others
+            To be used from here on.
+
+        Raises
+        ------
+        UsageError
+            An argument is of a wrong kind.
+        CheckpointMismatch
+            The newest checkpoint is of another model or optimizer.
+        CheckpointError
+            One of `others` has a state that a checkpoint cannot hold.
+        """
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"session.prepare needs a torch.nn.Module first, got {type(model).__name__}")
+        model.to(self.device)
+        if not isinstance(optimizer, Optimizer):
+            optimizer = optimizer(model.parameters(), **optimizer_options)
+        elif optimizer_options:
+            names = ", ".join(optimizer_options)
+            raise UsageError(f"session.prepare: give {names} to the optimizer, or give the optimizer's class")
+        objects: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        for other in others:
+            kind = type(other).__name__
+            if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+                raise UsageError(f"session.prepare: {kind} has no state_dict and load_state_dict")
+            check_restorable(kind, other.state_dict())
+            objects[f"{kind} {len(objects) - 1}"] = other
+        self._engine.register(objects, _STATES_PER_PARAMETER * _bytes_of(model))
+        self._optimizer = optimizer
+        if self.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
+            model = _Replica(
+                model, process_group=self._engine.group.gradients, find_unused_parameters=unused_parameters
+            )
+        return (model, optimizer, *others)
+
+    def loader(
+        self,
+        dataset: MapDataset,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> SessionLoader:
+        """Return the training data in batches, on the device; every sample exactly once an epoch.
+
+        Iterate over it once in each epoch. For validation use a plain ``torch.utils.data.DataLoader``, on all
+        processes.
+
+        Parameters
+        ----------
+        dataset
+            With ``len()`` and positions.
+        batch_size
+            Samples in a batch, of all processes together.
+        shuffle
+            Whether each epoch has its own order; it depends on the seed and the epoch only.
+        drop_last
+            Whether to leave out a last batch that is not full.
+        num_workers
+            Processes that fetch samples; 0: this one. Random augmentation in such processes is seeded, but differs
+            after a resume in the middle of an epoch.
+        collate_fn
+            Makes a batch of a list of samples; torch's own by default.
+
+        Raises
+        ------
+        UsageError
+            The dataset has no positions, or no batch comes out of it.
+        CheckpointMismatch
+            The newest checkpoint is of another dataset or batch size.
+        """
+        check_dataset(dataset, batch_size, drop_last=drop_last)
+        order = Order(len(dataset), batch_size, self._engine.options.seed, shuffle=shuffle, drop_last=drop_last)
+        self._engine.use(order)
+        return SessionLoader(self._engine, dataset, order, num_workers=num_workers, collate_fn=collate_fn)
+
+    def epochs(self, count: int | None = None) -> Iterator[int]:
+        """Count the epochs of the whole training, beginning with the first one that is not done.
+
+        Parameters
+        ----------
+        count
+            Epochs of the whole training, those of earlier fragments included. Default: what the training app states.
+
+        Raises
+        ------
+        UsageError
+            `prepare` has not been called, or `count` is negative or stated nowhere.
+        """
+        count = self._engine.options.epochs if count is None else count
+        if count is None:
+            raise UsageError("session.epochs needs a number: session.epochs(90), or @training_app(epochs=90)")
+        if count < 0:
+            raise UsageError(f"session.epochs needs zero or more epochs, got {count}")
+        self._engine.start(count)
+        return self._epochs(count)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a batch; for what goes between that and the step, such as clipping.
+
+        Parameters
+        ----------
+        loss
+            Mean loss over the samples of this process's batch, a scalar.
+        """
+        self._engine.weigh(loss).backward()
+
+    def step(self, loss: torch.Tensor | None = None) -> None:
+        """Train on a batch: gradients, optimizer step, gradients back to zero, and the books.
+
+        Parameters
+        ----------
+        loss
+            Mean loss over the samples of this process's batch, a scalar; ``None`` after `backward`.
+
+        Raises
+        ------
+        UsageError
+            There is no batch or no loss to make a step for.
+        """
+        if loss is not None:
+            self.backward(loss)
+        self._engine.check_gradients()
+        assert self._optimizer is not None
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._engine.count_step()
+
+    def log(self, **values: Any) -> None:
+        """Put numbers or strings into this epoch's row of ``metrics["history"]``."""
+        self._engine.books.log(values)
+
+    def _epochs(self, count: int) -> Iterator[int]:
+        while self._engine.books.epoch < count:
+            self._engine.boundary()
+            yield self._engine.books.epoch
+            self._engine.end_epoch()
+
+
+class _Replica(DistributedDataParallel):
+    """A model whose gradients are averaged, with the attributes and the state of the model itself.
+
+    So user code finds the same on one process and on many. Evaluation does not communicate, so the first process
+    may do it alone.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        if not self.training:
+            return self.module(*inputs, **options)
+        return super().forward(*inputs, **options)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.load_state_dict(*args, **options)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())

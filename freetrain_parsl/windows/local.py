@@ -1,0 +1,59 @@
+"""Asking the embedded cluster for windows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.planning.model import Window, WindowKind
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.cluster.client import ClusterClient
+
+_STATES = {
+    "PENDING": BlockState.PENDING,
+    "RUNNING": BlockState.RUNNING,
+    "COMPLETED": BlockState.COMPLETED,
+    "FAILED": BlockState.FAILED,
+    "TIMED_OUT": BlockState.TIMED_OUT,
+    "PREEMPTED": BlockState.PREEMPTED,
+    "CANCELLED": BlockState.CANCELLED,
+}
+
+
+class LocalWindowSource(WindowSource):
+    """Finds the windows of an embedded cluster.
+
+    They are of kind backfill: they close when the cluster's plan needs the nodes (``None`` if it does not).
+    The plan goes by requested walltimes, so a main job may come earlier and preempt.
+
+    Parameters
+    ----------
+    client
+        Reaches the cluster.
+    """
+
+    def __init__(self, client: ClusterClient) -> None:
+        self._client = client
+
+    def survey(self, job_ids: Sequence[str] = ()) -> Survey:
+        """Ask the cluster once."""
+        answer = self._client.survey(job_ids)
+        windows = [
+            Window(tuple(item["nodes"]), item["opens"], item["closes"], WindowKind.BACKFILL)
+            for item in answer["windows"]
+        ]
+        windows.sort(key=lambda window: (-len(window.nodes), window.nodes))
+        return Survey(
+            time=answer["time"],
+            windows=tuple(windows),
+            blocks={job_id: _status(answer["jobs"].get(job_id)) for job_id in job_ids},
+        )
+
+
+def _status(job: Mapping[str, Any] | None) -> BlockStatus:
+    if job is None:
+        return BlockStatus(BlockState.UNKNOWN)
+    return BlockStatus(_STATES[job["state"]], tuple(job["nodes"]), job["ends"], job["reason"])

@@ -1,0 +1,277 @@
+"""The planner: time-stamped events in, actions out, nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.model import Decision, PoolNode, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.planner import Planner, PlannerSettings
+from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.policies.milp import MilpPolicy
+from freetrain_parsl.planning.scaling import ScalingCurve
+
+SETTINGS = PlannerSettings(
+    startup=10, min_useful=20, closing_margin=5, max_walltime=1000, idle_timeout=30, settle=2, max_pending_blocks=4
+)
+# Concave, so that sharing pays: with linear curves any split of the nodes is as good as another.
+CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 32.0, 8: 50.0, 64: 60.0})
+
+
+def trainer(name: str, *, least: int = 1, most: int = 4, work: float = math.inf, submitted: float = 0.0) -> Trainer:
+    return Trainer(name, least, most, CURVE, RescaleCosts(1, 1, 1), work_left=work, submitted=submitted)
+
+
+def window(*nodes: str, closes: float | None = 500.0, opens: float = 0.0) -> Window:
+    return Window(nodes, opens, closes)
+
+
+def joined(time: float, block: str, *nodes: str, closes: float | None = 500.0) -> ev.NodesJoined:
+    return ev.NodesJoined(time, block, tuple(PoolNode(name, closes) for name in nodes))
+
+
+@pytest.fixture
+def planner() -> Planner:
+    return Planner(MilpPolicy(), SETTINGS)
+
+
+def only(kind: type, actions: ev.Actions) -> list:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def held(planner: Planner, *nodes: str, closes: float = 500.0, time: float = 0.0) -> str:
+    """Bring a block with these nodes through request, start and join; needs a trainer that wants them."""
+    (request,) = only(ev.RequestBlock, planner.advance(ev.WindowsSeen(time, (window(*nodes, closes=closes),))))
+    planner.advance(ev.BlockStarted(time, request.block, request.nodes, closes))
+    planner.advance(joined(time, request.block, *request.nodes, closes=closes))
+    return request.block
+
+
+def test_a_block_is_requested_only_when_a_trainer_wants_nodes(planner: Planner) -> None:
+    assert planner.advance(ev.WindowsSeen(0, (window("a", "b"),))) == []
+    (request,) = planner.advance(ev.TrainerSubmitted(1, trainer("t")))
+    assert request.nodes == ("a", "b")
+
+
+def test_a_block_ends_with_its_window_at_the_latest(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    (request,) = planner.advance(ev.WindowsSeen(100, (window("a", closes=300),)))
+    assert 100 + request.seconds <= 300
+
+
+def test_a_window_of_unknown_closing_gets_the_longest_block(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window("a", closes=None),)))
+    assert request.seconds == SETTINGS.max_walltime
+
+
+@pytest.mark.parametrize(("closes", "requested"), [(34.9, 0), (35.0, 1)])
+def test_a_window_is_used_only_if_it_pays_for_its_own_start(planner: Planner, closes: float, requested: int) -> None:
+    """10 s start-up + 20 s useful + 5 s margin."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    assert len(planner.advance(ev.WindowsSeen(0, (window("a", closes=closes),)))) == requested
+
+
+def test_no_more_nodes_are_requested_than_trainers_can_use(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=3)))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window(*"abcdefgh"),)))
+    assert len(request.nodes) == 3
+
+
+def test_the_same_nodes_are_not_requested_twice(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    seen = (window("a", "b"),)
+    assert len(planner.advance(ev.WindowsSeen(0, seen))) == 1
+    assert planner.advance(ev.WindowsSeen(1, (window("a", "b", closes=501),))) == []
+
+
+def test_blocks_longer_than_their_windows_differ_by_window(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    requests = planner.advance(ev.WindowsSeen(0, (window("a", closes=100), window("b", "c", closes=200))))
+    assert [(r.nodes, r.seconds) for r in requests] == [(("b", "c"), 200), (("a",), 100)]
+
+
+def test_blocks_are_split_to_their_largest_size_and_limited_in_number() -> None:
+    settings = PlannerSettings(startup=1, min_useful=1, closing_margin=1, max_pending_blocks=3, max_nodes_per_block=2)
+    planner = Planner(MilpPolicy(), settings)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=16)))
+    requests = planner.advance(ev.WindowsSeen(0, (window(*"abcdefghij"),)))
+    assert [len(request.nodes) for request in requests] == [2, 2, 2]
+
+
+def test_ready_nodes_are_assigned_and_all_trainers_get_some(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=8)), ev.TrainerSubmitted(0, trainer("u", most=8)))
+    held(planner, *"abcd")
+    assert sum(map(len, planner.assigned.values())) == 4
+    assert not planner.assigned["t"] & planner.assigned["u"]
+
+
+def test_a_refused_block_is_requested_again(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window("a"),)))
+    (again,) = planner.advance(ev.BlockEnded(1, request.block))
+    assert again.nodes == request.nodes
+    assert again.block != request.block
+
+
+def test_nodes_that_leave_shrink_or_stop_their_trainers(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=3)))
+    held(planner, "a", "b", "c")
+    actions = planner.advance(ev.WindowsSeen(1, ()), ev.NodesLeft(1, ("b",)))
+    assert only(ev.Reassign, actions) == [ev.Shrink("t", frozenset("ac"))]
+    actions = planner.advance(ev.NodesLeft(2, ("a", "c")))
+    assert only(ev.Reassign, actions) == [ev.Stop("t", frozenset())]
+
+
+def test_a_block_that_ends_takes_its_nodes_with_it(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    block = held(planner, "a", "b")
+    actions = planner.advance(ev.WindowsSeen(1, ()), ev.BlockEnded(1, block))
+    assert only(ev.Reassign, actions) == [ev.Stop("t", frozenset())]
+
+
+def test_a_node_is_vacated_its_margin_before_it_closes(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    held(planner, "a", closes=100.0)
+    assert planner.wake_at(50) == 95
+    assert planner.advance(ev.WindowsSeen(50, ()), ev.Tick(94)) == []
+    assert only(ev.Reassign, planner.advance(ev.Tick(95))) == [ev.Stop("t", frozenset())]
+
+
+def test_a_notice_brings_the_closing_forward(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
+    held(planner, "a", "b")
+    actions = planner.advance(ev.NodesClosing(10, ("a",), 12))
+    assert only(ev.Reassign, actions) == [ev.Shrink("t", frozenset("b"))]
+
+
+def test_a_notice_never_puts_the_closing_off(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=1)))
+    held(planner, "a", closes=100.0)
+    planner.advance(ev.NodesClosing(10, ("a",), 900))
+    assert planner.wake_at(10) == 95
+
+
+def test_what_is_given_up_comes_before_what_is_taken(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("a", most=4)))
+    held(planner, *"wxyz")
+    actions = only(ev.Reassign, planner.advance(ev.TrainerSubmitted(1, trainer("b", most=4))))
+    kinds = [isinstance(action, (ev.Grow, ev.Assign)) for action in actions]
+    assert kinds == sorted(kinds)
+    assert len(kinds) == 2
+
+
+def test_a_finished_trainer_frees_its_nodes_for_the_others(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=4)), ev.TrainerSubmitted(0, trainer("u", most=4)))
+    held(planner, *"abcd")
+    actions = planner.advance(ev.TrainerFinished(10, "t"))
+    assert only(ev.Reassign, actions) == [ev.Grow("u", frozenset("abcd"))]
+
+
+@pytest.mark.parametrize("end", [ev.TrainerFinished, ev.TrainerFailed])
+def test_a_block_that_nothing_wants_is_released_after_its_time_out(planner: Planner, end: type) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    block = held(planner, "a", "b")
+    assert planner.advance(end(10, "t")) == []
+    assert planner.wake_at(10) == 40
+    assert planner.advance(ev.Tick(39)) == []
+    assert planner.advance(ev.Tick(40)) == [ev.ReleaseBlock(block)]
+
+
+def test_a_block_wanted_again_in_time_is_kept(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    held(planner, "a")
+    planner.advance(ev.TrainerFinished(10, "t"))
+    assert only(ev.Assign, planner.advance(ev.TrainerSubmitted(20, trainer("u")))) == [ev.Assign("u", frozenset("a"))]
+    assert planner.advance(ev.Tick(100)) == []
+
+
+def test_trainers_grow_once_for_all_nodes_of_a_block_that_is_joining(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=4)))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window(*"abcd"),)))
+    planner.advance(ev.BlockStarted(0, request.block, request.nodes, 500))
+    assert planner.advance(joined(10, request.block, "a")) == [ev.Assign("t", frozenset("a"))]
+    assert planner.advance(joined(10.5, request.block, "b")) == []
+    assert planner.advance(joined(11, request.block, "c", "d")) == [ev.Grow("t", frozenset("abcd"))]
+
+
+def test_growth_waits_for_stragglers_only_so_long(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=4)))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window(*"abcd"),)))
+    planner.advance(ev.BlockStarted(0, request.block, request.nodes, 500))
+    planner.advance(joined(10, request.block, "a"))
+    planner.advance(joined(10.5, request.block, "b"))
+    assert planner.wake_at(10.5) == 12
+    assert planner.advance(ev.Tick(12)) == [ev.Grow("t", frozenset("ab"))]
+
+
+def test_a_trainer_that_is_nearly_done_neither_grows_nor_asks_for_blocks(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=4, work=10_000)))
+    held(planner, "a")
+    # 10 samples/s on one node: 50 samples are 5 s, less than the 10 s in which a block would be ready.
+    planner.advance(ev.TrainerProgressed(20, "t", 50.0))
+    assert planner.advance(ev.WindowsSeen(21, (window("x", "y"),))) == []
+
+
+def test_a_second_trainer_of_the_same_name_is_refused(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    with pytest.raises(InvalidTrainer, match="alive already"):
+        planner.advance(ev.TrainerSubmitted(1, trainer("t")))
+
+
+class _Greedy(Policy):
+    """Gives every trainer the whole pool: never feasible with two trainers."""
+
+    name = "greedy"
+
+    def allocate(self, pool, trainers, current, now):  # noqa: ANN001, ANN202
+        everything = {t.name: frozenset(pool) for t in trainers}
+        return Decision(everything, objective=1.0, proven_optimal=False, bound=math.inf)
+
+
+def test_a_policy_that_breaks_its_contract_is_refused_and_the_last_allocation_stays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    planner = Planner(_Greedy(), SETTINGS)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
+    held(planner, "a", "b")
+    assert planner.assigned == {"t": frozenset("ab")}
+    assert planner.advance(ev.TrainerSubmitted(1, trainer("u"))) == []
+    assert planner.assigned == {"t": frozenset("ab")}
+    assert planner.statistics.refused > 0
+    assert "greedy" in caplog.text
+
+
+def test_ordinary_tasks_are_lent_free_nodes_first(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=1)), ev.TasksWaiting(0, 1))
+    held(planner, "a", "b")
+    (used,) = planner.assigned.values()
+    (lent,) = {"a", "b"} - used
+    assert planner.advance(ev.TasksWaiting(5, 0, frozenset({lent}))) == []
+    assert planner.advance(ev.TasksWaiting(6, 0)) == [ev.Lend(frozenset())]
+
+
+def test_waiting_tasks_alone_bring_blocks(planner: Planner) -> None:
+    planner.advance(ev.WindowsSeen(0, (window("a", "b", "c"),)))
+    (request,) = planner.advance(ev.TasksWaiting(1, 2))
+    assert len(request.nodes) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"startup": -1.0}, {"settle": math.nan}, {"max_pending_blocks": 0}])
+def test_settings_out_of_range_are_refused_by_name(wrong: dict) -> None:
+    with pytest.raises(InvalidSettings, match=next(iter(wrong))):
+        PlannerSettings(**wrong)
+
+
+def test_equal_histories_give_equal_actions() -> None:
+    def history(planner: Planner) -> list:
+        actions = planner.advance(*(ev.TrainerSubmitted(0, trainer(name)) for name in "tuvw"))
+        actions += planner.advance(ev.WindowsSeen(0, (window(*"abcdefgh"),)))
+        for block in [a for a in actions if isinstance(a, ev.RequestBlock)]:
+            actions += planner.advance(joined(1, block.block, *block.nodes))
+        return actions + planner.advance(ev.NodesLeft(9, ("a", "c")))
+
+    assert history(Planner(MilpPolicy(), SETTINGS)) == history(Planner(MilpPolicy(), SETTINGS))
