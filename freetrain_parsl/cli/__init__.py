@@ -1,0 +1,51 @@
+"""The ``freetrain`` command; one module a verb."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from freetrain_parsl import __version__
+from freetrain_parsl.cli.demo import demo
+from freetrain_parsl.cli.windows import windows
+from freetrain_parsl.errors import FreeTrainError, UsageError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="freetrain",
+    help="Train neural networks in the nodes that a cluster leaves idle.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(windows)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"freetrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is one line on standard error and exit code 2."""
+    try:
+        app()
+    except UsageError as error:
+        typer.echo(f"freetrain: {error}", err=True)
+        sys.exit(2)
+    except FreeTrainError as error:
+        typer.echo(f"freetrain: {error}", err=True)
+        sys.exit(1)

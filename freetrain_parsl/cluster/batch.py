@@ -381,7 +381,7 @@ class BatchSystem:
             else:
                 record.outcome, record.reason = outcome, reason
         if occupied and not record.job.preemptible:
-            return  # a main job gives its nodes back all at once, as in the simulation that it is compared with
+            return  # a main job gives its nodes back all at once, as in the simulation
         for node in sorted(record.occupied - occupied):
             self.scheduler.released(job_id, node)
             self._intervals.pop((job_id, node)).end = now

@@ -134,7 +134,7 @@ class ClusterClient:
         return answer
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """Tell who has each node: ``job`` (id or ``None``), ``kind`` (``main``, ``preemptible``, ``idle``)."""
+        """Tell who has each node: ``job`` (id or ``None``) and ``kind``, ``idle`` if nobody."""
         answer: dict[str, dict[str, Any]] = self._request("nodes")
         return answer
 
@@ -166,7 +166,7 @@ class ClusterClient:
         return answer
 
     def history(self) -> list[dict[str, Any]]:
-        """List the stays of jobs on nodes: ``node``, ``job``, ``kind``, ``start``, ``end`` (``None`` so far)."""
+        """List who had which node: ``node``, ``job``, ``kind``, ``start``, ``end`` (``None`` so far)."""
         answer: list[dict[str, Any]] = self._request("history")
         return answer
 
@@ -281,7 +281,7 @@ class EmbeddedCluster:
         self.client = ClusterClient(self.name)
 
     def stop(self) -> None:
-        """End it with all its jobs and wait until no process of it is left. Does nothing if it does not run."""
+        """End it with all its jobs and wait until no process of it is left; nothing if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -291,8 +291,8 @@ class EmbeddedCluster:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        # Reading the registry clears the entry of a cluster that was killed. Another of its name may have been the
-        # reason why ours did not start.
+        # Reading the registry clears the entry of a cluster that was killed. A cluster of the same name may
+        # have been the reason why ours did not start.
         if self.name not in {info.name for info in registry.running_clusters()}:
             processes.kill(processes.marked(f"{self.name}/"))
 

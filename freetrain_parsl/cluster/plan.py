@@ -84,7 +84,7 @@ class Plan:
         return Reservation(job_id, times[first], nodes)
 
     def closings(self, nodes: int) -> list[tuple[float | None, int]]:
-        """Tell when the plan first needs each of `nodes`: (time, nodes), earliest first; ``None`` for never."""
+        """List when the plan first needs which of `nodes`, earliest first; ``None`` for never."""
         closings: list[tuple[float | None, int]] = []
         for time, free in zip(self._times, self._free, strict=True):
             closing = nodes & ~free

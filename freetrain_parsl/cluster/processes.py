@@ -1,4 +1,4 @@
-"""Real processes as nodes of a cluster: start one in a session of its own, find and signal what is left of it.
+"""Real processes as nodes: start one in a session of its own, find and signal what is left of it.
 
 A process belongs to the session that was started for a (job, node), or, if it left that session (``setsid``),
 carries the mark of it in its environment. Linux only: it reads ``/proc``.
@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ProcessInfo(NamedTuple):
-    """From ``/proc/PID/stat``; `started` (clock ticks after boot) tells a process from a later one of its id."""
+    """From ``/proc/PID/stat``; `started` (ticks after boot) tells a process from a later one of its id."""
 
     pid: int
     state: str

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence  # noqa: TC003 - typeguard reads it at run time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typeguard
 from parsl.jobs.states import JobState, JobStatus
@@ -20,7 +20,9 @@ from parsl.utils import RepresentationMixin
 from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
 from freetrain_parsl.cluster.workload import MainJob  # noqa: TC001 - typeguard reads it at run time
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
-from freetrain_parsl.windows.base import WindowSource
+
+if TYPE_CHECKING:
+    from freetrain_parsl.windows.base import WindowSource
 
 _STATES = {
     "PENDING": JobState.PENDING,

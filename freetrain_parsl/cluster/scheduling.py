@@ -295,7 +295,7 @@ class Scheduler:
             actions.append(Start(job, self.names.to_names(nodes)))
 
     def _victim(self, missing: int) -> _Holding:
-        """Choose the preemptible job to drive out: the smallest that is enough, or the largest; then the youngest."""
+        """Choose whom to drive out: the smallest job that is enough, or the largest; then the youngest."""
         candidates = [holding for holding in self._preemptible.values() if not holding.ending]
         enough = [holding for holding in candidates if holding.nodes.bit_count() >= missing]
         if enough:

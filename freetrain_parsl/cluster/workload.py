@@ -1,17 +1,31 @@
-"""The main workload."""
+"""The main queue: what keeps the nodes of an embedded cluster busy.
+
+`generate_workload` draws one after published models, `read_workload` takes one from a job log in Standard
+Workload Format.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import random
+from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
 
+from freetrain_parsl.cluster.swf import SwfLog
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+_ROUND_WALLTIMES = (0.2, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40)
+"""In units of the mean run time: few round values, as users give (Tsafrir et al. 2005, §4)."""
+
+_SHORTEST_RUN = 0.05  # s; starting a process takes a millisecond or more
+_LONGEST_RUN = 4.0  # in mean run times, so that a demonstration sees jobs end
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,169 @@ class MainJob:
             raise InvalidSettings(f"a main job needs a submit time of 0 s or later and a node, got {self!r}")
         if not (math.isfinite(self.run) and self.run >= 0 and 0 < self.walltime < math.inf):
             raise InvalidSettings(f"a main job needs a run time and a positive walltime, got {self!r}")
+
+
+def generate_workload(
+    *,
+    nodes: int = 8,
+    duration: timedelta = timedelta(minutes=2),
+    seed: int = 0,
+    load: float = 0.75,
+    mean_run: timedelta = timedelta(seconds=20),
+) -> list[MainJob]:
+    """Draw a main queue; the same arguments give the same queue.
+
+    Sizes and run times follow Lublin and Feitelson, "The workload on parallel supercomputers: modeling the
+    characteristics of rigid jobs", JPDC 63(11), 2003: a share of serial jobs, a two-stage uniform
+    distribution of the size's logarithm with most sizes powers of two, and a hyper-gamma distribution of the
+    run time's logarithm whose mix depends on the size. Simplified for queues of minutes on few nodes: the
+    spread of the logarithm is cut to a third, run times are scaled to `mean_run` and at most four times that,
+    and the daily cycle of arrivals is left out (a Poisson process, given its number of jobs).
+
+    Walltimes are over-estimates: one job in seven runs to its limit, of the others the used share is uniform
+    (Mu'alem and Feitelson, IEEE TPDS 12(6), 2001), and the limit is rounded up to one of few round values
+    (Tsafrir, Etsion and Feitelson, "Modeling user runtime estimates", JSSPP 2005).
+
+    Parameters
+    ----------
+    nodes
+        Size of the cluster.
+    duration
+        Length of the queue. Jobs to fill the cluster are submitted at once, the others within this time.
+    seed
+        Of the random numbers.
+    load
+        Node-seconds of all jobs in relation to those of the cluster in `duration`.
+    mean_run
+        Mean run time.
+
+    Raises
+    ------
+    InvalidSettings
+        An argument is out of range.
+    """
+    if nodes < 1 or duration <= timedelta(0) or mean_run <= timedelta(0) or not 0 <= load < math.inf:
+        raise InvalidSettings(
+            "a workload needs nodes, a duration, a mean run time and a load of zero or more"
+        )
+    rng = random.Random(seed)
+    length, mean = duration.total_seconds(), mean_run.total_seconds()
+    wanted = load * nodes * length
+    # The scale is measured on a long draw of its own: the number of jobs drawn later changes none of them.
+    sample = [_log_run(rng, _size(rng, nodes)) for _ in range(2000)]
+    scale = mean * len(sample) / sum(math.exp(value) for value in sample)
+    shapes: list[tuple[int, float, float]] = []
+    while sum(size * run for size, run, _ in shapes) < wanted:
+        size = _size(rng, nodes)
+        run = min(scale * math.exp(_log_run(rng, size)), _LONGEST_RUN * mean)
+        run = round(max(run, _SHORTEST_RUN), 3)
+        shapes.append((size, run, _walltime(rng, run, mean)))
+    # The last to come ends, on average, with the queue.
+    submits = sorted(rng.uniform(0.0, max(length - mean, length / 2)) for _ in shapes)
+    jobs, filled = [], 0
+    for submit, (size, run, walltime) in zip(submits, shapes, strict=True):
+        jobs.append(MainJob(round(submit, 3) if filled >= nodes else 0.0, size, run, walltime))
+        filled += size
+    return jobs
+
+
+def _size(rng: random.Random, nodes: int) -> int:
+    """Draw a size after Lublin and Feitelson, table 6: serial share, two-stage uniform, powers of two."""
+    if nodes == 1 or rng.random() < 0.244:
+        return 1
+    high = math.log2(nodes)
+    low = min(0.8, high / 4)
+    middle = max(high - 2.5, (low + high) / 2)
+    logarithm = rng.uniform(low, middle) if rng.random() < 0.86 else rng.uniform(middle, high)
+    size = 2 ** round(logarithm) if rng.random() < 0.576 / (1 - 0.244) else round(2**logarithm)
+    return max(1, min(nodes, size))
+
+
+def _log_run(rng: random.Random, size: int) -> float:
+    """Draw a run time's logarithm after Lublin and Feitelson, table 7, its spread cut to a third."""
+    short = max(0.0, min(1.0, -0.0054 * size + 0.78))
+    value = rng.gammavariate(4.2, 0.94) if rng.random() < short else rng.gammavariate(312.0, 0.03)
+    return value / 3.0
+
+
+def _walltime(rng: random.Random, run: float, mean: float) -> float:
+    if rng.random() < 1 / 7:
+        return run
+    asked = run / rng.uniform(0.1, 1.0) / mean
+    position = min(bisect_left(_ROUND_WALLTIMES, asked), len(_ROUND_WALLTIMES) - 1)
+    return _ROUND_WALLTIMES[position] * mean
+
+
+def read_workload(
+    path: Path,
+    *,
+    nodes: int = 8,
+    compression: float = 1.0,
+    start: timedelta = timedelta(0),
+    duration: timedelta | None = None,
+    fit: Literal["scale", "clip"] = "scale",
+    seed: int = 0,
+    lenient: bool = False,
+) -> list[MainJob]:
+    """Take a main queue from a job log in Standard Workload Format.
+
+    Jobs that ran, or waited, at `start` are submitted at once, those that ran with the rest of their times:
+    the cluster is as busy from the beginning as the logged one was. Without a requested time the run time is
+    taken, and jobs that overran it are given the time that they had.
+
+    Parameters
+    ----------
+    path
+        The log, ``.swf`` or ``.swf.gz``.
+    nodes
+        Size of the cluster.
+    compression
+        How many seconds of the log pass in one.
+    start, duration
+        The part of the log to take, in the log's own time after its first job; ``None`` for all the rest.
+    fit
+        ``scale`` shrinks (or grows) sizes by the ratio of the clusters' sizes, rounded up or down at random
+        so that the load is kept; jobs rounded to nothing are left out. ``clip`` cuts sizes off at `nodes`.
+    seed
+        Of that rounding.
+    lenient
+        Skip malformed lines instead of refusing them.
+
+    Raises
+    ------
+    InvalidInput
+        The log cannot be read, a line is malformed, or the log does not tell the size of its cluster.
+    InvalidSettings
+        The compression or the number of nodes is not positive.
+    """
+    if not (nodes >= 1 and 0 < compression < math.inf):
+        raise InvalidSettings(f"nodes and compression must be positive, got {nodes} and {compression}")
+    log = SwfLog(path, lenient=lenient)
+    ratio = nodes / log.nodes if fit == "scale" else 1.0
+    rng = random.Random(seed)
+    length = math.inf if duration is None else duration.total_seconds()
+    begin: float | None = None
+    jobs = []
+    for job in log:
+        if begin is None:
+            begin = job.submit + start.total_seconds()  # some logs count from 1970
+        if job.submit >= begin + length:
+            continue
+        draw = rng.random()
+        size = min(nodes, int(job.nodes * ratio + draw) if fit == "scale" else job.nodes)
+        elapsed = max(0.0, begin - job.submit - job.wait) if job.submit < begin else 0.0
+        if size < 1 or elapsed >= job.run:
+            continue
+        walltime = max(job.requested_time or job.run, job.run)
+        jobs.append(
+            MainJob(
+                max(0.0, job.submit - begin) / compression,
+                size,
+                max((job.run - elapsed) / compression, _SHORTEST_RUN),
+                max((walltime - elapsed) / compression, _SHORTEST_RUN),
+            )
+        )
+    return sorted(jobs, key=lambda job: job.submit)
 
 
 def save_workload(jobs: Iterable[MainJob], path: Path) -> None:

@@ -29,7 +29,8 @@ from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.trainings import Generation, Training
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Decision, PoolNode, RescaleCosts
-from freetrain_parsl.planning.planner import Planner
+from freetrain_parsl.planning.planner import Planner, PlannerSettings
+from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.windows.base import Survey
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,9 @@ class Driver(threading.Thread):
 
     Parameters
     ----------
-    planner, server, journal
+    policy, planner_settings
+        What the planner is made of.
+    server, journal
         Owned by this thread from its start on.
     desk
         The batch desk; its `post` must be this driver's.
@@ -121,7 +124,8 @@ class Driver(threading.Thread):
     def __init__(
         self,
         *,
-        planner: Planner,
+        policy: Policy,
+        planner_settings: PlannerSettings | None,
         server: SlotServer,
         desk: BatchDesk,
         journal: Journal,
@@ -131,7 +135,7 @@ class Driver(threading.Thread):
         clock: Callable[[], float],
     ) -> None:
         super().__init__(name="freetrain-driver", daemon=True)
-        self._planner = planner
+        self._planner = Planner(policy, planner_settings, on_decision=self._record_decision)
         self._server = server
         self._desk = desk
         self._journal = journal
@@ -197,12 +201,12 @@ class Driver(threading.Thread):
         self._serve_tasks()
         self._journal.commit()
 
-    def record_decision(self, time: float, decision: Decision) -> None:
-        """Journal a decision (the planner's `on_decision`)."""
+    def _record_decision(self, time: float, purpose: str, decision: Decision) -> None:
         self._journal.write(
             time,
             "decision",
-            self._planner.policy.name,
+            purpose,
+            policy=self._planner.policy.name,
             counts=decision.counts,
             objective=decision.objective,
             proven=decision.proven_optimal,
@@ -367,6 +371,7 @@ class Driver(threading.Thread):
             training = self._trainings.get(slot.busy)
             if training is not None and training.generation is not None:
                 training.crashes += crash
+                training.last_crash = reason if crash else training.last_crash
                 self._end_member(training, training.generation, slot.name, lost=True)
         elif slot.busy is not None:
             self._requeue_task(slot.busy)
@@ -458,7 +463,7 @@ class Driver(threading.Thread):
                 training,
                 TooManyRestarts(
                     f"training {training.name!r}: {training.crashes} of its processes died since its last checkpoint, though "
-                    "their nodes were not taken; see the worker logs in the run directory"
+                    f"their nodes were not taken; the last: {training.last_crash}; see the worker logs in the run directory"
                 ),
             )
             return

@@ -30,7 +30,7 @@ from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.trainings import Training, TrainingRequest
 from freetrain_parsl.executor.worker import SlotSettings, run_slot
 from freetrain_parsl.planning.model import RescaleCosts
-from freetrain_parsl.planning.planner import Planner, PlannerSettings
+from freetrain_parsl.planning.planner import PlannerSettings
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.storage.posix import check_writable
@@ -227,9 +227,9 @@ class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl 
             interval=self.poll_interval.total_seconds(),
             submissions_per_minute=self.submissions_per_minute,
         )
-        planner = Planner(self._policy, self.planner)
         self._driver = Driver(
-            planner=planner,
+            policy=self._policy,
+            planner_settings=self.planner,
             server=server,
             desk=self._desk,
             journal=Journal(self.journal_path),

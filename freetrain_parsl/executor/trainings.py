@@ -122,6 +122,7 @@ class Training:
     progress: dict[str, Any] = field(default_factory=dict)
     crashes: int = 0
     """Slots that died under it since its last checkpoint, though nobody took their nodes."""
+    last_crash: str = ""
 
     @property
     def name(self) -> str:

@@ -31,11 +31,12 @@ from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.rendezvous import ChannelKeyValue
 from freetrain_parsl.executor.slots import Channel
+from freetrain_parsl.training.terms import Finished, Membership, Notice, SessionOptions
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from freetrain_parsl.training.fragment import Notice, Progress
+    from freetrain_parsl.training.terms import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ __all__ = ["SlotSettings", "run_slot"]
 # Where batch systems tell a job the name of the node that it is on; the host name stands in on others.
 _NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
 
-_SECRET_WORDS = ("SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
+# Set on the endpoint's side of Globus Compute, and no business of user code.
+_SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def run_slot(settings: SlotSettings, token: str) -> None:
 
 class _Slot:
     def __init__(self, settings: SlotSettings, token: str) -> None:
-        for name in [name for name in os.environ if any(word in name.upper() for word in _SECRET_WORDS)]:
-            del os.environ[name]  # user code must not find what belongs to the endpoint or the job
+        for name in _SECRETS:
+            os.environ.pop(name, None)
         self._settings = settings
         self._token = token
         self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
@@ -178,8 +180,8 @@ class _Slot:
     # The main thread.
 
     def _run(self, message: Message) -> None:
-        from freetrain_parsl.training.fragment import Finished, Notice, SessionOptions, run_fragment
-        from freetrain_parsl.training.membership import Membership, RendezvousStore
+        from freetrain_parsl.training.fragment import run_fragment
+        from freetrain_parsl.training.membership import RendezvousStore
 
         generation = (message["trainer"], message["generation"])
         membership = Membership(

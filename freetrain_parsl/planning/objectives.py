@@ -110,15 +110,14 @@ def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> T
     InvalidSettings
         The objective returned something else than a finite number of at least zero.
     """
-    last = min(trainer.max_nodes, max_nodes)
+    table = np.full(max_nodes + 1, np.nan)
+    first, last = trainer.min_nodes, min(trainer.max_nodes, max_nodes)
     if isinstance(objective, WeightedRate):
-        table = trainer.curve.rates(max_nodes) * _checked(objective.weight(trainer), trainer, None)
-        table[last + 1 :] = np.nan
+        weight = _checked(objective.weight(trainer), trainer, None)
+        table[first : last + 1] = weight * trainer.curve.rates(last)[first:]
     else:
-        table = np.full(max_nodes + 1, np.nan)
-        for nodes in range(trainer.min_nodes, last + 1):
+        for nodes in range(first, last + 1):
             table[nodes] = _checked(objective(trainer, nodes), trainer, nodes)
-    table[: trainer.min_nodes] = np.nan
     table[0] = 0.0
     return table
 
@@ -133,8 +132,8 @@ def value_table(
         v(n) = T O(n) - [n > C] R_up O(C) - [n < C] R_down O(C) - [C = 0 < n] R_start O(n)
 
     A trainer whose `current` count C is outside its bounds (it has lost nodes) cannot go on as it is: it
-    stops, which costs as a shrink, or goes to an allowed count, which costs as a grow or a shrink. O(C) is then that
-    of the nearest bound.
+    stops, which costs as a shrink, or goes to an allowed count, which costs as a grow or a shrink. O(C) is
+    then that of the nearest bound.
 
     Parameters
     ----------

@@ -101,14 +101,15 @@ class Planner:
     settings
         What is assumed of the site.
     on_decision
-        Called with (time, decision) after each accepted solve, for records; must not call back.
+        Called with (time, purpose, decision) after each accepted solve, for records; must not call back. The purpose
+        is ``assign`` or ``demand``.
     """
 
     def __init__(
         self,
         policy: Policy,
         settings: PlannerSettings | None = None,
-        on_decision: Callable[[float, Decision], None] | None = None,
+        on_decision: Callable[[float, str, Decision], None] | None = None,
     ) -> None:
         self.policy = policy
         self.settings = settings or PlannerSettings()
@@ -290,7 +291,7 @@ class Planner:
                 replace(t, max_nodes=max(t.min_nodes, len(current[t.name]))) if t.name in current else t
                 for t in trainers
             ]
-        decision = self._decide(pool, trainers, current, now)
+        decision = self._decide("assign", pool, trainers, current, now)
         allocation = decision.allocation if decision is not None else self._last_good(current)
         actions: ev.Actions = []
         for name in sorted({*self._assigned, *allocation}):
@@ -309,7 +310,7 @@ class Planner:
         return replace(trainer, max_nodes=nodes) if ends_soon else trainer
 
     def _decide(
-        self, pool: Pool, trainers: list[Trainer], current: Allocation, now: float, *, record: bool = True
+        self, purpose: str, pool: Pool, trainers: list[Trainer], current: Allocation, now: float
     ) -> Decision | None:
         """Ask the policy; a wrong answer is refused by name and nothing changes."""
         try:
@@ -321,8 +322,8 @@ class Planner:
             return None
         self.statistics.solve_seconds.append(decision.solve_seconds)
         self.statistics.proven += decision.proven_optimal
-        if record and self._on_decision is not None:
-            self._on_decision(now, decision)
+        if self._on_decision is not None:
+            self._on_decision(now, purpose, decision)
         return decision
 
     def _last_good(self, current: Allocation) -> Allocation:
@@ -356,7 +357,7 @@ class Planner:
         everything = Pool([*pool.values(), *awaited, *offered])
         current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
         trainers = [self._worth_growing(t, len(current.get(t.name, ()))) for t in self.trainers]
-        decision = self._decide(everything, trainers, current, now, record=False)
+        decision = self._decide("demand", everything, trainers, current, now)
         counts = decision.counts if decision is not None else {n: len(nodes) for n, nodes in self._assigned.items()}
         return waiting_tasks + sum(counts.values())
 

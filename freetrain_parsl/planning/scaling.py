@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,15 @@ class ScalingCurve:
     def __init__(
         self, points: Mapping[int, float] | Iterable[tuple[int, float]], *, relative: bool = False
     ) -> None:
-        pairs = sorted(points.items()) if isinstance(points, Mapping) else list(points)
-        checked: list[tuple[int, float]] = []
-        for nodes, rate in pairs:
-            point = (_node_count(nodes), _rate(rate))
-            if checked and point[0] <= checked[-1][0]:
+        if isinstance(points, Mapping):
+            checked = sorted(map(_point, points.items()))
+        else:
+            checked = [_point(pair) for pair in points]
+        for (before, _), (nodes, _) in pairwise(checked):
+            if nodes <= before:
                 raise InvalidTrainer(
-                    f"scaling curve: numbers of nodes must increase, got {point[0]} after {checked[-1][0]}"
+                    f"scaling curve: numbers of nodes must increase, got {nodes} after {before}"
                 )
-            checked.append(point)
         if not checked:
             raise InvalidTrainer("scaling curve: needs at least one point, such as {1: 100.0}")
         self._points = tuple(checked)
@@ -225,6 +226,12 @@ CurveLike = ScalingCurve | Mapping[int, float] | Iterable[tuple[int, float]] | s
 
 def _restore(points: tuple[tuple[int, float], ...], relative: bool) -> ScalingCurve:  # noqa: FBT001 - pickle's
     return ScalingCurve(points, relative=relative)
+
+
+def _point(pair: Any) -> tuple[int, float]:
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise InvalidTrainer(f"scaling curve: a point is a pair (nodes, samples per second), got {pair!r}")
+    return _node_count(pair[0]), _rate(pair[1])
 
 
 def _node_count(value: Any) -> int:

@@ -20,13 +20,15 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _STATE = "state.pt"
 _MANIFEST = "manifest.json"
@@ -218,9 +220,13 @@ class CheckpointDirectory:
         try:
             manifest = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {_MANIFEST} ({error})") from error
+            raise DamagedCheckpoint(
+                f"damaged checkpoint {entry.path}: unreadable {_MANIFEST} ({error})"
+            ) from error
         if not isinstance(manifest, dict) or manifest.get("step") != entry.step:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell step {entry.step}")
+            raise DamagedCheckpoint(
+                f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell step {entry.step}"
+            )
         return manifest
 
     def verify(self, entry: Entry) -> tuple[Path, dict[str, Any]]:
@@ -245,7 +251,9 @@ class CheckpointDirectory:
                     digest.update(chunk)
                     size += len(chunk)
         except OSError as error:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {_STATE} ({error})") from error
+            raise DamagedCheckpoint(
+                f"damaged checkpoint {entry.path}: unreadable {_STATE} ({error})"
+            ) from error
         if size != manifest.get("bytes"):
             raise DamagedCheckpoint(
                 f"damaged checkpoint {entry.path}: {_STATE} has {size} of {manifest.get('bytes')} bytes"

@@ -6,17 +6,20 @@ import io
 import logging
 import pickle
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from freetrain_parsl._version import __version__
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
-from freetrain_parsl.storage.posix import CheckpointDirectory, Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from freetrain_parsl.storage.posix import CheckpointDirectory, Entry
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +112,9 @@ class Checkpoints:
             "torch": torch.__version__,
             "freetrain": __version__,
         }
-        entry, manifest = self._directory.publish(step, lambda sink: torch.save(state, sink), facts)
+        entry, manifest = self._directory.publish(
+            step, lambda sink: torch.save(state, cast("IO[bytes]", sink)), facts
+        )
         self._write_seconds.append(manifest["write_seconds"])
         logger.info(
             "trainer %s: checkpoint %s (%s), %d bytes in %.3f s",
@@ -132,21 +137,21 @@ class Checkpoints:
             The newest intact one was written by a newer version of this package.
         """
         refused: list[str] = []
-        first_problem = ""
+        problems: list[DamagedCheckpoint] = []
         for entry in self._directory.entries():
             try:
                 restored = self.load(entry)
-            except DamagedCheckpoint as problem:
+            except DamagedCheckpoint as problem:  # noqa: PERF203 - falling back is what this loop is for
                 logger.warning("trainer %s: %s; going back to the one before", self._trainer, problem)
                 refused.append(str(entry.path))
-                first_problem = first_problem or str(problem)
+                problems.append(problem)
             else:
-                return Restored(restored.state, restored.entry, tuple(refused))
-        if refused:
+                return replace(restored, refused=tuple(refused))
+        if problems:
             raise DamagedCheckpoint(
-                f"trainer {self._trainer!r}: none of {len(refused)} checkpoints is intact ({first_problem}); "
+                f"trainer {self._trainer!r}: none of {len(problems)} checkpoints is intact ({problems[0]}); "
                 f"put a good copy in place, or remove {self._directory.path} to start afresh"
-            )
+            ) from problems[0]
         return None
 
     def load(self, entry: Entry) -> Restored:
@@ -169,14 +174,16 @@ class Checkpoints:
         return Restored(_read(path, entry), entry)
 
     def _learn_write_seconds(self) -> None:
+        measured = (self._measured_seconds(entry) for entry in reversed(self._directory.entries()))
         self._write_seconds.clear()
-        for entry in reversed(self._directory.entries()):
-            try:
-                seconds = self._directory.manifest(entry).get("write_seconds")
-            except DamagedCheckpoint:
-                continue  # reported when its state is asked for
-            if isinstance(seconds, float):
-                self._write_seconds.append(seconds)
+        self._write_seconds.extend(seconds for seconds in measured if seconds is not None)
+
+    def _measured_seconds(self, entry: Entry) -> float | None:
+        try:
+            seconds = self._directory.manifest(entry).get("write_seconds")
+        except DamagedCheckpoint:
+            return None  # reported when its state is asked for
+        return seconds if isinstance(seconds, float) else None
 
 
 def check_restorable(what: str, state: object) -> None:

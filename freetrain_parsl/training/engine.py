@@ -1,18 +1,16 @@
 """What goes on behind a session: agreeing, saving and restoring.
 
-Decisions to stop or to save are taken at *boundaries*: when the next batch or the next epoch is asked for. All that
-the user's loop does after a step is then done, and the state is whole. At a boundary the members of a group add up
-one small vector, so that all of them decide the same; a group of one does not communicate.
+Decisions to stop or to save are taken at *boundaries*: when the next batch or the next epoch is asked for.
+All that the user's loop does after a step is then done, and the state is whole. At a boundary the members of
+a group add up one small vector, so that all of them decide the same; a group of one does not communicate.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -21,10 +19,15 @@ from freetrain_parsl.storage.posix import CheckpointDirectory, Entry
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.books import Books
 from freetrain_parsl.training.checkpoint import Checkpoints, Restored
-from freetrain_parsl.training.loader import Order, Share
-from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.pace import Pace
 from freetrain_parsl.training.terms import Clock, Notice, PauseReason, Progress, SessionOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from freetrain_parsl.training.loader import Order, Share
+    from freetrain_parsl.training.membership import Group
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ _ABSENT, _FOUND, _DAMAGED = 0, 1, 2  # what the first member tells the others ab
 
 
 class Unwind(BaseException):
-    """Carries a pause through the user's function; not an Exception, so that no ``except Exception`` stops it."""
+    """Carries a pause through the user's function; no Exception, so that no ``except Exception`` stops it."""
 
     def __init__(self, reason: PauseReason) -> None:
         super().__init__(reason.value)
@@ -125,7 +128,7 @@ class Engine:
         """Where the user's function may keep files of its own."""
         return self._directory.path / "files"
 
-    # ── before the loop ───────────────────────────────────────────────────────────────────────────────────────
+    # ── before the loop ───────────────────────────────────────────────────────────────────────────
 
     def register(self, objects: Mapping[str, Stateful], size: int) -> None:
         """Save these objects from now on, and restore them, in this order, if there is a state.
@@ -152,10 +155,7 @@ class Engine:
         if list(states) != list(objects):
             self._mismatch(f"it holds {', '.join(states)}, but session.prepare got {', '.join(objects)}")
         for name, target in objects.items():
-            try:
-                target.load_state_dict(states[name])
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
+            self._load(name, target, states[name])
 
     def use(self, order: Order) -> None:
         """Train on a dataset in that order.
@@ -166,7 +166,9 @@ class Engine:
             The checkpoint is of another dataset or batch size.
         """
         if self._order is not None:
-            raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
+            raise UsageError(
+                "a session has one loader; for other data, as in validation, use a torch DataLoader"
+            )
         self._order = order
         self.books.keep_ledger(order.length)
         if self._restored is None or self._restored.state["order"] is None:
@@ -180,8 +182,8 @@ class Engine:
     def start(self, total_epochs: int) -> None:
         """Begin to train: from here on each member draws random numbers of its own.
 
-        Until here all members, in all fragments, draw the same, so that what the user's function makes before its
-        loop (initial weights, a random split) does not depend on the fragment.
+        Until here all members, in all fragments, draw the same, so that what the user's function makes
+        before its loop (initial weights, a random split) does not depend on the fragment.
         """
         if not self._objects:
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
@@ -198,7 +200,7 @@ class Engine:
         self._boundary_time = self._clock()
         self._tell(at_once=True)
 
-    # ── in the loop ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
     def boundary(self) -> None:
         """Decide, together with the others, whether to stop or to save here.
@@ -212,7 +214,9 @@ class Engine:
         """
         self.check_running()
         if self.books.samples > self._paced_samples:
-            self._pace.add(self.books.samples - self._paced_samples, self._clock() - self._boundary_time)
+            seconds = self._clock() - self._boundary_time
+            self._pace.add(self.books.samples - self._paced_samples, seconds)
+            self.books.slot_seconds += seconds * self.group.size
             self._paced_samples = self.books.samples
         reason, save_due = self._decide()
         if reason is not None:
@@ -239,7 +243,9 @@ class Engine:
         if not self._started:
             raise UsageError("iterate over the session's loader inside `for epoch in session.epochs(…)`")
         if self._pass_ended_here:
-            raise UsageError("the session's loader gives its batches once an epoch; go over them again with a DataLoader")
+            raise UsageError(
+                "the session's loader gives its batches once an epoch; go over them again with a DataLoader"
+            )
         return None if self._pass_ended else self._position
 
     def hand_out(self, batch: int, share: Share) -> None:
@@ -277,7 +283,9 @@ class Engine:
         """Refuse a step that no loss was given for."""
         self.check_running()
         if self._in_hand is None or not self._has_gradients:
-            raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
+            raise UsageError(
+                "session.step() needs a loss: session.step(loss), or session.backward(loss) before it"
+            )
 
     def count_step(self) -> None:
         """Count the optimizer's step on the batch in hand."""
@@ -291,6 +299,12 @@ class Engine:
         self.books.close_pass(self.group, expected)
         self._pass_ended = self._pass_ended_here = True
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Put values of the user's own into the history."""
+        if not self._started:  # what stands there runs again in each fragment
+            raise UsageError("call session.log inside or after `for epoch in session.epochs(…)`")
+        self.books.log(values)
+
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
         self.check_running()
@@ -299,7 +313,7 @@ class Engine:
         self._pass_ended = self._pass_ended_here = False
         self._in_hand = None
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def finish(self) -> None:
         """Save the final state."""
@@ -317,6 +331,7 @@ class Engine:
             epoch=self.books.epoch,
             samples=self.books.samples,
             samples_total=total,
+            slot_seconds=self.books.slot_seconds,
             loss=self.books.mean_loss if self.books.mean_loss is not None else self.books.metrics["loss"],
             rate=self._pace.rate,
             samples_lost=self.books.audit.samples_lost,
@@ -327,7 +342,7 @@ class Engine:
             refused_checkpoints=self._refused,
         )
 
-    # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── deciding ──────────────────────────────────────────────────────────────────────────────────
 
     def _decide(self) -> tuple[PauseReason | None, bool]:
         if self.group.is_first:
@@ -375,7 +390,7 @@ class Engine:
             self.books.settle_with(self.group)
         self._report(self.progress())
 
-    # ── saving and restoring ──────────────────────────────────────────────────────────────────────────────────
+    # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
     def _save(self, reason: str) -> None:
         """Save now; all members call this, the first one writes, and all of them know how it went.
@@ -393,7 +408,9 @@ class Engine:
         problem: CheckpointError | None = None
         if self.group.is_first:
             try:
-                revision = self._checkpoints.save(state, step=step, epoch=self.books.epoch, reason=reason).revision
+                revision = self._checkpoints.save(
+                    state, step=step, epoch=self.books.epoch, reason=reason
+                ).revision
             except CheckpointError as error:
                 problem = error
         failed, revision = self.group.sum(torch.tensor([problem is not None, revision])).tolist()
@@ -401,7 +418,9 @@ class Engine:
         if problem is not None:
             raise problem
         if failed:
-            raise CheckpointError(f"trainer {self.options.name!r}: its first process could not write a checkpoint")
+            raise CheckpointError(
+                f"trainer {self.options.name!r}: its first process could not write a checkpoint"
+            )
         self.saved = self._directory.entry(step, revision)
         self._saved_at = here
 
@@ -441,7 +460,9 @@ class Engine:
         if problem is not None:
             raise problem
         if status == _DAMAGED:
-            raise DamagedCheckpoint(f"trainer {self.options.name!r}: its first process found no usable checkpoint")
+            raise DamagedCheckpoint(
+                f"trainer {self.options.name!r}: its first process found no usable checkpoint"
+            )
         if status == _FOUND and found is None:
             return self._checkpoints.load(self._directory.entry(step, revision))
         return found
@@ -456,6 +477,12 @@ class Engine:
         self._resumed_from = self.books.step
         self._paced_samples = self.books.samples
         self._saved_at = (self.books.step, self.books.epoch, self._position, self._pass_ended)
+
+    def _load(self, name: str, target: Stateful, state: Any) -> None:
+        try:
+            target.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
 
     def _mismatch(self, difference: str, cause: Exception | None = None) -> NoReturn:
         where = self.saved.path if self.saved else self._directory.path

@@ -1,8 +1,8 @@
 """Running one fragment: the slot's way into a training, and the only one.
 
-The user's function is called afresh in each fragment. It ends in one of four ways: it returns (`Finished`), a step
-boundary decides to stop (`Paused`, the state is saved), a peer vanishes (`PeerLost`: nothing is saved, the last
-checkpoint holds), or it raises an error of its own, which goes through unchanged.
+The user's function is called afresh in each fragment. It ends in one of four ways: it returns (`Finished`),
+a step boundary decides to stop (`Paused`, the state is saved), a peer vanishes (`PeerLost`: nothing is saved,
+the last checkpoint holds), or it raises an error of its own, which goes through unchanged.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.engine import Engine, Unwind
-from freetrain_parsl.training.membership import is_lost_peer, join
+from freetrain_parsl.training.membership import gist, is_lost_peer, join
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.terms import (
     Clock,
@@ -32,6 +31,9 @@ from freetrain_parsl.training.terms import (
     Progress,
     SessionOptions,
 )
+
+if TYPE_CHECKING:  # torch.distributed does not declare it among its exports
+    from torch._C._distributed_c10d import Store
 
 __all__ = [
     "Finished",
@@ -56,7 +58,7 @@ def run_fragment(
     *,
     options: SessionOptions,
     membership: Membership,
-    store: dist.Store | None,
+    store: Store | None,
     notice: Notice,
     report: Callable[[Progress], None],
     clock: Clock = time.monotonic,
@@ -76,8 +78,8 @@ def run_fragment(
     notice
         What the slot tells while the training runs.
     report
-        Gets the progress on the first member, at most twice a second, and at the start, at checkpoints, and at the
-        end; it must not block.
+        Gets the progress on the first member: at the start, at checkpoints, at the end, and between them at
+        most twice a second. It must not block.
     clock
         Seconds on a clock that never goes back.
 
@@ -107,11 +109,11 @@ def run_fragment(
         if membership.world_size > 1 and is_lost_peer(error) and not isinstance(error, PeerLost):
             raise PeerLost(
                 f"trainer {options.name!r}: lost a member of a group of {membership.world_size} "
-                f"({str(error).strip().splitlines()[0]})"
+                f"({gist(error)})"
             ) from error
         raise
     finally:
-        # The process stays and may train another model next: give this one's memory and data workers back now.
+        # The process stays, and may train another model next: give memory and data workers back now.
         session = engine = None  # type: ignore[assignment]  # their life ends here
         gc.collect()
 

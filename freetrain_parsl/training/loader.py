@@ -1,7 +1,8 @@
 """The training data: every sample exactly once an epoch, in an order that no number of processes changes.
 
-The order depends on seed and epoch only. Batch `t` of an epoch is the `t`-th run of `batch_size` positions, whoever
-trains; the members of the group share it out, the first ones taking one sample more where it does not divide.
+The order depends on seed and epoch only. Batch `t` of an epoch is the `t`-th run of `batch_size` positions,
+whoever trains; the members of the group share it out, the first ones taking one sample more where it does not
+divide.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class Order:
 class SessionLoader:
     """Batches of a dataset, on the session's device; made by ``session.loader``.
 
-    Iterate over it once in each of ``session.epochs``. After a pause, iteration goes on in the middle of the epoch.
-    ``len(loader)`` is the number of batches in a whole epoch.
+    Iterate over it once in each of ``session.epochs``. After a pause, iteration goes on in the middle of the
+    epoch. ``len(loader)`` is the number of batches in a whole epoch.
 
     Raises
     ------
@@ -144,7 +145,7 @@ class SessionLoader:
         first = engine.begin_pass()
         if first is None:
             return
-        # A generator of its own: torch draws the workers' seed at each start, which must not move the global one.
+        # A generator of its own: torch draws the workers' seed at each start; the global one must not move.
         self._generator.manual_seed(mix(self.order.seed, engine.books.epoch, first, engine.group.rank))
         positions = self._shares.start(first)
         fetched = iter(self._loader)

@@ -1,8 +1,8 @@
 """The process group of one fragment: who trains together, and how they find each other.
 
-A fragment's members meet under the prefix ``<trainer>/<generation>`` of a store, form a process group, and leave
-it when the fragment ends; the processes stay. Collectives that carry decisions run on CPU tensors over gloo;
-gradients go over NCCL where there are GPUs. A group of one needs no store and no network.
+A fragment's members meet under the prefix ``<trainer>/<generation>`` of a store, form a process group, and
+leave it when the fragment ends; the processes stay. Collectives that carry decisions run on CPU tensors over
+gloo; gradients go over NCCL where there are GPUs. A group of one needs no store and no network.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerLost
-from freetrain_parsl.training.terms import Membership
+
+if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
+    from collections.abc import Iterator, Sequence
+
+    from torch._C._distributed_c10d import PrefixStore, Store
+
+    from freetrain_parsl.training.terms import Membership
+else:
+    from torch.distributed import PrefixStore, Store
 
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
@@ -34,7 +41,7 @@ class KeyValue(Protocol):
         """Store `value`."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Return the value of `key`, waiting for it up to `timeout` seconds; raise TimeoutError after that."""
+        """Return the value of `key`; wait for it up to `timeout` seconds, then raise TimeoutError."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to the decimal number under `key` (0 if absent) atomically, and return the sum."""
@@ -46,7 +53,7 @@ class KeyValue(Protocol):
         """Remove `key`; whether it was there."""
 
 
-class RendezvousStore(dist.Store):
+class RendezvousStore(Store):
     """torch's store on top of any `KeyValue`, so that a rendezvous can use an authenticated channel.
 
     Parameters
@@ -150,7 +157,7 @@ class Group:
 
 
 @contextmanager
-def join(membership: Membership, store: dist.Store | None) -> Iterator[Group]:
+def join(membership: Membership, store: Store | None) -> Iterator[Group]:
     """Be a member of a fragment's process group for the length of a ``with`` block.
 
     Parameters
@@ -171,7 +178,7 @@ def join(membership: Membership, store: dist.Store | None) -> Iterator[Group]:
     if store is None:
         raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    prefix = dist.PrefixStore(f"{membership.trainer}/{membership.generation}", store)
+    prefix = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
     with _network_interface(membership.interface):
         try:
             dist.init_process_group(
@@ -184,7 +191,7 @@ def join(membership: Membership, store: dist.Store | None) -> Iterator[Group]:
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
             raise PeerLost(
                 f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all meet "
-                f"({_first_line(error)})"
+                f"({gist(error)})"
             ) from error
         try:
             group = Group(membership.rank, membership.world_size)
@@ -207,7 +214,7 @@ def peers_expected(size: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(f"lost a member of a group of {size} ({_first_line(error)})") from error
+        raise PeerLost(f"lost a member of a group of {size} ({gist(error)})") from error
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -219,6 +226,12 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, (PeerLost, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+def gist(error: BaseException) -> str:
+    """Return the first sentence of one of torch's long messages, without the place in torch's source."""
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error).strip())
+    return re.split(r"\. |\n", text, maxsplit=1)[0] or type(error).__name__
 
 
 def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:
@@ -245,8 +258,3 @@ def _network_interface(name: str | None) -> Iterator[None]:
                 os.environ.pop(variable, None)
             else:
                 os.environ[variable] = value
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

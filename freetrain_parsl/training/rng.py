@@ -1,4 +1,4 @@
-"""Random numbers of a training: seeding, and the exact state of every generator as one tensor of fixed size."""
+"""Random numbers of a training: seeding, and the exact state of all generators as one tensor."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def restore(state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(cuda.clone())
 
 
-def _bytes(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]  # of several dtypes
+def _bytes(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())

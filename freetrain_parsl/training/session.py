@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,9 +11,14 @@ from torch.optim import Optimizer
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoint import check_restorable
-from freetrain_parsl.training.engine import Engine, Stateful
-from freetrain_parsl.training.ledger import Audit
 from freetrain_parsl.training.loader import MapDataset, Order, SessionLoader, check_dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from freetrain_parsl.training.engine import Engine, Stateful
+    from freetrain_parsl.training.ledger import Audit
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in the most common optimizers
 
@@ -34,8 +37,9 @@ class TrainingSession:
                     session.step(cross_entropy(model(x), y))
             return session.metrics
 
-    What stands before the loop runs again in every fragment, with the same random numbers each time. Batches are
-    *global*: each process gets its part, and gradients are averaged so that they are those of the whole batch.
+    What stands before the loop runs again in every fragment, with the same random numbers each time. Batches
+    are *global*: each process gets its part, and gradients are averaged so that they are those of the whole
+    batch.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -73,8 +77,8 @@ class TrainingSession:
     def metrics(self) -> dict[str, Any]:
         """What has been done so far, in all fragments; the usual return value of a training function.
 
-        ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss a sample of the last whole epoch; ``history``:
-        one dictionary an epoch with ``epoch``, ``loss`` and what `log` was given.
+        ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss a sample of the last whole epoch;
+        ``history``: one dictionary an epoch with ``epoch``, ``loss`` and what `log` was given.
         """
         return self._engine.books.metrics
 
@@ -91,7 +95,7 @@ class TrainingSession:
         unused_parameters: bool = False,
         **optimizer_options: Any,
     ) -> tuple[Any, ...]:
-        """Put a model on the device, restore it from the newest checkpoint, and keep it in step with the others.
+        """Put a model on the device, restore it from the newest checkpoint, and keep all its replicas equal.
 
         Parameters
         ----------
@@ -157,7 +161,7 @@ class TrainingSession:
         """Return the training data in batches, on the device; every sample exactly once an epoch.
 
         Iterate over it once in each epoch. For validation use a plain ``torch.utils.data.DataLoader``, on all
-        processes.
+        processes or on the first one only.
 
         Parameters
         ----------
@@ -170,8 +174,8 @@ class TrainingSession:
         drop_last
             Whether to leave out a last batch that is not full.
         num_workers
-            Processes that fetch samples; 0: this one. Random augmentation in such processes is seeded, but differs
-            after a resume in the middle of an epoch.
+            Processes that fetch samples; 0: this one. Random augmentation in such processes is seeded, but
+            differs after a resume in the middle of an epoch.
         collate_fn
             Makes a batch of a list of samples; torch's own by default.
 
@@ -183,7 +187,9 @@ class TrainingSession:
             The newest checkpoint is of another dataset or batch size.
         """
         check_dataset(dataset, batch_size, drop_last=drop_last)
-        order = Order(len(dataset), batch_size, self._engine.options.seed, shuffle=shuffle, drop_last=drop_last)
+        order = Order(
+            len(dataset), batch_size, self._engine.options.seed, shuffle=shuffle, drop_last=drop_last
+        )
         self._engine.use(order)
         return SessionLoader(self._engine, dataset, order, num_workers=num_workers, collate_fn=collate_fn)
 
@@ -193,7 +199,8 @@ class TrainingSession:
         Parameters
         ----------
         count
-            Epochs of the whole training, those of earlier fragments included. Default: what the training app states.
+            Epochs of the whole training, those of earlier fragments included. Default: what the training app
+            states.
 
         Raises
         ------
@@ -216,7 +223,8 @@ class TrainingSession:
         loss
             Mean loss over the samples of this process's batch, a scalar.
         """
-        self._engine.weigh(loss).backward()
+        weighed = self._engine.weigh(loss)
+        weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
 
     def step(self, loss: torch.Tensor | None = None) -> None:
         """Train on a batch: gradients, optimizer step, gradients back to zero, and the books.
@@ -240,12 +248,21 @@ class TrainingSession:
         self._engine.count_step()
 
     def log(self, **values: Any) -> None:
-        """Put numbers or strings into this epoch's row of ``metrics["history"]``."""
-        self._engine.books.log(values)
+        """Put numbers or strings into this epoch's row of ``metrics["history"]``.
+
+        After the loop they go into the last row.
+
+        Raises
+        ------
+        UsageError
+            It is called before the loop, or a value is something else.
+        """
+        self._engine.log(values)
 
     def _epochs(self, count: int) -> Iterator[int]:
         while self._engine.books.epoch < count:
             self._engine.boundary()
+            self._engine.books.open_epoch()
             yield self._engine.books.epoch
             self._engine.end_epoch()
 
@@ -266,7 +283,7 @@ class _Replica(DistributedDataParallel):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if not self.training:
             return self.module(*inputs, **options)
-        return super().forward(*inputs, **options)
+        return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]  # torch's
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         return self.module.state_dict(*args, **options)

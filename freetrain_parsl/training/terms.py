@@ -68,7 +68,9 @@ class SessionOptions:
         if self.seed < 0:
             raise InvalidSettings(f"{who}: seed must be zero or more, got {self.seed}")
         if self.checkpoint_interval <= timedelta(0):
-            raise InvalidSettings(f"{who}: checkpoint_interval must be positive, got {self.checkpoint_interval}")
+            raise InvalidSettings(
+                f"{who}: checkpoint_interval must be positive, got {self.checkpoint_interval}"
+            )
         if self.keep < 1:
             raise InvalidSettings(f"{who}: keep must be at least 1 checkpoint, got {self.keep}")
         if self.save_margin < timedelta(0):
@@ -79,7 +81,7 @@ class SessionOptions:
 
 @dataclass(frozen=True)
 class Membership:
-    """This process's place among the processes that train together.
+    """One process's place among the processes that train together.
 
     Parameters
     ----------
@@ -91,8 +93,8 @@ class Membership:
     rank, world_size
         This process's number, from 0, and how many there are.
     timeout
-        How long a collective waits for a silent peer. A peer that dies is noticed at once; the time-out is for
-        one that hangs. It must exceed the time of one step plus one checkpoint write.
+        How long a collective waits for a silent peer. A peer that dies is noticed at once; the time-out is
+        for one that hangs. It must exceed the time of one step plus one checkpoint write.
     interface
         Network interface that carries the collectives, such as ``"ib0"``; ``None`` lets the library choose.
 
@@ -157,10 +159,13 @@ class Progress:
         Samples processed, in all fragments.
     samples_total
         Samples of the whole training, if its length is known.
+    slot_seconds
+        Time spent in the steps that count, in all fragments, times the slots that took part.
     loss
         Mean loss a sample of the current epoch so far; ``None`` before its first step.
     rate
-        Recent throughput of this fragment, samples a second, checkpoint writes left out; ``None`` at its start.
+        Recent throughput of this fragment, samples a second, without checkpoint writes; ``None`` at its
+        start.
     samples_lost, duplicate_samples
         Samples never, or more than once, trained on in an epoch; counted over the finished epochs.
     checkpoint_step
@@ -177,6 +182,7 @@ class Progress:
     epoch: int = 0
     samples: int = 0
     samples_total: int | None = None
+    slot_seconds: float = 0.0
     loss: float | None = None
     rate: float | None = None
     samples_lost: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,12 @@ import torch
 # The members of the crew import this folder's helper module by name; they inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training_crew import Crew  # noqa: E402 - found through the path set above
+from typing import TYPE_CHECKING
+
+from training_crew import Crew
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +28,7 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Sums in one order: a result must not depend on the machine's number of cores."""
+    """Keep sums in one order, whatever the machine's number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -13,10 +13,8 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from multiprocessing.managers import BaseManager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +31,10 @@ from freetrain_parsl.training.fragment import (
     run_fragment,
 )
 from freetrain_parsl.training.membership import RendezvousStore
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
 
 SAMPLES = 53
 NOTICE = Notice()
@@ -89,7 +91,7 @@ DictionaryServer.register(
 )
 
 
-# ── trainings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── trainings ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Data:
@@ -105,6 +107,12 @@ class Data:
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x[position], self.y[position]
+
+
+def add_noise(x: torch.Tensor) -> None:
+    """Make the result depend on torch's, numpy's and Python's generators."""
+    x += random.random() * torch.randn_like(x)
+    x += np.random.uniform()  # noqa: NPY002 - the global generator is the one under test
 
 
 def net(dropout: float = 0.0) -> nn.Module:
@@ -130,8 +138,8 @@ def classify(
     data = session.loader(Data(samples), batch_size)
     for _ in session.epochs(epochs):
         for x, y in data:
-            if noise:  # all three generators matter to the result
-                x = x + 0.1 * random.random() * torch.from_numpy(np.random.standard_normal(x.shape)).float()
+            if noise:
+                add_noise(x)
             session.step(cross_entropy(model(x), y))
             if session.metrics["steps"] == pause_after and session.rank == pause_rank:
                 NOTICE.pause_requested.set()
@@ -151,7 +159,7 @@ def die(session: Any, *, victim: int, after: int) -> None:
 
 
 def session_loader(session: Any) -> Any:
-    """The session's one loader, made at its first use."""
+    """Return the session's one loader, made at its first use."""
     if not hasattr(session, "cached_loader"):
         session.cached_loader = session.loader(Data(), 8)
     return session.cached_loader
@@ -168,7 +176,7 @@ def fail(session: Any, *, rank: int) -> None:
             session.step(cross_entropy(model(x), y))
 
 
-# ── the crew ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the crew ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,7 @@ def run_member(
             notice=NOTICE,
             report=reports.append,
         )
-    except Exception as problem:
+    except Exception as problem:  # noqa: BLE001 - whatever it is, the test wants to know
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(end, error, tuple(reports), os.getpid(), time.monotonic() - begun)
 
@@ -238,9 +246,16 @@ class Crew:
         self._generation = 0
 
     def run(
-        self, world_size: int, root: Path, function: Any = classify, *, timeout: float = 60, name: str = "net",
-        options: dict[str, Any] | None = None, **kwargs: Any,
-    ) -> list[Outcome | None]:  # fmt: skip
+        self,
+        world_size: int,
+        root: Path,
+        function: Any = classify,
+        *,
+        timeout: float = 60,
+        name: str = "net",
+        options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[Outcome | None]:
         """Run one fragment on that many members; ``None`` for a member that died."""
         self._members = [(process, pipe) for process, pipe in self._members if process.is_alive()]
         while len(self._members) < world_size:

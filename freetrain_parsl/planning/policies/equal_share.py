@@ -25,7 +25,7 @@ class EqualSharePolicy(Policy):
     than its ``min_nodes`` (as published: a trainer whose ``min_nodes`` is just q gets nothing). What is left
     goes to those who have a share, first come, first served, up to their ``max_nodes``.
 
-    ``objective`` and ``bound`` of its decisions are in the value model of `MilpPolicy`, so that the two can be
+    ``objective`` and ``bound`` of its decisions are in the value model of `MilpPolicy`, so that both can be
     compared. It proves nothing: its bound is what trainers would be worth if each had the pool to itself.
 
     Parameters

@@ -1,0 +1,290 @@
+"""``freetrain demo``: real trainings in the holes of a busy embedded cluster, watched live."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from freetrain_parsl.errors import InvalidSettings, UsageError
+
+if TYPE_CHECKING:
+    from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
+    from freetrain_parsl.cluster.workload import MainJob
+    from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.report.run import RunState
+
+__all__ = ["demo"]
+
+_DELAY_TOLERANCE = 1.0  # seconds; a real batch system's own scheduling cycle is longer
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A training of the demo: an app, its bounds on nodes, and what it is called with."""
+
+    name: str
+    app: str
+    max_nodes: int
+    arguments: dict[str, Any]
+
+
+# Work for one and a half minutes on two cores, in trainings that differ in size and in how far they scale.
+_CAMPAIGN = (
+    _Entry("digits-wide", "digits", 4, {"epochs": 14, "width": 48, "lr": 0.05}),
+    _Entry("digits-slow", "digits", 2, {"epochs": 12, "width": 32, "lr": 0.02}),
+    _Entry("digits-fast", "digits", 2, {"epochs": 12, "width": 32, "lr": 0.1}),
+    _Entry("digits-small", "digits", 1, {"epochs": 12, "width": 16, "lr": 0.05}),
+    _Entry("char-lm-wide", "char_lm", 4, {"epochs": 4, "width": 64, "lr": 2e-3, "characters": 60_000}),
+    _Entry("char-lm-low", "char_lm", 2, {"epochs": 4, "width": 48, "lr": 1e-3, "characters": 50_000}),
+    _Entry("char-lm-high", "char_lm", 2, {"epochs": 4, "width": 48, "lr": 4e-3, "characters": 50_000}),
+)
+
+
+def demo(
+    nodes: int = typer.Option(8, help="Virtual nodes of the embedded cluster."),
+    seed: int = typer.Option(1, help="Of the main queue: the same seed is the same queue."),
+    policy: str = typer.Option("milp", help="How nodes are shared out: milp or equal-share."),
+    job_log: Optional[Path] = typer.Option(
+        None, help="Main queue from a job log in Standard Workload Format (.swf, .swf.gz) instead of a generated one."
+    ),
+    compression: float = typer.Option(1000.0, help="Seconds of the job log that pass in one second."),
+    log_start: float = typer.Option(0.0, help="Hour of the job log at which to begin."),
+    time_limit: float = typer.Option(240.0, help="Seconds after which the demo gives up."),
+    run_dir: Optional[Path] = typer.Option(None, help="Where everything goes. Default: a new ./freetrain-run-<time>."),
+    json_file: Optional[Path] = typer.Option(None, "--json", help="Write the figures to this file."),
+) -> None:
+    """Run seven trainings in the holes of a busy little cluster, and show what they made of them."""
+    console = Console()
+    directory = _new_run_directory(run_dir)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
+    workload = _workload(nodes, seed, job_log, compression, log_start, time_limit)
+    with _interruptible():
+        figures = _run(console, directory, nodes, workload, policy, time_limit)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if figures["trainings_completed"] < len(_CAMPAIGN):
+        console.print(f"[bold red]{len(_CAMPAIGN) - figures['trainings_completed']} trainings did not complete[/]")
+        raise typer.Exit(1)
+
+
+def _new_run_directory(wanted: Path | None) -> Path:
+    directory = wanted or Path(f"freetrain-run-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--run-dir {directory}: {error.strerror}; name a directory that can be made") from None
+    if any(directory.iterdir()):
+        raise UsageError(f"--run-dir {directory} is not empty; name a new one")
+    return directory.absolute()
+
+
+def _workload(
+    nodes: int, seed: int, job_log: Path | None, compression: float, log_start: float, time_limit: float
+) -> list[MainJob]:
+    from freetrain_parsl.cluster.workload import generate_workload, read_workload
+
+    if time_limit <= 0:
+        raise InvalidSettings(f"--time-limit must be positive, got {time_limit:g}")
+    length = timedelta(seconds=time_limit)
+    if job_log is None:
+        return generate_workload(nodes=nodes, duration=length, seed=seed)
+    return read_workload(
+        job_log,
+        nodes=nodes,
+        compression=compression,
+        start=timedelta(hours=log_start),
+        duration=length * compression,
+        seed=seed,
+        lenient=True,
+    )
+
+
+def _apps_directory() -> Path:
+    """The example apps: beside the package in a checkout, inside it when installed."""
+    package = Path(__file__).parents[1]
+    for directory in (package.parent / "apps", package / "apps"):
+        if (directory / "digits.py").is_file():
+            return directory
+    raise UsageError("the example apps are not installed; run the demo from a checkout of the repository")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the demo in order, as Ctrl-C does."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("freetrain: interrupted; everything was stopped", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(
+    console: Console, directory: Path, nodes: int, workload: list[MainJob], policy: str, time_limit: float
+) -> dict[str, Any]:
+    import parsl
+    from parsl.config import Config
+
+    from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
+    from freetrain_parsl.report.figures import run_figures
+    from freetrain_parsl.report.run import RunState
+
+    console.print(f"run directory: {directory}")
+    provider = EmbeddedClusterProvider(
+        nodes=nodes, workload=tuple(workload), cluster_dir=str(directory / "cluster"), grace=5.0
+    )
+    executor = _executor(provider, directory, policy)
+    apps = _load_apps()
+    with parsl.load(
+        Config(executors=[executor], run_dir=str(directory / "parsl"), strategy="none", initialize_logging=True)
+    ):
+        run = RunState(executor.journal_path)
+        cluster = provider.ensure_started()
+        futures = {
+            entry.name: apps[entry.app].options(name=entry.name, max_nodes=min(entry.max_nodes, nodes))(**entry.arguments)
+            for entry in _CAMPAIGN
+        }
+        _watch(console, run, futures, cluster.nodes, time_limit)
+        usage, delays, history = cluster.usage(), cluster.delays(), cluster.history()
+        main_jobs = {stay["job"] for stay in history if stay["kind"] == "main"}
+        results = {name: f.result() for name, f in futures.items() if f.done() and f.exception() is None}
+    figures = run_figures(
+        run.refresh(),
+        usage=usage,
+        delays=delays,
+        main_jobs=len(main_jobs),
+        results=results,
+        delay_tolerance=_DELAY_TOLERANCE,
+    )
+    _report(console, run, figures, history, directory)
+    return figures
+
+
+def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -> FreeTrainExecutor:
+    """Everything scaled to holes of seconds instead of minutes."""
+    from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.planning.model import RescaleCosts
+    from freetrain_parsl.planning.planner import PlannerSettings
+    from freetrain_parsl.planning.policies import MilpPolicy
+
+    return FreeTrainExecutor(
+        provider=provider,
+        policy=MilpPolicy(horizon=timedelta(seconds=20)) if policy == "milp" else policy,
+        checkpoint_dir=directory / "checkpoints",
+        checkpoint_interval=timedelta(seconds=5),
+        rescale_costs=RescaleCosts(up=1.0, down=1.0, start=1.0),
+        planner=PlannerSettings(
+            startup=6.0,
+            min_useful=5.0,
+            closing_margin=2.0,
+            max_walltime=120.0,
+            idle_timeout=5.0,
+            settle=1.5,
+            max_nodes_per_block=2,
+        ),
+        poll_interval=timedelta(seconds=1),
+        submissions_per_minute=120,
+        threads_per_slot=1,
+        silence=timedelta(seconds=10),
+    )
+
+
+def _load_apps() -> dict[str, Any]:
+    """Import the example apps here, and let the nodes find them too."""
+    directory = str(_apps_directory())
+    sys.path.insert(0, directory)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
+    return {name: importlib.import_module(name).train for name in ("digits", "char_lm")}
+
+
+def _watch(
+    console: Console,
+    run: RunState,
+    futures: dict[str, Future[Any]],
+    nodes: Callable[[], dict[str, Any]],
+    time_limit: float,
+) -> None:
+    """Show the run until every future is done or the time is up."""
+    from freetrain_parsl.report.live import live_view
+
+    begin = time.time()
+    told: dict[str, str] = {}
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        while time.time() - begin < time_limit and not all(future.done() for future in futures.values()):
+            run.refresh()
+            now = time.time()
+            if console.is_terminal:
+                live.update(live_view(run, nodes(), now, now - begin, "FreeTrain demo"))
+            else:
+                _tell_changes(console, run, told, now - begin)
+            time.sleep(0.25)
+
+
+def _tell_changes(console: Console, run: RunState, told: dict[str, str], elapsed: float) -> None:
+    """Without a terminal: one line for each training whose nodes or state have changed."""
+    for training in run.trainings.values():
+        line = f"{training.state} on {', '.join(training.nodes) or 'no nodes'}"
+        if told.get(training.name) != line:
+            told[training.name] = line
+            share = training.share_done
+            done = "" if share is None else f", {share:.0%} done"
+            console.print(f"{elapsed:6.1f} s  {training.name:14} {line}{done}", highlight=False)
+
+
+def _report(
+    console: Console, run: RunState, figures: dict[str, Any], history: list[dict[str, Any]], directory: Path
+) -> None:
+    from rich.table import Table
+
+    from freetrain_parsl.report.live import training_table
+    from freetrain_parsl.report.timeline import draw_timeline
+
+    console.print(training_table(run.trainings.values()))
+    for training in run.trainings.values():
+        if training.error:
+            console.print(f"[bold red]{training.name}[/]: {training.error}")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    rows = {
+        "trainings completed": f"{figures['trainings_completed']} of {figures['trainings']}",
+        "fragments, rescales, resumes": f"{figures['fragments']}, {figures['rescales']}, {figures['resumes_from_checkpoint']}",
+        "samples lost, repeated": f"{figures['samples_lost']}, {figures['duplicate_samples']} of {figures['samples']}",
+        "idle node-seconds offered": f"{figures['idle_node_seconds_offered']:.0f}",
+        "  held by us": f"{figures['idle_node_seconds_used']:.0f}",
+        "  in steps that counted": f"{figures['useful_node_seconds']:.0f}",
+        "main jobs, delayed": (
+            f"{figures['main_jobs']}, {figures['main_jobs_delayed']} by more than {_DELAY_TOLERANCE:g} s "
+            f"(worst {figures['main_job_delay_seconds_max']:.2f} s)"
+        ),
+        "solver": (
+            f"{figures['solver']['solves']} solves, median {figures['solver']['median_ms']:.1f} ms, "
+            f"max {figures['solver']['max_ms']:.1f} ms"
+        ),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    picture = directory / "timeline.png"
+    draw_timeline(run, history, picture, title="Nodes over time: main jobs grey, trainings in colours")
+    console.print(f"timeline: {picture}")

@@ -1,0 +1,173 @@
+"""Reader of job logs in Standard Workload Format (https://www.cs.huji.ac.il/labs/parallel/workload/swf.html).
+
+A log is text: comments begin with ``;``, those at its head are ``; Name: value``; every other line is a job
+of 18 numbers, -1 for unknown.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_FIELDS = 18
+
+
+@dataclass(frozen=True)
+class SwfJob:
+    """A job that ran.
+
+    Parameters
+    ----------
+    number
+        Its number in the log.
+    submit, wait, run
+        When it was submitted, how long it waited and ran, seconds.
+    nodes
+        How many nodes it had.
+    requested_time
+        Its walltime, seconds; ``None`` if unknown.
+    status
+        0 failed, 1 completed, 5 cancelled; others as the format defines.
+    """
+
+    number: int
+    submit: float
+    wait: float
+    run: float
+    nodes: int
+    requested_time: float | None
+    status: int
+
+
+class _Line(NamedTuple):
+    number: float
+    submit: float
+    wait: float
+    run: float
+    processors: float
+    requested_processors: float
+    requested_time: float
+    status: float
+
+
+class SwfLog:
+    """A job log, read line by line each time that it is iterated over.
+
+    Jobs that never ran, or whose size is unknown, are left out and counted in `unusable`.
+
+    Parameters
+    ----------
+    path
+        The log, compressed if its name ends in ``.gz``.
+    lenient
+        Skip malformed lines and count them in `malformed`, instead of refusing the log.
+
+    Attributes
+    ----------
+    header : dict
+        Name -> value of the comments at its head.
+    unusable, malformed : int
+        Lines left out by the latest iteration.
+
+    Raises
+    ------
+    InvalidInput
+        The log cannot be read; while iterating, a line is malformed.
+    """
+
+    def __init__(self, path: Path, *, lenient: bool = False) -> None:
+        self.path = path
+        self.lenient = lenient
+        self.unusable = 0
+        self.malformed = 0
+        self.header: dict[str, str] = {}
+        for _, line in self._lines():
+            if not line.startswith(";"):
+                break
+            name, colon, value = line[1:].partition(":")
+            if colon:
+                self.header.setdefault(name.strip(), value.strip())
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the logged cluster: ``MaxNodes``, or ``MaxProcs`` without that."""
+        nodes = self._header_number("MaxNodes") or self._header_number("MaxProcs")
+        if nodes is None:
+            raise InvalidInput(
+                f"{self.path}: its head has neither MaxNodes nor MaxProcs; add the line '; MaxNodes: N'"
+            )
+        return nodes
+
+    @property
+    def processors_per_node(self) -> float:
+        """``MaxProcs / MaxNodes``; 1 if either is missing."""
+        nodes, processors = self._header_number("MaxNodes"), self._header_number("MaxProcs")
+        return max(1.0, processors / nodes) if nodes and processors else 1.0
+
+    def __iter__(self) -> Iterator[SwfJob]:
+        self.unusable = self.malformed = 0
+        per_node = self.processors_per_node
+        for number, text in self._lines():
+            if text.startswith(";"):
+                continue
+            line = _parse(text)
+            if line is None:
+                if not self.lenient:
+                    raise InvalidInput(
+                        f"{self.path}, line {number}: expected {_FIELDS} numbers, got {text[:80]!r}; "
+                        "mend it, or read the log leniently to skip such lines"
+                    )
+                self.malformed += 1
+                continue
+            processors = line.processors if line.processors > 0 else line.requested_processors
+            if processors <= 0 or line.run <= 0 or line.submit < 0:
+                self.unusable += 1
+                continue
+            yield SwfJob(
+                int(line.number),
+                line.submit,
+                max(0.0, line.wait),
+                line.run,
+                math.ceil(processors / per_node),
+                line.requested_time if line.requested_time > 0 else None,
+                int(line.status),
+            )
+
+    def _header_number(self, name: str) -> int | None:
+        words = self.header.get(name, "").split()
+        return int(words[0]) if words and words[0].isdecimal() and int(words[0]) > 0 else None
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Yield (number, text) of the lines that are not empty."""
+        try:
+            with gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file:
+                for number, raw in enumerate(file, start=1):
+                    if text := raw.decode("utf-8", errors="replace").strip():
+                        yield number, text
+        except (OSError, EOFError, zlib.error) as error:
+            raise InvalidInput(f"{self.path}: cannot be read as a job log: {error}") from error
+
+
+def _parse(text: str) -> _Line | None:
+    words = text.split()
+    if len(words) != _FIELDS:
+        return None
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        return None
+    if not all(map(math.isfinite, numbers)):
+        return None
+    number, submit, wait, run, processors, _, _, requested_processors, requested_time, _, status = numbers[
+        :11
+    ]
+    return _Line(number, submit, wait, run, processors, requested_processors, requested_time, status)

@@ -1,0 +1,25 @@
+"""One colour a training, the same in the terminal and in pictures."""
+
+from __future__ import annotations
+
+__all__ = ["colour_of"]
+
+# Okabe and Ito's palette (2008), told apart by the colour-blind, then four more; grey is left to main jobs.
+_COLOURS = (
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#CC79A7",
+    "#0072B2",
+    "#D55E00",
+    "#F0E442",
+    "#7B4FA3",
+    "#8C6D31",
+    "#17BECF",
+    "#B5CF6B",
+)
+
+
+def colour_of(index: int) -> str:
+    """Return the colour, ``#RRGGBB``, of the training submitted as number `index` (from 0)."""
+    return _COLOURS[index % len(_COLOURS)]

@@ -1,0 +1,91 @@
+"""The live view of a run in a terminal: nodes and who has them, windows, trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.run import RunState, TrainingState
+
+__all__ = ["live_view", "training_table"]
+
+_STATE_STYLES = {"waiting": "dim", "running": "bold", "finished": "green", "failed": "bold red"}
+
+
+def live_view(
+    run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float, elapsed: float, title: str
+) -> RenderableType:
+    """Draw the state of a run.
+
+    Parameters
+    ----------
+    run
+        From the journal.
+    nodes
+        Node -> who has it: ``kind`` is ``main``, ``preemptible`` (ours) or ``idle``, ``job`` an id.
+    now, elapsed
+        Seconds since the epoch, and since the run began.
+    title
+        Stands above it all.
+    """
+    head = f"{title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
+    return Group(Panel(Group(_node_table(run, nodes, now), Text(), training_table(run.trainings.values())), title=head))
+
+
+def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float) -> Table:
+    """One row a node: its name, who has it, and until when its window is open."""
+    names = list(run.trainings)
+    trainer_of = {node: t.name for t in run.trainings.values() for node in t.nodes}
+    closes = {node: window["closes"] for window in run.windows for node in window["nodes"]}
+    table = Table(box=None, padding=(0, 2), expand=True)
+    for column in ("node", "who has it", "window"):
+        table.add_column(column, header_style="dim")
+    for node, holder in nodes.items():
+        if node in trainer_of:
+            name = trainer_of[node]
+            who = Text(f"■ {name}", style=colour_of(names.index(name)))
+        elif holder["kind"] == "main":
+            who = Text(f"■ main job {holder['job']}", style="grey50")
+        elif holder["kind"] == "preemptible":
+            who = Text("□ ours: starting, or between fragments", style="grey74")
+        else:
+            who = Text("·  idle", style="grey35")
+        table.add_row(node, who, _time_left(node in closes, closes.get(node), now))
+    return table
+
+
+def _time_left(is_open: bool, closes: float | None, now: float) -> Text:  # noqa: FBT001 - a table cell's two facts
+    if not is_open:
+        return Text("")
+    return Text("open, end unknown" if closes is None else f"closes in {max(0.0, closes - now):.0f} s", style="cyan")
+
+
+def training_table(trainings: Sequence[TrainingState] | Any) -> Table:
+    """One row a training: progress, nodes, fragments, last loss."""
+    table = Table(box=None, padding=(0, 2), expand=True)
+    table.add_column("training", header_style="dim")
+    table.add_column("state", header_style="dim")
+    table.add_column("progress", header_style="dim", ratio=1)
+    for column in ("nodes", "fragments", "rescales", "epoch", "loss"):
+        table.add_column(column, header_style="dim", justify="right")
+    for index, training in enumerate(trainings):
+        progress = training.progress
+        loss = progress.get("loss")
+        table.add_row(
+            Text(f"■ {training.name}", style=colour_of(index)),
+            Text(training.state, style=_STATE_STYLES[training.state]),
+            ProgressBar(total=1.0, completed=training.share_done or 0.0, complete_style=colour_of(index)),
+            str(len(training.nodes)),
+            str(training.fragments),
+            str(training.rescales),
+            str(progress.get("epoch", "")),
+            "" if loss is None else f"{loss:.4f}",
+        )
+    return table

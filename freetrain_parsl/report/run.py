@@ -1,0 +1,158 @@
+"""The state of a run, folded from the journal's entries, while it goes on or afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from freetrain_parsl.executor.journal import Entry, read_journal
+
+__all__ = ["Fragment", "RunState", "TrainingState"]
+
+
+@dataclass
+class Fragment:
+    """A stretch of a training on one fixed set of nodes; times in seconds since the epoch."""
+
+    training: str
+    nodes: tuple[str, ...]
+    start: float
+    end: float | None = None
+    lost: bool = False
+    """It ended because a member was lost, not by a pause."""
+    resumed_from: int | None = None
+    """Step of the checkpoint that it started from."""
+
+
+@dataclass
+class TrainingState:
+    """How a training stands.
+
+    Parameters
+    ----------
+    state
+        ``waiting``, ``running``, ``finished`` or ``failed``.
+    progress
+        Its last progress report; see ``training.terms.Progress``.
+    error
+        Why it failed.
+    """
+
+    name: str
+    min_nodes: int
+    max_nodes: int
+    submitted: float
+    state: str = "waiting"
+    ended: float | None = None
+    nodes: tuple[str, ...] = ()
+    fragments: int = 0
+    rescales: int = 0
+    resumes: int = 0
+    checkpoints: int = 0
+    progress: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def share_done(self) -> float | None:
+        """Samples done over samples in all; ``None`` while the total is not known."""
+        total = self.progress.get("samples_total")
+        return min(1.0, self.progress["samples"] / total) if total else None
+
+
+class RunState:
+    """Everything that the journal tells, up to the last entry read.
+
+    Parameters
+    ----------
+    journal
+        The journal's file; may not exist yet.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._read = 0
+        self.trainings: dict[str, TrainingState] = {}
+        self.fragments: list[Fragment] = []
+        self.checkpoints: list[tuple[float, str]] = []
+        self.windows: list[dict[str, Any]] = []
+        self.blocks_requested = 0
+        self.blocks_ended: list[str] = []
+        self.solve_seconds: list[float] = []
+        self.solves_proven = 0
+
+    def refresh(self) -> RunState:
+        """Read what is new."""
+        if self._journal.exists():
+            for number, entry in read_journal(self._journal, self._read):
+                self._read = number
+                take = getattr(self, f"_on_{entry.kind}", None)
+                if take is not None:
+                    take(entry)
+        return self
+
+    @property
+    def completed(self) -> int:
+        """How many trainings have finished."""
+        return sum(training.state == "finished" for training in self.trainings.values())
+
+    def _on_training_submitted(self, entry: Entry) -> None:
+        detail = entry.detail
+        self.trainings[entry.subject] = TrainingState(
+            entry.subject, detail["min_nodes"], detail["max_nodes"], entry.time
+        )
+
+    def _on_fragment_started(self, entry: Entry) -> None:
+        training = self.trainings[entry.subject]
+        nodes = tuple(entry.detail["nodes"])
+        before = self._last_fragment(entry.subject)
+        training.rescales += before is not None and before.nodes != nodes
+        training.state, training.nodes = "running", nodes
+        training.fragments += 1
+        self.fragments.append(Fragment(entry.subject, nodes, entry.time))
+
+    def _on_fragment_ended(self, entry: Entry) -> None:
+        fragment = self._last_fragment(entry.subject)
+        if fragment is not None:
+            fragment.end, fragment.lost = entry.time, entry.detail["lost"]
+        training = self.trainings[entry.subject]
+        training.nodes = ()
+        if training.state == "running":
+            training.state = "waiting"
+
+    def _on_progress(self, entry: Entry) -> None:
+        training = self.trainings[entry.subject]
+        training.progress = entry.detail
+        fragment = self._last_fragment(entry.subject)
+        resumed_from = entry.detail["resumed_from"]
+        if fragment is not None and fragment.resumed_from is None and resumed_from is not None:
+            fragment.resumed_from = resumed_from
+            training.resumes += 1
+
+    def _on_checkpoint(self, entry: Entry) -> None:
+        self.trainings[entry.subject].checkpoints += 1
+        self.checkpoints.append((entry.time, entry.subject))
+
+    def _on_training_finished(self, entry: Entry) -> None:
+        training = self.trainings[entry.subject]
+        training.state, training.ended = "finished", entry.time
+
+    def _on_training_failed(self, entry: Entry) -> None:
+        training = self.trainings[entry.subject]
+        training.state, training.ended, training.error = "failed", entry.time, entry.detail["error"]
+
+    def _on_survey(self, entry: Entry) -> None:
+        self.windows = entry.detail["windows"]
+
+    def _on_block_requested(self, entry: Entry) -> None:  # noqa: ARG002 - all handlers are called alike
+        self.blocks_requested += 1
+
+    def _on_block_ended(self, entry: Entry) -> None:
+        self.blocks_ended.append(entry.detail["reason"])
+
+    def _on_decision(self, entry: Entry) -> None:
+        self.solve_seconds.append(entry.detail["seconds"])
+        self.solves_proven += entry.detail["proven"]
+
+    def _last_fragment(self, training: str) -> Fragment | None:
+        return next((f for f in reversed(self.fragments) if f.training == training), None)

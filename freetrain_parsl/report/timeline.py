@@ -1,0 +1,88 @@
+"""The timeline of a run: nodes over time, main jobs grey, trainings in colours, checkpoints and rescales marked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.run import RunState
+
+__all__ = ["draw_timeline"]
+
+
+def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Draw a run to a PNG or SVG file.
+
+    Parameters
+    ----------
+    run
+        From the journal.
+    history
+        Stays of jobs on nodes: ``node``, ``kind`` (``main`` or ``preemptible``), ``start``, ``end`` (``None``: still).
+    path
+        Its suffix says the format.
+    title
+        Stands above the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    nodes = sorted({stay["node"] for stay in history})
+    row = {node: index for index, node in enumerate(nodes)}
+    begin = min(stay["start"] for stay in history)
+    times = [end for stay in history if (end := stay["end"]) is not None]
+    times += [fragment.end or fragment.start for fragment in run.fragments]
+    finish = max(times, default=begin + 1.0)
+    names = list(run.trainings)
+
+    figure = Figure(figsize=(13, 1.8 + 0.42 * len(nodes) + 0.16 * len(names)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for stay in history:
+        bar = (stay["start"] - begin, (stay["end"] or finish) - stay["start"])
+        if stay["kind"] == "main":
+            axes.broken_barh([bar], (row[stay["node"]] - 0.42, 0.84), facecolor="#8a8a8a", edgecolor="white", linewidth=0.6)
+        else:
+            axes.broken_barh([bar], (row[stay["node"]] - 0.42, 0.84), facecolor="none", edgecolor="#444444", hatch="////", linewidth=0.5, alpha=0.45)
+    for fragment in run.fragments:
+        colour = colour_of(names.index(fragment.training))
+        length = (fragment.end or finish) - fragment.start
+        for node in fragment.nodes:
+            if node in row:
+                axes.broken_barh([(fragment.start - begin, length)], (row[node] - 0.36, 0.72), facecolor=colour, linewidth=0)
+    _mark_rescales(axes, run, row, begin)
+    for time, training in run.checkpoints:
+        fragment = next((f for f in run.fragments if f.training == training and f.start <= time <= (f.end or finish)), None)
+        if fragment is not None and fragment.nodes[0] in row:
+            axes.plot(time - begin, row[fragment.nodes[0]] + 0.22, marker="v", color="black", markersize=4, linestyle="none")
+    axes.set_yticks(range(len(nodes)), nodes)
+    axes.set_ylim(len(nodes) - 0.4, -0.6)
+    axes.set_xlim(0, finish - begin)
+    axes.set_xlabel("seconds")
+    axes.set_title(title, loc="left", fontsize=11)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    handles = [Patch(color=colour_of(index), label=name) for index, name in enumerate(names)]
+    handles += [
+        Patch(color="#8a8a8a", label="main job"),
+        Patch(facecolor="white", edgecolor="#444444", hatch="////", label="our block, starting or idle"),
+        Line2D([], [], marker="v", color="black", linestyle="none", markersize=5, label="checkpoint"),
+        Line2D([], [], marker="|", color="black", linestyle="none", markersize=10, markeredgewidth=2, label="rescale"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: float) -> None:
+    """A black line where a training goes on with other nodes than before."""
+    before: dict[str, tuple[str, ...]] = {}
+    for fragment in run.fragments:
+        if fragment.training in before and before[fragment.training] != fragment.nodes:
+            for node in fragment.nodes:
+                if node in row:
+                    axes.plot([fragment.start - begin] * 2, [row[node] - 0.4, row[node] + 0.4], color="black", linewidth=1.6)
+        before[fragment.training] = fragment.nodes

@@ -1,0 +1,120 @@
+"""Random allocation problems, the same for the same seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from freetrain_parsl.planning.model import Allocation, Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.scaling import ScalingCurve
+
+__all__ = ["Instance", "measured_like_instance", "random_instance"]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The arguments of one `Policy.allocate`."""
+
+    pool: Pool
+    trainers: tuple[Trainer, ...]
+    current: Allocation
+    now: float = 0.0
+
+
+def random_instance(seed: int, *, max_trainers: int = 8, max_nodes: int = 24) -> Instance:
+    """Make a small problem with everything that a policy must stand.
+
+    Curves that are neither concave nor monotone, rates of zero, trainers larger than the pool, costs from
+    nothing to prohibitive, nodes that close at known and unknown times, trainers that have lost nodes.
+    """
+    rng = np.random.default_rng(seed)
+    nodes = int(rng.integers(0, max_nodes + 1))
+    trainers = [
+        _odd_trainer(rng, index, max_nodes) for index in range(int(rng.integers(0, max_trainers + 1)))
+    ]
+    lost = [f"lost{index}" for index in range(4)]
+    return Instance(
+        _pool(rng, nodes, closing=0.5),
+        tuple(trainers),
+        _running(rng, trainers, [*_names(nodes), *lost]),
+        now=float(rng.uniform(0, 1000)),
+    )
+
+
+def measured_like_instance(seed: int, *, trainers: int, nodes: int) -> Instance:
+    """Make a problem of a given size with curves like those of real trainings.
+
+    A rate of 1000-7000 samples per second on one node; each doubling gains a factor 1.55-2.03, as in the
+    measurements of seven ImageNet models on Summit in BFTrainer (arXiv 2106.12091), and one point in ten
+    falls short by up to 40 %, so that few curves are concave and some are not monotone. Rescaling costs 17-19 s
+    up and 11-13 s down, as there. About two thirds of the trainers run already.
+    """
+    rng = np.random.default_rng(seed)
+    made = [_real_trainer(rng, index, nodes) for index in range(trainers)]
+    return Instance(_pool(rng, nodes, closing=0.5), tuple(made), _running(rng, made, _names(nodes)))
+
+
+def _names(nodes: int) -> list[str]:
+    return [f"node{index:04d}" for index in range(nodes)]
+
+
+def _pool(rng: np.random.Generator, nodes: int, *, closing: float) -> Pool:
+    """Nodes of which the share `closing` closes at one of a few known times."""
+    times = rng.uniform(1000, 5000, size=4)
+    return Pool(
+        PoolNode(name, float(rng.choice(times)) if rng.random() < closing else None) for name in _names(nodes)
+    )
+
+
+def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Trainer:
+    low = int(rng.integers(1, max_nodes // 3 + 2))
+    high = low + int(rng.integers(0, max_nodes + 2))
+    counts = {low, *rng.integers(low, high + 3, size=int(rng.integers(0, 6))).tolist()}
+    scale = rng.choice([0.0, 1.0, 1000.0])
+    costs = rng.choice([0.0, 10.0, 1000.0]) * rng.random(3)
+    return Trainer(
+        name=f"trainer{index}",
+        min_nodes=low,
+        max_nodes=high,
+        curve=ScalingCurve(
+            {count: float(scale * rng.random() * count ** rng.uniform(0, 1.5)) for count in counts}
+        ),
+        costs=RescaleCosts(*costs.tolist()),
+        priority=float(rng.uniform(0.5, 4)),
+        submitted=float(index),
+    )
+
+
+def _real_trainer(rng: np.random.Generator, index: int, nodes: int) -> Trainer:
+    low = int(rng.choice([1, 1, 1, 2, 4]))
+    high = max(low, int(rng.choice([nodes // 8, nodes // 4, nodes // 2, nodes])))
+    points, rate, count = {}, float(rng.uniform(1000, 7000)), 1
+    while count <= high:
+        points[count] = rate * (rng.uniform(0.6, 1.0) if rng.random() < 0.1 else 1.0)
+        rate, count = rate * rng.uniform(1.55, 2.03), 2 * count
+    return Trainer(
+        name=f"trainer{index:03d}",
+        min_nodes=low,
+        max_nodes=high,
+        curve=ScalingCurve(points),
+        costs=RescaleCosts(
+            up=float(rng.uniform(17, 19)), down=float(rng.uniform(11, 13)), start=float(rng.uniform(5, 20))
+        ),
+        submitted=float(index),
+    )
+
+
+def _running(rng: np.random.Generator, trainers: list[Trainer], names: list[str]) -> Allocation:
+    """Give most trainers a random allowed number of nodes, as far as these go."""
+    free = rng.permutation(names).tolist()
+    current = {}
+    for index in rng.permutation(len(trainers)):
+        trainer = trainers[index]
+        most = min(trainer.max_nodes, len(free), max(trainer.min_nodes, 3 * len(names) // len(trainers)))
+        if most < trainer.min_nodes or rng.random() < 0.33:
+            continue
+        count = int(rng.integers(trainer.min_nodes, most + 1))
+        current[trainer.name] = frozenset(free[:count])
+        free = free[count:]
+    return current

@@ -1,0 +1,73 @@
+"""Our own policies keep the contract that we ask of others', and the suite notices who does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetrain_parsl.errors import InvalidSettings, PlanningError
+from freetrain_parsl.planning.model import Decision
+from freetrain_parsl.planning.policies import (
+    POLICIES,
+    EqualSharePolicy,
+    MilpPolicy,
+    Policy,
+    resolve_policy,
+)
+from freetrain_parsl.testing.policy_suite import PolicyConformance
+
+
+class TestMilp(PolicyConformance):
+    def make_policy(self):
+        return MilpPolicy()
+
+
+class TestEqualShare(PolicyConformance):
+    def make_policy(self):
+        return EqualSharePolicy()
+
+
+class _Broken(Policy):
+    """Gives every node to everybody, optimally."""
+
+    name = "broken"
+
+    def allocate(self, pool, trainers, current, now):
+        return Decision({t.name: frozenset(pool) for t in trainers}, 2.0, proven_optimal=True, bound=1.0)
+
+
+class _BrokenSuite(PolicyConformance):
+    def make_policy(self):
+        return _Broken()
+
+
+def test_suite_refuses_a_policy_that_gives_a_node_twice():
+    with pytest.raises(PlanningError):
+        _BrokenSuite().test_allocation_is_feasible(1)
+
+
+@pytest.mark.parametrize("check", ["test_bound_is_consistent", "test_nobody_is_moved"])
+def test_suite_refuses_false_bounds_and_migration(check, monkeypatch):
+    class Mover(_Broken):
+        def allocate(self, pool, trainers, current, now):
+            decision = super().allocate(pool, trainers, current, now)
+            held = {t: n & pool.keys() for t, n in current.items()}
+            moved = {t: frozenset(pool.keys() - n) for t, n in held.items() if n}
+            return Decision(moved, decision.objective, proven_optimal=True, bound=decision.bound)
+
+    suite = _BrokenSuite()
+    monkeypatch.setattr(suite, "make_policy", Mover)
+    with pytest.raises(AssertionError):
+        list(map(getattr(suite, check), range(25)))
+
+
+def test_policies_are_found_by_name():
+    assert {type(resolve_policy(name)) for name in POLICIES} == {MilpPolicy, EqualSharePolicy}
+    policy = _Broken()
+    assert resolve_policy(policy) is policy
+
+
+def test_unknown_policy_is_refused_with_the_known_ones():
+    with pytest.raises(InvalidSettings, match="no policy 'best'; known are equal_share, milp"):
+        resolve_policy("best")
+    with pytest.raises(InvalidSettings, match="got 42"):
+        resolve_policy(42)

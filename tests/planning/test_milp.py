@@ -1,0 +1,241 @@
+"""The optimal policy equals a dynamic programme on every instance, and is honest when it has no time."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import highspy
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.counts import maximise_counts
+from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.objectives import OBJECTIVES, resolve_objective
+from freetrain_parsl.planning.policies import MilpPolicy
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.testing.exact import best_value, value
+from freetrain_parsl.testing.instances import Instance, measured_like_instance, random_instance
+
+T = 120.0
+PATIENT = {"horizon": timedelta(seconds=T), "time_limit": timedelta(minutes=2)}
+
+
+def held(case):
+    return {t.name: len(case.current.get(t.name, frozenset()) & case.pool.keys()) for t in case.trainers}
+
+
+def formula(case, objective, horizon=T):
+    """Return v_j(n) term by term, shape (J, N + 1), minus infinity where a count is not allowed."""
+    values = np.full((len(case.trainers), len(case.pool) + 1), -np.inf)
+    for row, trainer in enumerate(case.trainers):
+        for n in (0, *range(trainer.min_nodes, min(trainer.max_nodes, len(case.pool)) + 1)):
+            values[row, n] = value(objective, trainer, held(case)[trainer.name], n, horizon)
+    return values
+
+
+def assert_optimal(case, objective="speedup"):
+    decision = MilpPolicy(objective, **PATIENT).allocate(case.pool, case.trainers, case.current, case.now)
+    values = formula(case, resolve_objective(objective))
+    best = best_value(values)
+    # Costs can cancel gains: what is left is as exact as the terms were.
+    noise = 1e-13 * np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(axis=1).sum()
+    counts = [decision.counts.get(trainer.name, 0) for trainer in case.trainers]
+    exactly = pytest.approx(best, rel=1e-9, abs=noise)
+    assert sum(counts) <= len(case.pool)
+    assert values[np.arange(len(counts)), counts].sum() == exactly
+    assert decision.objective == exactly
+    assert decision.bound == exactly
+    assert decision.proven_optimal
+    return decision
+
+
+rate = st.floats(0.01, 1e4) | st.sampled_from([0.0, 1.0, 2.0])
+
+
+@st.composite
+def instances(draw):
+    """Make instances with curves, costs and counts that hypothesis finds nasty."""
+    size = draw(st.integers(1, 12))
+    trainers, current, used = [], {}, 0
+    for index in range(draw(st.integers(1, 5))):
+        low = draw(st.integers(1, 6))
+        counts = draw(st.lists(st.integers(low, 16), max_size=4, unique=True))
+        rates = draw(st.lists(rate, min_size=len(counts) + 1, max_size=len(counts) + 1))
+        costs = draw(st.tuples(*[st.sampled_from([0.0, 1.0, 30.0, 5000.0])] * 3))
+        trainer = Trainer(
+            f"t{index}",
+            low,
+            low + draw(st.integers(0, 10)),
+            ScalingCurve(dict(zip([low, *counts], rates, strict=True))),
+            RescaleCosts(*costs),
+            submitted=float(index),
+        )
+        # After losses a trainer may be left with fewer nodes than its minimum.
+        has = draw(st.integers(0, min(trainer.max_nodes, size - used)))
+        current[trainer.name] = frozenset(f"n{k:02}" for k in range(used, used + has))
+        used += has
+        trainers.append(trainer)
+    return Instance(Pool(PoolNode(f"n{k:02}") for k in range(size)), tuple(trainers), current)
+
+
+@given(instances(), st.sampled_from(["throughput", "speedup"]))
+@settings(deadline=None, max_examples=1000)
+def test_equals_the_dynamic_programme(case, objective):
+    assert_optimal(case, objective)
+
+
+@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+def test_equals_the_dynamic_programme_on_random_instances(objective, block):
+    for seed in range(100 * block, 100 * block + 50):
+        case = random_instance(seed)
+        if case.trainers:
+            assert_optimal(case, objective)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_the_dynamic_programme_on_30_trainers_and_512_nodes(seed):
+    assert_optimal(measured_like_instance(seed, trainers=30, nodes=512))
+
+
+@given(st.lists(st.lists(st.integers(-9, 9), min_size=5, max_size=5), min_size=1, max_size=4), st.data())
+@settings(deadline=None, max_examples=200)
+def test_the_dynamic_programme_is_right_by_enumeration(rows, data):
+    """And so is the solver, on tables of any shape with many ties."""
+    values = np.array(rows, dtype=float)
+    for row in values:
+        row[data.draw(st.lists(st.integers(1, 4), max_size=3))] = -np.inf
+    total = max(
+        sum(values[row, n] for row, n in enumerate(counts))
+        for counts in itertools.product(range(5), repeat=len(rows))
+        if sum(counts) <= 4
+    )
+    solution = maximise_counts(values, np.zeros(len(rows), dtype=np.int64), time_limit=60)
+    assert best_value(values) == total
+    assert solution.objective == pytest.approx(total)
+    assert solution.bound == pytest.approx(total)
+
+
+def alike(many, size, *, low=1, high=64, start=0.0):
+    trainers = [
+        Trainer(
+            f"t{many - i:03}",
+            low,
+            high,
+            ScalingCurve.default(),
+            RescaleCosts(start=start),
+            submitted=float(i),
+        )
+        for i in range(many)
+    ]
+    return Instance(Pool(PoolNode(f"n{i:04}") for i in range(size)), tuple(trainers), {})
+
+
+@pytest.mark.parametrize("size", [7, 40, 333])
+def test_many_equal_trainers_are_no_harder_and_the_first_get_no_fewer(size):
+    case = alike(30, size, low=3, start=20.0)
+    counts = assert_optimal(case).counts
+    given_in_order = [counts.get(trainer.name, 0) for trainer in case.trainers]
+    assert given_in_order == sorted(given_in_order, reverse=True)
+
+
+def test_a_users_function_is_an_objective():
+    def saturating(trainer, nodes):
+        return 1 - 0.5**nodes
+
+    assert_optimal(alike(5, 12), saturating)
+
+
+def test_a_convex_objective_goes_to_one():
+    counts = assert_optimal(alike(4, 10), lambda trainer, nodes: nodes**2).counts
+    assert counts == {"t004": 10}
+
+
+def test_most_of_the_pool_can_change_hands_in_one_step():
+    """The published model cannot: its M allows a change by no more than half of the pool."""
+    pool = Pool(PoolNode(f"n{i}") for i in range(8))
+    curve = ScalingCurve({1: 1.0, 2: 1.9, 8: 2.0})
+    trainers = [
+        Trainer(f"t{i}", 1, 8, curve, RescaleCosts(up=1, down=1), submitted=float(i)) for i in range(4)
+    ]
+    assert_optimal(case := Instance(pool, tuple(trainers), {"t0": frozenset(pool)}))
+    decision = MilpPolicy().allocate(case.pool, case.trainers, case.current, 0.0)
+    assert decision.counts == {"t0": 2, "t1": 2, "t2": 2, "t3": 2}
+    assert decision.allocation["t0"] <= case.current["t0"]
+
+
+def test_a_change_that_does_not_pay_within_the_horizon_is_not_made():
+    pool = Pool([PoolNode("a"), PoolNode("b")])
+    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10.0, 2: 11.0}), RescaleCosts(up=15.0))
+    counts = [
+        MilpPolicy(horizon=timedelta(seconds=s))
+        .allocate(pool, [trainer], {"t": frozenset("a")}, 0.0)
+        .counts["t"]
+        for s in (149, 151)
+    ]
+    assert counts == [1, 2]
+
+
+def test_who_is_below_its_minimum_grows_or_stops():
+    pool = Pool(PoolNode(name) for name in "abc")
+    broken = Trainer("t", 2, 3, ScalingCurve({1: 1.0, 2: 2.0}), RescaleCosts(up=10, down=10))
+    rich = Trainer("u", 1, 3, ScalingCurve({1: 1000.0, 3: 3000.0}))
+    current = {"t": frozenset({"a", "gone"})}
+    assert MilpPolicy().allocate(pool, [broken], current, 0.0).counts == {"t": 2}
+    assert MilpPolicy("throughput").allocate(pool, [broken, rich], current, 0.0).counts == {"u": 3}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_time_it_is_no_worse_than_leaving_things_as_they_are_and_says_so(seed):
+    case = measured_like_instance(seed, trainers=20, nodes=100)
+    values = formula(case, resolve_objective("speedup"))
+    stay = values[np.arange(20), list(held(case).values())].sum()
+    best = best_value(values)
+    policy = MilpPolicy(horizon=timedelta(seconds=T), time_limit=timedelta(microseconds=1))
+    decision = policy.allocate(case.pool, case.trainers, case.current, 0.0)
+    assert stay <= decision.objective <= best * (1 + 1e-9)
+    assert decision.bound >= best * (1 - 1e-9)
+    assert decision.proven_optimal == (decision.bound - decision.objective <= 1e-9 * decision.bound)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gap_bounds_what_is_given_away(seed):
+    case = measured_like_instance(seed, trainers=10, nodes=60)
+    best = best_value(formula(case, resolve_objective("speedup")))
+    decision = MilpPolicy(gap=0.05, **PATIENT).allocate(case.pool, case.trainers, case.current, 0.0)
+    assert 0.95 * best <= decision.objective <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= decision.bound
+
+
+def test_a_process_that_uses_highs_with_other_threads_changes_nothing():
+    case = measured_like_instance(1, trainers=10, nodes=60)
+    highspy.Highs.resetGlobalScheduler(True)
+    other = highspy.Highs()
+    other.silent()
+    other.setOptionValue("threads", 2)
+    other.addVariable(0, 1)
+    other.run()
+    try:
+        assert_optimal(case)
+    finally:
+        highspy.Highs.resetGlobalScheduler(True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"horizon": timedelta(0)}, "horizon"),
+        ({"time_limit": timedelta(seconds=-1)}, "time_limit"),
+        ({"gap": -0.1}, "gap"),
+        ({"gap": 1.0}, "gap"),
+        ({"gap": float("nan")}, "gap"),
+        ({"objective": "best"}, "no objective 'best'"),
+    ],
+)
+def test_bad_settings_are_refused(setting, message):
+    with pytest.raises(InvalidSettings, match=message):
+        MilpPolicy(**setting)

@@ -1,0 +1,76 @@
+"""The words of the design as values: what they refuse and what they compute."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from freetrain_parsl.errors import InvalidTrainer, PlanningError
+from freetrain_parsl.planning.model import Decision, Pool, PoolNode, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.scaling import ScalingCurve
+
+CURVE = ScalingCurve({2: 100.0, 4: 150.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "needs a name"),
+        ({"min_nodes": 0}, "min_nodes must be at least 1"),
+        ({"max_nodes": 1}, r"max_nodes \(1\) is less than min_nodes \(2\)"),
+        ({"min_nodes": 1}, "curve starts at 2 nodes"),
+        ({"work_left": -1.0}, "work_left"),
+        ({"work_left": math.nan}, "work_left"),
+        ({"priority": 0.0}, "priority"),
+        ({"priority": math.inf}, "priority"),
+    ],
+)
+def test_trainer_that_cannot_run_is_refused(changes, message):
+    good = {"name": "t", "min_nodes": 2, "max_nodes": 4, "curve": CURVE}
+    Trainer(**good)
+    with pytest.raises(InvalidTrainer, match=message):
+        Trainer(**good | changes)
+
+
+@pytest.mark.parametrize("field", ["up", "down", "start"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_rescale_costs_are_finite_seconds(field, value):
+    with pytest.raises(InvalidTrainer, match=f"'{field}'"):
+        RescaleCosts(**{field: value})
+
+
+def test_trainer_is_a_value():
+    first, second = Trainer("t", 2, 4, CURVE), Trainer("t", 2, 4, ScalingCurve({2: 100.0, 4: 150.0}))
+    assert hash(first) == hash(second)
+    assert first == second
+    assert first.rate(3) == 125.0
+
+
+def test_window_sorts_its_nodes_and_knows_what_remains():
+    window = Window(("b", "a"), opens=10.0, closes=100.0)
+    assert window.nodes == ("a", "b")
+    assert window.remaining(40.0) == 60.0
+    assert Window(("a",), opens=0.0, closes=None).remaining(40.0) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("nodes", "closes"), [((), 100.0), (("a", "a"), 100.0), (("a",), 10.0), (("a",), 5.0)]
+)
+def test_impossible_windows_are_refused(nodes, closes):
+    with pytest.raises(PlanningError, match="a window"):
+        Window(nodes, opens=10.0, closes=closes)
+
+
+def test_pool_is_in_order_of_name():
+    pool = Pool([PoolNode("b", 5.0), PoolNode("a")])
+    assert list(pool) == ["a", "b"]
+    assert [node.closes_or_inf for node in pool.values()] == [math.inf, 5.0]
+    assert "b" in pool
+    assert len(pool) == 2
+    assert "PoolNode(name='a'" in repr(pool)
+
+
+def test_counts_of_a_decision():
+    decision = Decision({"t": frozenset("ab")}, 1.0, proven_optimal=True, bound=1.0)
+    assert decision.counts == {"t": 2}
