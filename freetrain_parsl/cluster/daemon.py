@@ -262,6 +262,7 @@ async def run(options: argparse.Namespace) -> None:
         server.close()
         batch.close()
         await batch.drained.wait()
+        processes.kill(processes.descendants())  # what hid its session and its environment
         logger.info("all processes are gone")
     finally:
         registry.unregister(options.name)

@@ -102,6 +102,13 @@ def mark_of(pid: int) -> str | None:
     return None
 
 
+def descendants() -> list[int]:
+    """All living processes below this one."""
+    everyone = living()
+    parents = {info.pid: info.parent for info in everyone}
+    return [info.pid for info in everyone if _descends(info.pid, os.getpid(), parents)]
+
+
 def members(sessions: Mapping[int, str]) -> dict[str, list[ProcessInfo]]:
     """Find the living processes of each (job, node).
 

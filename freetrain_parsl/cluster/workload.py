@@ -101,16 +101,17 @@ def generate_workload(
         )
     rng = random.Random(seed)
     length, mean = duration.total_seconds(), mean_run.total_seconds()
-    wanted = load * nodes * length
+    work_left = load * nodes * length
     # The scale is measured on a long draw of its own: the number of jobs drawn later changes none of them.
     sample = [_log_run(rng, _size(rng, nodes)) for _ in range(2000)]
     scale = mean * len(sample) / sum(math.exp(value) for value in sample)
     shapes: list[tuple[int, float, float]] = []
-    while sum(size * run for size, run, _ in shapes) < wanted:
+    while work_left > 0:
         size = _size(rng, nodes)
         run = min(scale * math.exp(_log_run(rng, size)), _LONGEST_RUN * mean)
         run = round(max(run, _SHORTEST_RUN), 3)
         shapes.append((size, run, _walltime(rng, run, mean)))
+        work_left -= size * run
     # The last to come ends, on average, with the queue.
     submits = sorted(rng.uniform(0.0, max(length - mean, length / 2)) for _ in shapes)
     jobs, filled = [], 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parsl.app.errors import RemoteExceptionWrapper
+from parsl.executors.high_throughput.errors import ManagerLost
 from parsl.serialize import deserialize
 
 from freetrain_parsl.errors import BatchSystemError, TooManyRestarts, TrainingError
@@ -28,7 +29,7 @@ from freetrain_parsl.executor.roster import Block, Roster, Slot
 from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.trainings import Generation, Training
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import Decision, PoolNode, RescaleCosts
+from freetrain_parsl.planning.model import Decision, PoolNode, RescaleCosts, Window
 from freetrain_parsl.planning.planner import Planner, PlannerSettings
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.windows.base import Survey
@@ -76,7 +77,7 @@ class DriverSettings:
     silence: float = 15.0
     loss_timeout: float = 10.0
     collective_timeout: float = 60.0
-    max_crashes: int = 5
+    max_crashes: int = 3
     patience: float = 60.0
 
 
@@ -152,7 +153,9 @@ class Driver(threading.Thread):
         self._tasks: dict[int, Task] = {}
         self._queued_tasks: list[int] = []
         self._lent: frozenset[str] = frozenset()
+        self._windows: tuple[Window, ...] = ()
         self._tokens = 0
+        self._greeted: set[str] = set()
         self._failed_starts = 0
 
     # Other threads.
@@ -247,11 +250,10 @@ class Driver(threading.Thread):
 
     def _on_survey(self, survey: Survey) -> None:
         self._events.append(ev.WindowsSeen(survey.time, survey.windows))
-        self._write(
-            "survey",
-            "",
-            windows=[{"nodes": list(window.nodes), "closes": window.closes} for window in survey.windows],
-        )
+        if survey.windows != self._windows:
+            self._windows = survey.windows
+            windows = [{"nodes": list(window.nodes), "closes": window.closes} for window in survey.windows]
+            self._write("windows", "", windows=windows)
         for block in list(self._roster.blocks.values()):
             status = survey.blocks.get(block.job)
             if status is None:
@@ -283,10 +285,13 @@ class Driver(threading.Thread):
         slot = self._roster.by_token(ended.token)
         if slot is not None:
             self._lose(slot, f"its process ended: {ended.error}", crash=True)
+        elif ended.token in self._greeted:
+            return  # lost long ago; HTEX has only now noticed
         else:
             self._roster.tasks_queued -= 1
-            self._failed_starts += 1
-            logger.warning("a slot could not start: %s", ended.error)
+            if not isinstance(ended.error, ManagerLost):  # its block ended before it could say hello: normal life
+                self._failed_starts += 1
+                logger.warning("a slot could not start: %s", ended.error)
         if self._failed_starts >= self._MOST_FAILED_STARTS:
             self._fail_all(
                 BatchSystemError(f"{self._failed_starts} slots in a row could not start on their nodes, the last: {ended.error}")
@@ -327,6 +332,7 @@ class Driver(threading.Thread):
     def _on_hello(self, name: str, message: Message) -> None:
         self._roster.tasks_queued -= 1
         self._failed_starts = 0
+        self._greeted.add(message["token"])
         block = self._roster.blocks.get(message["block"])
         if block is None or block.releasing:
             self._server.send(name, Message("exit", {"now": True}))

@@ -71,5 +71,5 @@ class Message:
             head, payload = frames
             header = json.loads(head)
             return cls(header.pop("type"), header, payload)
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ProtocolError(f"received {len(frames)} frames that are no message: {error}") from None

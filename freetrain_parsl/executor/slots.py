@@ -207,6 +207,8 @@ class Channel(threading.Thread):
                 lost = True
                 self._on_lost()
         link.close()
+        self._waker.close()
+        self._context.term()  # waits, as long as the socket lingers, until what was sent has left this process
 
     def _reachable(self, addresses: Sequence[str], port: int, timeout: float = 30.0) -> str:
         """The first of the driver's addresses that answers; a login node has several, not all reachable from here."""
@@ -224,5 +226,6 @@ class Channel(threading.Thread):
         for link in links:
             link.close()
         if not answered:
+            self._context.term()
             raise BatchSystemError(f"this node reaches the driver at none of {', '.join(urls)}; set address=… on the executor")
         return answered[0]

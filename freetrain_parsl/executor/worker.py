@@ -107,9 +107,11 @@ class _Slot:
 
     def serve(self) -> None:
         """Say hello once torch is imported, so that an assignment never waits for an import; then do as told."""
-        import torch.nn.parallel  # noqa: F401 - warms the process
+        import torch
 
-        import freetrain_parsl.training.fragment  # noqa: F401 - the same
+        import freetrain_parsl.training.fragment  # noqa: F401 - warms the process
+
+        torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
 
         signal.signal(signal.SIGTERM, self._on_signal)
         self._channel.start()

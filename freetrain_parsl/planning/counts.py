@@ -123,19 +123,26 @@ def _total(values: Table, counts: Counts) -> float:
     return float(values[np.arange(len(values)), counts].sum())
 
 
+_OPTIONS: dict[str, bool | float] = {
+    "output_flag": False,
+    "threads": 1,
+    "mip_rel_gap": 0.0,
+    "mip_feasibility_tolerance": 1e-9,
+    "primal_feasibility_tolerance": 1e-9,
+    "dual_feasibility_tolerance": 1e-9,
+    # The incumbent is good and the core small: searching for better starts costs 4 to 10 times what it saves.
+    # An older HiGHS that has not all of these ignores those that it does not know.
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+    "mip_allow_restart": False,
+}
+
+
 def _solver(time_limit: float) -> highspy.Highs:
     solver = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs for its core only
-    for option, value in {
-        "output_flag": False,
-        "threads": 1,
-        "time_limit": time_limit,
-        "mip_rel_gap": 0.0,
-        "mip_feasibility_tolerance": 1e-9,
-        "primal_feasibility_tolerance": 1e-9,
-        "dual_feasibility_tolerance": 1e-9,
-        # It costs more than all the rest here, and the start is good already.
-        "mip_heuristic_run_feasibility_jump": False,
-    }.items():
+    for option, value in {**_OPTIONS, "time_limit": time_limit}.items():
         solver.setOptionValue(option, value)
     return solver
 

@@ -39,6 +39,10 @@ class PlannerSettings:
         Longest block, and the length of one in a window of unknown closing.
     idle_timeout
         A block that nothing wants for this long is released.
+    join_timeout
+        A node of a running block whose slots are missing for this long is given up, and with the last its block.
+    replan_interval
+        Longest time between two decisions: work left, and with it what a rescale pays, changes without events.
     settle
         After a node has joined, how long to wait for its neighbours before trainers grow once for all of them.
     max_pending_blocks
@@ -52,6 +56,8 @@ class PlannerSettings:
     closing_margin: float = 10.0
     max_walltime: float = 3600.0
     idle_timeout: float = 30.0
+    join_timeout: float = 180.0
+    replan_interval: float = 30.0
     settle: float = 2.0
     max_pending_blocks: int = 8
     max_nodes_per_block: int | None = None
@@ -72,6 +78,8 @@ class _Block:
     ends: float | None
     started: bool = False
     unwanted_since: float | None = None
+    missing_since: dict[str, float] = field(default_factory=dict)
+    """Its nodes whose slots have not joined yet, or have left, since it started."""
 
 
 @dataclass
@@ -153,7 +161,10 @@ class Planner:
             if block.unwanted_since is not None
         )
         settles = () if self._settle_until is None else (self._settle_until,)
-        return min((t for t in chain(closings, expiries, settles) if t > now), default=math.inf)
+        missing = (since for block in self._blocks.values() for since in block.missing_since.values())
+        given_up = (since + self.settings.join_timeout for since in missing)
+        again = (self._planned_at + self.settings.replan_interval,) if self._trainers else ()
+        return min((t for t in chain(closings, expiries, settles, given_up, again) if t > now), default=math.inf)
 
     # Events.
 
@@ -193,6 +204,7 @@ class Planner:
     def _(self, event: ev.BlockStarted) -> None:
         if (block := self._blocks.get(event.block)) is not None:
             block.nodes, block.ends, block.started = event.nodes, event.ends, True
+            block.missing_since = {name: event.time for name in event.nodes if name not in self._members}
 
     @_take.register
     def _(self, event: ev.BlockEnded) -> None:
@@ -203,12 +215,17 @@ class Planner:
     def _(self, event: ev.NodesJoined) -> None:
         for node in event.nodes:
             self._members[node.name] = _Member(node, event.block)
+            if (block := self._blocks.get(event.block)) is not None:
+                block.missing_since.pop(node.name, None)
         if self._settle_until is None and self._still_joining():
             self._settle_until = event.time + self.settings.settle
         self._dirty = True
 
     @_take.register
     def _(self, event: ev.NodesLeft) -> None:
+        for name in event.nodes:
+            if (member := self._members.get(name)) is not None and member.block in self._blocks:
+                self._blocks[member.block].missing_since[name] = event.time
         self._drop(event.nodes)
 
     @_take.register
@@ -333,11 +350,14 @@ class Planner:
 
     def _adjust_blocks(self, pool: Pool, now: float) -> ev.Actions:
         """Request what is wanted beyond the nodes we hold or await; release what nothing wants."""
+        lost = self._give_up(now)
         awaited = [
             PoolNode(name, block.ends)
             for block in self._blocks.values()
             for name in block.nodes
-            if name not in self._members and (block.ends is None or block.ends - now > self.settings.closing_margin)
+            if name not in self._members
+            and not self._given_up(block, name, now)
+            and (block.ends is None or block.ends - now > self.settings.closing_margin)
         ]
         candidates = [(window, self._free(window)) for window in self._windows if self._pays(window, now)]
         offered = [PoolNode(name, window.closes) for window, names in candidates for name in names]
@@ -346,8 +366,22 @@ class Planner:
         if shortage > 0:
             for block in self._blocks.values():
                 block.unwanted_since = None
-            return self._request(shortage, candidates, now)
-        return self._release(-shortage, now)
+            return lost + self._request(shortage, candidates, now)
+        return lost + self._release(-shortage, now)
+
+    def _given_up(self, block: _Block, node: str, now: float) -> bool:
+        return now - block.missing_since.get(node, math.inf) >= self.settings.join_timeout
+
+    def _give_up(self, now: float) -> ev.Actions:
+        """Release the blocks of which no node came, or came back, in time."""
+        hopeless = [
+            name
+            for name, block in self._blocks.items()
+            if block.started and all(self._given_up(block, node, now) for node in block.nodes)
+        ]
+        for name in hopeless:
+            del self._blocks[name]
+        return [ev.ReleaseBlock(name) for name in hopeless]
 
     def _wanted(self, pool: Pool, awaited: list[PoolNode], offered: list[PoolNode], now: float) -> int:
         """Nodes that trainers and tasks could use if every node that can be had were there."""

@@ -141,7 +141,7 @@ class RunState:
         training = self.trainings[entry.subject]
         training.state, training.ended, training.error = "failed", entry.time, entry.detail["error"]
 
-    def _on_survey(self, entry: Entry) -> None:
+    def _on_windows(self, entry: Entry) -> None:
         self.windows = entry.detail["windows"]
 
     def _on_block_requested(self, entry: Entry) -> None:  # noqa: ARG002 - all handlers are called alike

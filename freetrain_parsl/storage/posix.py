@@ -79,10 +79,13 @@ def directory_name(trainer: str) -> str:
     InvalidSettings
         The name is empty or too long for a file name.
     """
-    encoded = quote(trainer, safe="")
+    try:
+        encoded = quote(trainer, safe="")
+    except UnicodeEncodeError:
+        encoded = ""  # refused below
     if encoded.startswith("."):
         encoded = "%2E" + encoded[1:]
-    if not encoded or len(encoded) > _LONGEST_NAME:
+    if not 1 <= len(encoded) <= _LONGEST_NAME:
         raise InvalidSettings(f"trainer name {trainer!r}: give it 1 to {_LONGEST_NAME} plain characters")
     return encoded
 
@@ -185,7 +188,7 @@ class CheckpointDirectory:
             temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.path))  # mkdtemp makes it private
             with (temporary / _STATE).open("wb") as file:
                 sink = _HashingSink(file)
-                write(sink)
+                _write(write, sink)
                 _sync(file)
             manifest = {
                 **facts,
@@ -307,17 +310,32 @@ class _HashingSink:
         self._file = file
         self._digest = hashlib.sha256()
         self.count = 0
+        self.problem: OSError | None = None
 
     def write(self, data: bytes, /) -> int:
         self._digest.update(data)
         self.count += len(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.problem = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
+
+
+def _write(write: Callable[[Sink], object], sink: _HashingSink) -> None:
+    """Write a state, and tell what the file system said, not what became of it on its way through C++."""
+    try:
+        write(sink)
+    except Exception as error:
+        if sink.problem is not None:
+            raise sink.problem from error
+        raise
 
 
 def _sync(file: IO[bytes]) -> None:

@@ -47,8 +47,8 @@ def measured_like_instance(seed: int, *, trainers: int, nodes: int) -> Instance:
 
     A rate of 1000-7000 samples per second on one node; each doubling gains a factor 1.55-2.03, as in the
     measurements of seven ImageNet models on Summit in BFTrainer (arXiv 2106.12091), and one point in ten
-    falls short by up to 40 %, so that few curves are concave and some are not monotone. Rescaling costs 17-19 s
-    up and 11-13 s down, as there. About two thirds of the trainers run already.
+    falls short by up to 40 %, so that few curves are concave and some are not monotone. Rescaling costs 17-19
+    seconds up and 11-13 down, as there. About two thirds of the trainers run already.
     """
     rng = np.random.default_rng(seed)
     made = [_real_trainer(rng, index, nodes) for index in range(trainers)]

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, UsageError
-from freetrain_parsl.storage.posix import CheckpointDirectory, Entry
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, UsageError
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.books import Books
-from freetrain_parsl.training.checkpoint import Checkpoints, Restored
+from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.pace import Pace
 from freetrain_parsl.training.terms import Clock, Notice, PauseReason, Progress, SessionOptions
 
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from freetrain_parsl.training.checkpoint import Restored
     from freetrain_parsl.training.loader import Order, Share
     from freetrain_parsl.training.membership import Group
 
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 0.5  # least time between two reports
-_ABSENT, _FOUND, _DAMAGED = 0, 1, 2  # what the first member tells the others about the newest checkpoint
 
 
 class Unwind(BaseException):
@@ -90,8 +89,7 @@ class Engine:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.unwinding: PauseReason | None = None
-        self.saved: Entry | None = None
-        """The newest checkpoint; the same on all members."""
+        self.keeper = Keeper(options, group)
 
         self._notice = notice
         self._report = report
@@ -112,11 +110,7 @@ class Engine:
         self._report_time = -math.inf
         self._saved_at: tuple[int, int, int, bool] | None = None
 
-        self._directory = CheckpointDirectory(options.checkpoint_root, options.name)
-        self._checkpoints = Checkpoints(self._directory, options.name, options.keep)
-        if group.is_first:
-            self._checkpoints.open()
-        self._restored = self._restore()
+        self._restored = self.keeper.restore()
         self._resumed_from: int | None = None
         self._refused: tuple[str, ...] = ()
         if self._restored is not None:
@@ -126,7 +120,7 @@ class Engine:
     @property
     def user_directory(self) -> Path:
         """Where the user's function may keep files of its own."""
-        return self._directory.path / "files"
+        return self.keeper.path / "files"
 
     # ── before the loop ───────────────────────────────────────────────────────────────────────────
 
@@ -148,7 +142,7 @@ class Engine:
         if self._objects:
             raise UsageError("call session.prepare once, with everything that has a state")
         self._objects = dict(objects)
-        self._checkpoints.assume_size(size)
+        self.keeper.assume_size(size)
         if self._restored is None:
             return
         states = self._restored.state["objects"]
@@ -336,9 +330,9 @@ class Engine:
             rate=self._pace.rate,
             samples_lost=self.books.audit.samples_lost,
             duplicate_samples=self.books.audit.duplicate_samples,
-            checkpoint_step=self.saved.step if self.saved else None,
+            checkpoint_step=self.keeper.newest.step if self.keeper.newest else None,
             resumed_from=self._resumed_from,
-            write_seconds=self._checkpoints.write_seconds_estimate,
+            write_seconds=self.keeper.write_seconds_estimate,
             refused_checkpoints=self._refused,
         )
 
@@ -346,7 +340,7 @@ class Engine:
 
     def _decide(self) -> tuple[PauseReason | None, bool]:
         if self.group.is_first:
-            self._write_seconds = self._checkpoints.write_seconds_estimate
+            self._write_seconds = self.keeper.write_seconds_estimate
         requested: float = self._notice.pause_requested.is_set()
         closing: float = self._closing()
         save_due: float = self.group.is_first and self._save_due()
@@ -393,7 +387,7 @@ class Engine:
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
     def _save(self, reason: str) -> None:
-        """Save now; all members call this, the first one writes, and all of them know how it went.
+        """Save now, unless this very state is saved already; all members call this.
 
         Raises
         ------
@@ -403,25 +397,8 @@ class Engine:
         here = (self.books.step, self.books.epoch, self._position, self._pass_ended)
         if here == self._saved_at:
             return
-        state = self._state()
-        step, revision = self.books.step, 0
-        problem: CheckpointError | None = None
-        if self.group.is_first:
-            try:
-                revision = self._checkpoints.save(
-                    state, step=step, epoch=self.books.epoch, reason=reason
-                ).revision
-            except CheckpointError as error:
-                problem = error
-        failed, revision = self.group.sum(torch.tensor([problem is not None, revision])).tolist()
+        self.keeper.save(self._state(), step=self.books.step, epoch=self.books.epoch, reason=reason)
         self._save_time = self._clock()
-        if problem is not None:
-            raise problem
-        if failed:
-            raise CheckpointError(
-                f"trainer {self.options.name!r}: its first process could not write a checkpoint"
-            )
-        self.saved = self._directory.entry(step, revision)
         self._saved_at = here
 
     def _save_periodically(self) -> None:
@@ -429,6 +406,7 @@ class Engine:
         try:
             self._save("periodic")
         except CheckpointError as error:
+            self._save_time = self._clock()
             logger.warning("%s; training goes on, next try in %s", error, self.options.checkpoint_interval)
         else:
             self._tell(at_once=True)
@@ -444,36 +422,13 @@ class Engine:
             "order": asdict(self._order) if self._order else None,
         }
 
-    def _restore(self) -> Restored | None:
-        """Read the newest intact checkpoint: the first member chooses, the others read the same one."""
-        found: Restored | None = None
-        problem: CheckpointError | None = None
-        choice = [_ABSENT, 0, 0]
-        if self.group.is_first:
-            try:
-                found = self._checkpoints.newest()
-            except CheckpointError as error:
-                choice, problem = [_DAMAGED, 0, 0], error
-            if found is not None:
-                choice = [_FOUND, found.entry.step, found.entry.revision]
-        status, step, revision = self.group.sum(torch.tensor(choice)).tolist()
-        if problem is not None:
-            raise problem
-        if status == _DAMAGED:
-            raise DamagedCheckpoint(
-                f"trainer {self.options.name!r}: its first process found no usable checkpoint"
-            )
-        if status == _FOUND and found is None:
-            return self._checkpoints.load(self._directory.entry(step, revision))
-        return found
-
     def _take_over(self, restored: Restored) -> None:
         state = restored.state
         if state["seed"] != self.options.seed:
             self._mismatch(f"it was trained with seed {state['seed']}, now it is {self.options.seed}")
         self.books.load(state["books"])
         self._position, self._pass_ended = state["position"], state["pass_ended"]
-        self.saved, self._refused = restored.entry, restored.refused
+        self._refused = restored.refused
         self._resumed_from = self.books.step
         self._paced_samples = self.books.samples
         self._saved_at = (self.books.step, self.books.epoch, self._position, self._pass_ended)
@@ -485,7 +440,7 @@ class Engine:
             self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
 
     def _mismatch(self, difference: str, cause: Exception | None = None) -> NoReturn:
-        where = self.saved.path if self.saved else self._directory.path
+        where = self.keeper.newest.path if self.keeper.newest else self.keeper.path
         raise CheckpointMismatch(
             f"checkpoint {where} is of another training: {difference}; "
             "undo the change, or use another trainer name or checkpoint directory"

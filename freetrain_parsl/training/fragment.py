@@ -103,8 +103,10 @@ def run_fragment(
                 value = None
             if engine.unwinding is None:
                 engine.finish()
-                return Finished(value, engine.progress(), engine.saved.path if engine.saved else None)
-            return Paused(engine.unwinding, engine.progress(), engine.saved.path if engine.saved else None)
+            checkpoint = engine.keeper.newest.path if engine.keeper.newest else None
+            if engine.unwinding is None:
+                return Finished(value, engine.progress(), checkpoint)
+            return Paused(engine.unwinding, engine.progress(), checkpoint)
     except Exception as error:
         if membership.world_size > 1 and is_lost_peer(error) and not isinstance(error, PeerLost):
             raise PeerLost(

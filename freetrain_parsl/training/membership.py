@@ -90,7 +90,7 @@ class RendezvousStore(Store):
         for key in keys:
             self._backend.get(key, (timeout or self._timeout).total_seconds())
 
-    def delete_key(self, key: str) -> bool:
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 - the name by which torch's C++ calls it
         """Remove a key."""
         return self._backend.delete(key)
 
@@ -178,6 +178,7 @@ def join(membership: Membership, store: Store | None) -> Iterator[Group]:
     if store is None:
         raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    store.set_timeout(membership.timeout)
     prefix = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
     with _network_interface(membership.interface):
         try:

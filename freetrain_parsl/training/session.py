@@ -123,7 +123,7 @@ class TrainingSession:
         CheckpointMismatch
             The newest checkpoint is of another model or optimizer.
         CheckpointError
-            One of `others` has a state that a checkpoint cannot hold.
+            Something has a state that a checkpoint cannot hold.
         """
         if not isinstance(model, nn.Module):
             raise UsageError(f"session.prepare needs a torch.nn.Module first, got {type(model).__name__}")
@@ -134,6 +134,11 @@ class TrainingSession:
             names = ", ".join(optimizer_options)
             raise UsageError(f"session.prepare: give {names} to the optimizer, or give the optimizer's class")
         objects: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
+        states = model.state_dict()
+        check_restorable(
+            "the model", {name: states[name] for name in states if not torch.is_tensor(states[name])}
+        )
+        check_restorable("the optimizer", optimizer.state_dict()["param_groups"])
         for other in others:
             kind = type(other).__name__
             if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
@@ -142,6 +147,9 @@ class TrainingSession:
             objects[f"{kind} {len(objects) - 1}"] = other
         self._engine.register(objects, _STATES_PER_PARAMETER * _bytes_of(model))
         self._optimizer = optimizer
+        if self._engine.books.step:
+            # Else a scheduler that steps first in this fragment warns that the optimizer never did.
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no setter
         if self.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
             model = _Replica(
                 model, process_group=self._engine.group.gradients, find_unused_parameters=unused_parameters
@@ -270,8 +278,8 @@ class TrainingSession:
 class _Replica(DistributedDataParallel):
     """A model whose gradients are averaged, with the attributes and the state of the model itself.
 
-    So user code finds the same on one process and on many. Evaluation does not communicate, so the first process
-    may do it alone.
+    So user code finds the same on one process and on many. Evaluation does not communicate, so the first
+    process may do it alone.
     """
 
     def __getattr__(self, name: str) -> Any:

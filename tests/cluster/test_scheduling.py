@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetrain_parsl.cluster.plan import Plan
 from freetrain_parsl.cluster.scheduling import Job, Preempt, Scheduler, Start, simulate
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import InvalidSettings
@@ -163,14 +164,7 @@ def test_every_job_runs_once_on_nodes_of_its_own_however_long_preemption_takes(m
 @given(main_jobs)
 @settings(deadline=None, max_examples=150)
 def test_simulate_equals_the_machine_driven_by_hand(mains):
-    assert simulate(mains, NODES) == [
-        start for _, start in sorted(Simulation(mains).run().starts.items())
-    ] or has_ties(mains)
-
-
-def has_ties(mains):
-    """`simulate` serves equal submit times in the order given, as the driver of the tests does."""
-    return False
+    assert simulate(mains, NODES) == [start for _, start in sorted(Simulation(mains).run().starts.items())]
 
 
 @given(main_jobs, fillers)
@@ -209,7 +203,8 @@ def test_no_main_job_waits_that_could_start_without_delaying_the_first(mains):
             assert self.job(head).nodes > free
             shadow, _ = self.scheduler.expected_starts(now)[head]
             ends = [
-                (max(now, self.starts[job] + self.job(job).walltime), self.job(job).nodes) for job in self.holding
+                (max(now, self.starts[job] + self.job(job).walltime), self.job(job).nodes)
+                for job in self.holding
             ]
             extra = free + sum(nodes for end, nodes in ends if end <= shadow) - self.job(head).nodes
             for other in others:
@@ -254,8 +249,16 @@ class TestBackfill:
         jobs = [MainJob(0, 4, 10, 10), MainJob(1, 5, 5, 5), MainJob(2, 1, 99, 99)]
         assert simulate(jobs, 6) == [0, 10, 2]
 
+    def test_long_jobs_share_the_nodes_that_the_first_one_will_not_need(self):
+        jobs = [MainJob(0, 4, 10, 10), MainJob(1, 5, 5, 5), MainJob(2, 1, 99, 99), MainJob(2, 1, 99, 99)]
+        assert simulate(jobs, 6) == [0, 10, 2, 15]
+
     def test_a_job_that_ends_early_lets_the_first_one_start_early(self):
         assert simulate([MainJob(0, 6, 3, 10), MainJob(1, 6, 5, 5)], 6) == [0, 3]
+
+    def test_a_job_past_its_walltime_holds_up_the_first_one_until_it_is_gone(self):
+        jobs = [MainJob(0, 4, 20, 10), MainJob(1, 6, 5, 5), MainJob(11, 2, 1, 1)]
+        assert simulate(jobs, 6) == [0, 20, 25]
 
     def test_a_limited_depth_looks_no_further(self):
         jobs = [MainJob(0, 4, 10, 10), MainJob(1, 6, 5, 5), MainJob(2, 3, 1, 1), MainJob(3, 1, 1, 1)]
@@ -315,6 +318,26 @@ class TestWindows:
             scheduler.submit(job)
         scheduler.schedule(0)
         assert scheduler.free_until(1) == {"n02": 10, "n03": None}
+
+    def test_the_plan_takes_the_nodes_that_come_free_last(self):
+        scheduler = Scheduler(6)
+        for job in (Job("short", 3, 5), Job("long", 3, 10), Job("waits", 4, 10)):
+            scheduler.submit(job)
+        scheduler.schedule(0)
+        assert scheduler.expected_starts(1) == {"waits": (10, ("n00", "n03", "n04", "n05"))}
+
+    def test_the_plan_takes_nodes_that_a_preemptible_job_leaves_in_time_before_others(self):
+        scheduler = Scheduler(4)
+        for job in (Job("runs", 2, 10), Job("stays", 1, 30, True), Job("goes", 1, 8, True)):
+            scheduler.submit(job)
+        scheduler.schedule(0)
+        scheduler.submit(Job("waits", 3, 10))
+        assert scheduler.expected_starts(1) == {"waits": (10, ("n00", "n01", "n03"))}
+
+    def test_a_planned_job_may_end_at_the_moment_that_the_next_one_begins(self):
+        plan = Plan(0, 0b0011, [(5, 0b1100)])
+        assert plan.reserve("wide", 4, 5).start == 5
+        assert plan.reserve("narrow", 2, 5).start == 0
 
     def test_the_margin_closes_a_window_before(self):
         scheduler = Scheduler(4, margin=2)

@@ -31,9 +31,10 @@ def held(case):
 def formula(case, objective, horizon=T):
     """Return v_j(n) term by term, shape (J, N + 1), minus infinity where a count is not allowed."""
     values = np.full((len(case.trainers), len(case.pool) + 1), -np.inf)
+    before = held(case)
     for row, trainer in enumerate(case.trainers):
         for n in (0, *range(trainer.min_nodes, min(trainer.max_nodes, len(case.pool)) + 1)):
-            values[row, n] = value(objective, trainer, held(case)[trainer.name], n, horizon)
+            values[row, n] = value(objective, trainer, before[trainer.name], n, horizon)
     return values
 
 

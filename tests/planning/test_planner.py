@@ -15,7 +15,7 @@ from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.scaling import ScalingCurve
 
 SETTINGS = PlannerSettings(
-    startup=10, min_useful=20, closing_margin=5, max_walltime=1000, idle_timeout=30, settle=2, max_pending_blocks=4
+    startup=10, min_useful=20, closing_margin=5, max_walltime=1000, idle_timeout=30, join_timeout=60, replan_interval=1e6, settle=2, max_pending_blocks=4
 )
 # Concave, so that sharing pays: with linear curves any split of the nodes is as good as another.
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 32.0, 8: 50.0, 64: 60.0})
@@ -214,6 +214,37 @@ def test_a_trainer_that_is_nearly_done_neither_grows_nor_asks_for_blocks(planner
     # 10 samples/s on one node: 50 samples are 5 s, less than the 10 s in which a block would be ready.
     planner.advance(ev.TrainerProgressed(20, "t", 50.0))
     assert planner.advance(ev.WindowsSeen(21, (window("x", "y"),))) == []
+
+
+def test_a_node_that_does_not_come_back_is_given_up_and_replaced(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=1)))
+    block = held(planner, "a")
+    planner.advance(ev.WindowsSeen(1, (window("x"),)), ev.NodesLeft(1, ("a",)))
+    assert planner.wake_at(1) == 61
+    assert planner.advance(ev.Tick(60)) == []
+    released, requested = planner.advance(ev.Tick(61))
+    assert released == ev.ReleaseBlock(block)
+    assert requested.nodes == ("x",)
+
+
+def test_a_node_that_comes_back_in_time_is_used_again(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=1)))
+    block = held(planner, "a")
+    planner.advance(ev.NodesLeft(1, ("a",)))
+    assert planner.advance(joined(20, block, "a")) == [ev.Assign("t", frozenset("a"))]
+    assert planner.advance(ev.Tick(100)) == []
+
+
+def test_without_events_it_decides_again_after_its_interval() -> None:
+    planner = Planner(MilpPolicy(), PlannerSettings(startup=10, min_useful=20, closing_margin=5, replan_interval=30))
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    held(planner, "a")
+    solves = len(planner.statistics.solve_seconds)
+    planner.advance(ev.Tick(29))
+    assert len(planner.statistics.solve_seconds) == solves
+    assert planner.wake_at(29) == 30
+    planner.advance(ev.Tick(30))
+    assert len(planner.statistics.solve_seconds) > solves
 
 
 def test_a_second_trainer_of_the_same_name_is_refused(planner: Planner) -> None:

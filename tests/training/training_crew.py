@@ -129,8 +129,10 @@ def classify(
     pause_rank: int = 0,
     samples: int = SAMPLES,
     noise: bool = False,
+    kill_after: int | None = None,
+    kill_rank: int = 0,
 ) -> dict[str, Any]:
-    """Adam and a scheduler; asks for a pause after a number of steps."""
+    """Train with Adam and a scheduler; ask for a pause, or die, after a number of steps."""
     model = net(dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -141,6 +143,8 @@ def classify(
             if noise:
                 add_noise(x)
             session.step(cross_entropy(model(x), y))
+            if session.metrics["steps"] == kill_after and session.rank == kill_rank:
+                os.kill(os.getpid(), signal.SIGKILL)
             if session.metrics["steps"] == pause_after and session.rank == pause_rank:
                 NOTICE.pause_requested.set()
         scheduler.step()
@@ -148,21 +152,29 @@ def classify(
     return session.metrics
 
 
-def die(session: Any, *, victim: int, after: int) -> None:
-    """One member kills itself in the middle of an epoch."""
-    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
-    for _ in session.epochs(1000):
-        for x, y in session_loader(session):
-            if session.rank == victim and session.metrics["steps"] == after:
-                os.kill(os.getpid(), signal.SIGKILL)
+class Normed(nn.Sequential):
+    """A net with buffers, and a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def guess(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).argmax(1)
+
+
+def evaluate_on_first(session: Any) -> list[str]:
+    """Use the model as if there were no group: validation on one member, own methods, the state."""
+    model, _ = session.prepare(Normed(), torch.optim.SGD, lr=0.1)
+    data = session.loader(Data(), 12, drop_last=True)  # BatchNorm needs two samples a member
+    for _ in session.epochs(2):
+        for x, y in data:
             session.step(cross_entropy(model(x), y))
-
-
-def session_loader(session: Any) -> Any:
-    """Return the session's one loader, made at its first use."""
-    if not hasattr(session, "cached_loader"):
-        session.cached_loader = session.loader(Data(), 8)
-    return session.cached_loader
+        if session.is_first:
+            model.eval()
+            for _ in range(3):
+                model.guess(Data().x)
+            model.train()
+    return list(model.state_dict())
 
 
 def fail(session: Any, *, rank: int) -> None:

@@ -1,0 +1,48 @@
+# Every target makes .venv on its first use; nothing needs to be activated.
+#   make demo ARGS="--seed 2"     make test ARGS="-k planning"     make PYTHON=python3.12 test
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check docs clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## Make .venv with everything for running, testing and developing
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "[1/3] making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/3] installing torch, the largest part"
+	@$(PIP_INSTALL) torch
+	@echo "[3/3] installing freetrain-parsl and its tools"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## Watch seven trainings in the holes of a busy little cluster
+	@$(BIN)/freetrain demo $(ARGS)
+
+test: $(STAMP)  ## Run all tests; those that need a batch system or a GPU skip themselves
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## Lint, check the formatting, check the types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+docs: $(STAMP)  ## Build the documentation into docs/_build/html
+	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean:  ## Remove .venv, caches and what was built; runs of the demo stay
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,158 @@
+"""How long a decision takes: the count model in HiGHS, a dynamic programme, the published model in CBC.
+
+Run with ``--quick`` for a look, ``--json FILE`` to keep the rows. Each instance is solved by all of them, one
+after the other, in one process on one thread; times include building the model, except CBC's. A published
+solve that reaches the cap counts as long as the cap: its median and the ratio are lower bounds then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from _report import report
+
+from freetrain_parsl.planning.objectives import resolve_objective, value_table
+from freetrain_parsl.planning.placement import current_counts
+from freetrain_parsl.planning.policies import MilpPolicy
+from freetrain_parsl.testing.exact import best_value
+from freetrain_parsl.testing.instances import Instance, measured_like_instance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+try:
+    from _published import solve_published
+except ImportError:  # python-mip is a development dependency; its columns stay empty without it
+    solve_published = None  # type: ignore[assignment] # a missing baseline is no function
+
+HORIZON = 120.0
+SIZES = [(10, 40), (10, 160), (30, 512), (30, 1024), (100, 4608)]
+PUBLISHED_SIZES = {(10, 40), (10, 160)}
+OBJECTIVE = resolve_objective("speedup")
+
+
+@dataclass
+class Measured:
+    """Figures of one size."""
+
+    milp: list[float] = field(default_factory=list)
+    dp: list[float] = field(default_factory=list)
+    proven: list[bool] = field(default_factory=list)
+    error: float = 0.0
+    best: list[float] = field(default_factory=list)
+    published: dict[str, list[float]] = field(default_factory=dict)
+    finished: dict[str, list[bool]] = field(default_factory=dict)
+    loss: dict[str, list[float]] = field(default_factory=dict)
+
+
+def dynamic_programme(case: Instance) -> float:
+    """Tabulate the values and find the best sum, as a policy without a solver would."""
+    held = current_counts(case.trainers, case.pool, case.current)
+    tables = [value_table(OBJECTIVE, t, held[t.name], len(case.pool), HORIZON) for t in case.trainers]
+    return best_value(np.stack(tables))
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the result and the milliseconds that it took."""
+    started = time.perf_counter()
+    result = function()
+    return result, 1000 * (time.perf_counter() - started)
+
+
+def measure(trainers: int, nodes: int, repeats: int, published_repeats: int, cap: float) -> Measured:
+    """Solve `repeats` instances of one size."""
+    policy = MilpPolicy("speedup", horizon=timedelta(seconds=HORIZON), time_limit=timedelta(seconds=30))
+    measured = Measured()
+    for seed in range(repeats):
+        case = measured_like_instance(seed, trainers=trainers, nodes=nodes)
+        decision, milp_ms = timed(lambda: policy.allocate(case.pool, case.trainers, case.current, case.now))  # noqa: B023 - called at once
+        best, dp_ms = timed(lambda: dynamic_programme(case))  # noqa: B023 - called at once
+        measured.milp.append(milp_ms)
+        measured.dp.append(dp_ms)
+        measured.proven.append(decision.proven_optimal)
+        measured.error = max(measured.error, abs(decision.objective - best) / abs(best))
+        if seed >= published_repeats:
+            continue
+        for label, big_m in (("", nodes + 1), ("_2n", 2 * nodes + 1)):
+            answer = solve_published(case, OBJECTIVE, HORIZON, big_m, cap)
+            measured.published.setdefault(label, []).append(1000 * answer.seconds)
+            measured.finished.setdefault(label, []).append(answer.finished)
+            if answer.objective is not None:
+                measured.loss.setdefault(label, []).append(1 - answer.objective / best)
+    return measured
+
+
+def row(trainers: int, nodes: int, measured: Measured) -> dict[str, Any]:
+    """Return one line of the table; `ratio` compares the medians of the same instances."""
+    milp, published = measured.milp, measured.published.get("")
+    same = milp[: len(published)] if published else []
+    line: dict[str, Any] = {
+        "trainers": trainers,
+        "nodes": nodes,
+        "instances": len(milp),
+        "milp_ms_median": float(np.median(milp)),
+        "milp_ms_p90": float(np.percentile(milp, 90)),
+        "milp_ms_max": max(milp),
+        "milp_proven": sum(measured.proven),
+        "dp_ms_median": float(np.median(measured.dp)),
+        "milp_dp_relative_error_max": measured.error,
+        "published_ms_median": float(np.median(published)) if published else None,
+        "ratio": float(np.median(published) / np.median(same)) if published else None,
+    }
+    for label in ("", "_2n"):
+        times, loss = measured.published.get(label), measured.loss.get(label)
+        if label:
+            line[f"published{label}_ms_median"] = float(np.median(times)) if times else None
+        line[f"published{label}_finished"] = (
+            f"{sum(measured.finished[label])}/{len(times)}" if times else None
+        )
+        line[f"published{label}_loss_max"] = max(loss) if loss else None
+    return line
+
+
+def main() -> int:
+    """Run, print, and fail if the policy is not exact."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few instances, a short cap for CBC")
+    parser.add_argument(
+        "--repeats", type=int, default=None, help="instances of each size (default 30; quick 5)"
+    )
+    parser.add_argument("--published-repeats", type=int, default=None, help="of these for CBC (default 12)")
+    parser.add_argument(
+        "--cap", type=float, default=None, help="seconds for each CBC solve (default 60; quick 10)"
+    )
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows there")
+    options = parser.parse_args()
+    repeats = options.repeats or (5 if options.quick else 30)
+    # CBC's times spread over two orders of magnitude: a median of a few instances says nothing.
+    published = min(repeats, 12) if options.published_repeats is None else options.published_repeats
+    cap = options.cap or (10.0 if options.quick else 60.0)
+    if solve_published is None:
+        print("python-mip is not installed (pip install 'mip>=1.15'): the published model is left out")
+        published = 0
+    measure(10, 40, 2, 0, cap)  # load what is loaded on first use
+    rows = []
+    for trainers, nodes in SIZES:
+        with_published = min(repeats, published) if (trainers, nodes) in PUBLISHED_SIZES else 0
+        rows.append(row(trainers, nodes, measure(trainers, nodes, repeats, with_published, cap)))
+    report("Allocation decisions, milliseconds", rows, ["highspy", "numpy", "mip"], options.json)
+    print(
+        f"published: CBC capped at {cap:g} s a solve; where not all finished, time and ratio are lower bounds"
+    )
+    exact = all(line["milp_dp_relative_error_max"] <= 1e-9 for line in rows)
+    if not exact:
+        print("the policy differs from the dynamic programme", file=sys.stderr)
+    return 0 if exact else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

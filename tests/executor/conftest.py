@@ -1,0 +1,58 @@
+"""A real Parsl with a `FreeTrainExecutor` on a real embedded cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import parsl
+import pytest
+from parsl.config import Config
+
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
+from tests.executor.scenario import Site
+
+PLANNER = PlannerSettings(
+    startup=5, min_useful=2, closing_margin=1.5, max_walltime=300, idle_timeout=2, join_timeout=8, settle=1, replan_interval=0.5
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
+    """Load Parsl with one FreeTrainExecutor on an embedded cluster; everything ends with the test."""
+    sites: list[Site] = []
+
+    def load(*, nodes: int = 4, workload=(), also=(), cluster: str | None = None, **changes: Any) -> Site:  # noqa: ANN001
+        provider = EmbeddedClusterProvider(
+            cluster, nodes=nodes, workload=workload, cluster_dir=str(tmp_path / "cluster"), grace=4.0
+        )
+        settings = {
+            "provider": provider,
+            "planner": PLANNER,
+            "poll_interval": timedelta(seconds=0.5),
+            "submissions_per_minute": 100,
+            "checkpoint_interval": timedelta(seconds=2),
+            "checkpoint_dir": tmp_path / "checkpoints",
+            "threads_per_slot": 1,
+            "silence": timedelta(seconds=6),
+            **changes,
+        }
+        executor = FreeTrainExecutor(**settings)
+        # Parsl never closes the log file of a run.
+        parsl.load(
+            Config(
+                executors=[executor, *also],
+                run_dir=str(tmp_path / "runinfo"),
+                strategy="none",
+                initialize_logging=False,
+            )
+        )
+        sites.append(Site(executor))
+        return sites[-1]
+
+    yield load
+    if sites:
+        parsl.dfk().cleanup()
+        parsl.clear()

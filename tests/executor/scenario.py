@@ -1,0 +1,93 @@
+"""What the executor's tests share: a policy that does as the test says, a view of the run, and a small training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from freetrain_parsl import FreeTrainExecutor, TrainingApp, training_app
+from freetrain_parsl.cluster.client import ClusterClient
+from freetrain_parsl.planning.model import Decision
+from freetrain_parsl.planning.placement import place
+from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.report.run import RunState
+
+
+class ScriptedPolicy(Policy):
+    """Gives every trainer the number of nodes that the test says, as far as there are so many."""
+
+    name = "scripted"
+
+    def __init__(self, nodes: int = 1) -> None:
+        self.nodes = nodes
+
+    def allocate(self, pool, trainers, current, now):  # noqa: ANN001, ANN202
+        left = len(pool)
+        counts = {}
+        for trainer in trainers:
+            counts[trainer.name] = min(self.nodes, left)
+            left -= counts[trainer.name]
+        return Decision(place(counts, pool, current), 0.0, proven_optimal=False, bound=0.0)
+
+
+class Site:
+    """What a test needs of a run: the executor, the cluster, and the run's state."""
+
+    def __init__(self, executor: FreeTrainExecutor) -> None:
+        self.executor = executor
+        self._run: RunState | None = None
+
+    @property
+    def cluster(self) -> ClusterClient:
+        return self.executor.provider.ensure_started()
+
+    @property
+    def run(self) -> RunState:
+        if self._run is None:
+            self._run = RunState(self.executor.journal_path)
+        return self._run.refresh()
+
+    def until(self, condition: Callable[[RunState], Any], seconds: float = 60.0) -> Any:
+        """Wait until `condition` of the run holds, and return it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if value := condition(self.run):
+                return value
+            time.sleep(0.1)
+        raise AssertionError(f"not within {seconds} s: {self.run.trainings}")
+
+
+def make_app(**options: Any) -> TrainingApp:
+    """A small regression, without dropout, whose parameters are returned; `slow` is a file: steps are long while it exists."""
+
+    @training_app(**{"max_nodes": 4, **options})
+    def train(session, *, epochs=6, slow=None, fail_at=None):  # noqa: ANN001, ANN202
+        import os
+        import time
+
+        import torch
+        from torch.nn.functional import mse_loss
+        from torch.utils.data import TensorDataset
+
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(200, 6, generator=generator)
+        y = x @ torch.randn(6, 1, generator=generator) + 0.1 * torch.randn(200, 1, generator=generator)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        model, optimizer, scheduler = session.prepare(
+            net,
+            optimizer := torch.optim.Adam(net.parameters(), lr=0.02),
+            torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.8),
+        )
+        data = session.loader(TensorDataset(x, y), batch_size=16)
+        for epoch in session.epochs(epochs):
+            for a, b in data:
+                time.sleep(0.05 if slow is not None and os.path.exists(slow) else 0.01)
+                session.step(mse_loss(model(a), b))
+                scheduler.step()
+                if fail_at is not None and epoch == fail_at:
+                    raise ValueError("the user's own mistake")
+        parameters = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+        return {"metrics": session.metrics, "parameters": parameters, "lr": optimizer.param_groups[0]["lr"]}
+
+    return train

@@ -1,0 +1,166 @@
+"""The batch desk: good manners, with a fake clock and a batch system that is a list."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, BlockSubmitted
+from freetrain_parsl.windows.base import Survey, WindowSource
+
+
+class _FakeBatchSystem(WindowSource):
+    """Takes every block, or refuses or fails as told; remembers when it was bothered."""
+
+    def __init__(self) -> None:
+        self.surveys: list[tuple[str, ...]] = []
+        self.launched: list[str] = []
+        self.cancelled: list[str] = []
+        self.answers = True
+        self.accepts = True
+
+    def survey(self, job_ids=()) -> Survey:  # noqa: ANN001
+        self.surveys.append(tuple(job_ids))
+        if not self.answers:
+            raise BatchSystemError("no answer")
+        return Survey(0.0)
+
+    def launch(self, spec: BlockSpec) -> str:
+        if not self.accepts:
+            raise RuntimeError("account without rights")
+        self.launched.append(spec.block)
+        return f"job-{spec.block}"
+
+    def cancel(self, jobs: list[str]) -> None:
+        self.cancelled += jobs
+
+
+class _Bench:
+    def __init__(self, *, interval: float, limit: int) -> None:
+        self.now = 0.0
+        self.batch = _FakeBatchSystem()
+        self.posts: list = []
+        self.desk = BatchDesk(
+            self.batch,
+            self.batch.launch,
+            self.batch.cancel,
+            self.posts.append,
+            interval=interval,
+            submissions_per_minute=limit,
+            clock=lambda: self.now,
+        )
+        self.desk.start()
+
+    def at(self, now: float) -> None:
+        """Move the clock and let the desk see it."""
+        self.now = now
+        with self.desk._condition:
+            self.desk._condition.notify()
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait for the desk's thread, at most two real seconds."""
+        for _ in range(2000):
+            if condition():
+                return True
+            time.sleep(0.001)
+        return False
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., _Bench]]:
+    benches: list[_Bench] = []
+
+    def make(*, interval: float = 10.0, limit: int = 2) -> _Bench:
+        benches.append(_Bench(interval=interval, limit=limit))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.desk.close(5)
+        assert not bench.desk.is_alive()
+
+
+def spec(block: str) -> BlockSpec:
+    return BlockSpec(block, ("n1",), 60.0)
+
+
+def test_there_is_one_round_of_queries_an_interval(make_bench) -> None:
+    bench = make_bench()
+    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    bench.at(9.9)
+    time.sleep(0.05)
+    assert len(bench.batch.surveys) == 1
+    bench.at(10.0)
+    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+
+
+def test_wanting_an_answer_soon_does_not_break_the_manners(make_bench) -> None:
+    bench = make_bench()
+    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    for _ in range(100):
+        bench.desk.survey_soon()
+    time.sleep(0.05)
+    assert len(bench.batch.surveys) == 1
+    bench.at(2.5)
+    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+
+
+def test_submissions_beyond_the_rate_limit_wait_for_their_minute(make_bench) -> None:
+    bench = make_bench(limit=2)
+    for block in "abc":
+        bench.desk.order(spec(block))
+    assert bench.until(lambda: bench.batch.launched == ["a", "b"])
+    bench.at(59.0)
+    time.sleep(0.05)
+    assert bench.batch.launched == ["a", "b"]
+    bench.at(60.0)
+    assert bench.until(lambda: bench.batch.launched == ["a", "b", "c"])
+    assert [post for post in bench.posts if isinstance(post, BlockSubmitted)][-1] == BlockSubmitted("c", "job-c")
+
+
+def test_a_batch_system_that_does_not_answer_is_asked_ever_less(make_bench, caplog) -> None:
+    bench = make_bench(interval=10.0)
+    bench.batch.answers = False
+    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    bench.at(10.0)
+    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+    bench.at(29.0)  # 20 s after the first failure
+    time.sleep(0.05)
+    assert len(bench.batch.surveys) == 2
+    bench.at(30.0)
+    assert bench.until(lambda: len(bench.batch.surveys) == 3)
+    assert "asking again in" in caplog.text
+
+
+def test_a_refusal_is_told_with_its_reason(make_bench) -> None:
+    bench = make_bench()
+    bench.batch.accepts = False
+    bench.desk.order(spec("a"))
+    assert bench.until(lambda: BlockRefused("a", "account without rights") in bench.posts)
+
+
+def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) -> None:
+    bench = make_bench(limit=1)
+    bench.desk.order(spec("a"))
+    assert bench.until(lambda: bench.batch.launched == ["a"])
+    bench.desk.order(spec("b"))
+    bench.desk.withdraw("b")
+    assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
+    bench.at(120.0)
+    time.sleep(0.05)
+    assert bench.batch.launched == ["a"]
+
+
+def test_closing_cancels_every_job_that_is_not_known_to_have_ended(make_bench) -> None:
+    bench = make_bench()
+    for block in "ab":
+        bench.desk.order(spec(block))
+    assert bench.until(lambda: bench.batch.launched == ["a", "b"])
+    bench.desk.forget("job-a")
+    bench.desk.close(5)
+    assert bench.batch.cancelled == ["job-b"]
+    assert not any(thread is bench.desk for thread in threading.enumerate())

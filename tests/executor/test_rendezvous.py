@@ -1,0 +1,118 @@
+"""The rendezvous desk and its client, joined back to back without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.rendezvous import ChannelKeyValue, RendezvousDesk
+
+
+class _Wire:
+    """Carries ``kv`` messages between one desk and several clients of one group, at a time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.clients: dict[str, ChannelKeyValue] = {}
+        self.lock = threading.Lock()
+        self.desk = RendezvousDesk(lambda slot, message: self.clients[slot].deliver(message))
+
+    def client(self, slot: str, group: str = "t/1") -> ChannelKeyValue:
+        def send(message: Message) -> None:
+            with self.lock:
+                self.desk.handle(slot, message, self.now)
+
+        self.clients[slot] = ChannelKeyValue(group, send)
+        return self.clients[slot]
+
+
+@pytest.fixture
+def wire() -> Iterator[_Wire]:
+    wire = _Wire()
+    wire.desk.open("t/1")
+    yield wire
+    for client in wire.clients.values():
+        client.close()
+
+
+def test_what_one_sets_the_other_gets(wire: _Wire) -> None:
+    a, b = wire.client("a"), wire.client("b")
+    a.set("key", b"\x00value")
+    assert b.get("key", 1.0) == b"\x00value"
+
+
+def test_a_get_waits_for_its_key(wire: _Wire) -> None:
+    a, b = wire.client("a"), wire.client("b")
+    found: list[bytes] = []
+    waiter = threading.Thread(target=lambda: found.append(b.get("late", 10.0)))
+    waiter.start()
+    a.set("late", b"here")
+    waiter.join(5)
+    assert found == [b"here"]
+
+
+def test_additions_by_several_are_counted(wire: _Wire) -> None:
+    a, b = wire.client("a"), wire.client("b")
+    assert [a.add("n", 1), b.add("n", 2), a.add("n", -1)] == [1, 3, 2]
+
+
+def test_check_asks_for_all_keys_and_delete_removes_one(wire: _Wire) -> None:
+    a = wire.client("a")
+    a.set("x", b"1")
+    assert a.check(["x"])
+    assert not a.check(["x", "y"])
+    assert a.delete("x")
+    assert not a.delete("x")
+
+
+def test_a_get_beyond_its_time_is_refused_by_the_desk(wire: _Wire) -> None:
+    a = wire.client("a")
+    errors: list[Exception] = []
+
+    def get() -> None:
+        try:
+            a.get("never", 30.0)
+        except TimeoutError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=get)
+    waiter.start()
+    while not wire.desk._waiting["t/1"]:
+        pass
+    with wire.lock:
+        wire.desk.expire(29.0)
+        assert wire.desk._waiting["t/1"]
+        wire.desk.expire(30.0)
+    waiter.join(5)
+    assert "never" in str(errors[0])
+
+
+def test_dropping_a_generation_frees_who_waits_and_refuses_who_comes_late(wire: _Wire) -> None:
+    a = wire.client("a")
+    errors: list[Exception] = []
+
+    def get() -> None:
+        try:
+            a.get("never", 30.0)
+        except TimeoutError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=get)
+    waiter.start()
+    while not wire.desk._waiting.get("t/1"):
+        pass
+    with wire.lock:
+        wire.desk.drop("t/1")
+    waiter.join(5)
+    assert len(errors) == 1
+    with pytest.raises(TimeoutError):
+        a.set("x", b"")
+
+
+def test_generations_do_not_see_each_other(wire: _Wire) -> None:
+    wire.desk.open("t/2")
+    wire.client("a", "t/1").set("x", b"")
+    assert not wire.client("b", "t/2").check(["x"])

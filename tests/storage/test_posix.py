@@ -1,0 +1,263 @@
+"""Checkpoints on disk are complete or absent, whatever is killed, full or broken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
+from freetrain_parsl.storage.posix import CheckpointDirectory, Sink, check_writable, directory_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def writer(data: bytes) -> Callable[[Sink], object]:
+    return lambda sink: sink.write(data)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CheckpointDirectory:
+    directory = CheckpointDirectory(tmp_path, "net")
+    directory.open()
+    return directory
+
+
+def test_what_is_published_can_be_verified(directory: CheckpointDirectory) -> None:
+    entry, manifest = directory.publish(7, writer(b"state"), {"epoch": 2})
+    path, read = directory.verify(entry)
+    assert path.read_bytes() == b"state"
+    assert read == manifest
+    assert (manifest["step"], manifest["epoch"], manifest["bytes"]) == (7, 2, 5)
+
+
+def test_the_layout_is_the_documented_one(directory: CheckpointDirectory) -> None:
+    directory.publish(123, writer(b"state"), {})
+    names = sorted(str(path.relative_to(directory.path)) for path in directory.path.rglob("*"))
+    assert names == [
+        "latest", "step-0000000123", "step-0000000123/manifest.json", "step-0000000123/state.pt",
+    ]  # fmt: skip
+    assert (directory.path / "latest").read_text() == "step-0000000123\n"
+
+
+def test_two_checkpoints_of_one_step_both_stay_and_the_later_is_newer(directory: CheckpointDirectory) -> None:
+    directory.publish(5, writer(b"before the end of the epoch"), {})
+    later, _ = directory.publish(5, writer(b"after"), {})
+    assert directory.entries()[0] == later
+    assert len(directory.entries()) == 2
+    assert (directory.path / "latest").read_text().strip() == later.path.name
+
+
+def test_newest_is_by_number_not_by_text(directory: CheckpointDirectory) -> None:
+    for step in (9_999_999_999, 10_000_000_000, 5):
+        directory.publish(step, writer(b""), {})
+    assert [entry.step for entry in directory.entries()] == [10_000_000_000, 9_999_999_999, 5]
+
+
+def test_directories_are_private(directory: CheckpointDirectory) -> None:
+    entry, _ = directory.publish(1, writer(b""), {})
+    for path in (directory.path, entry.path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_prune_keeps_the_newest_and_drops_an_abandoned_future(directory: CheckpointDirectory) -> None:
+    """After going back behind damaged checkpoints, those must not come first again."""
+    for step in (1, 2, 3, 50):
+        directory.publish(step, writer(b""), {})
+    newest, _ = directory.publish(4, writer(b""), {})
+    directory.prune(newest, keep=2)
+    assert [entry.step for entry in directory.entries()] == [4, 3]
+
+
+@given(position=st.integers(0, 999), bit=st.integers(0, 7))
+@settings(max_examples=25, deadline=None)
+def test_any_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
+    directory = CheckpointDirectory(tmp_path_factory.mktemp("root"), "net")
+    directory.open()
+    entry, _ = directory.publish(1, writer(bytes(1000)), {})
+    data = bytearray(1000)
+    data[position] ^= 1 << bit
+    (entry.path / "state.pt").write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="does not match its SHA-256"):
+        directory.verify(entry)
+
+
+def test_a_truncated_state_is_told_by_its_size_and_path(directory: CheckpointDirectory) -> None:
+    entry, _ = directory.publish(1, writer(b"12345"), {})
+    (entry.path / "state.pt").write_bytes(b"123")
+    with pytest.raises(DamagedCheckpoint, match=r"step-0000000001: state\.pt has 3 of 5 bytes"):
+        directory.verify(entry)
+
+
+def test_a_manifest_of_another_step_is_refused(directory: CheckpointDirectory) -> None:
+    entry, manifest = directory.publish(1, writer(b""), {})
+    (entry.path / "manifest.json").write_text(json.dumps({**manifest, "step": 2}))
+    with pytest.raises(DamagedCheckpoint, match="does not tell step 1"):
+        directory.verify(entry)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours handles it, so nothing is cleaned up."""
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, moment: int, problem: BaseException) -> None:
+    """Raise at the `moment`-th of the calls that make a checkpoint durable or visible."""
+    calls = 0
+
+    def guard(call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                raise problem
+            return call(*args, **kwargs)
+
+        return guarded
+
+    for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "open"), (Path, "unlink")):
+        monkeypatch.setattr(owner, name, guard(getattr(owner, name)))
+
+
+def save(directory: CheckpointDirectory, step: int) -> None:
+    entry, _ = directory.publish(step, writer(b"state %d" % step), {})
+    directory.prune(entry, keep=1)
+
+
+def check_usable(directory: CheckpointDirectory, steps: set[int]) -> None:
+    """Check that the newest checkpoint is whole, and `latest` names one that was there."""
+    newest = directory.entries()[0]
+    path, _ = directory.verify(newest)
+    assert newest.step in steps
+    assert path.read_bytes() == b"state %d" % newest.step
+    assert (directory.path / "latest").read_text() in {f"step-{step:010d}\n" for step in steps}
+
+
+@pytest.mark.parametrize("moment", range(1, 13))
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    directory: CheckpointDirectory, moment: int
+) -> None:
+    save(directory, 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interrupt_at(monkeypatch, moment, Killed())
+        try:
+            save(directory, 2)
+        except Killed:
+            pass
+        else:
+            assert moment > 9, "a save makes at least that many calls"
+    check_usable(directory, {1, 2})
+    directory.open()
+    assert not list(directory.path.glob(".tmp-*"))
+    save(directory, 3)
+    check_usable(directory, {3})
+
+
+@pytest.mark.parametrize("moment", range(1, 9))
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(
+    directory: CheckpointDirectory, moment: int
+) -> None:
+    save(directory, 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interrupt_at(monkeypatch, moment, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        with pytest.raises(CheckpointError, match=r"step 2 in .*net: No space left on device"):
+            directory.publish(2, writer(b"state 2"), {})
+    check_usable(directory, {1, 2})
+    assert not [path for path in directory.path.glob(".tmp-*") if path.is_dir()]
+
+
+SAVING_FOREVER = """
+import sys
+from pathlib import Path
+from freetrain_parsl.storage.posix import CheckpointDirectory
+directory = CheckpointDirectory(Path(sys.argv[1]), "net")
+directory.open()
+step = max([entry.step for entry in directory.entries()], default=0)
+while True:
+    step += 1
+    def write(sink):
+        for _ in range(64):
+            sink.write(step.to_bytes(8, "big") * 512)
+    entry, _ = directory.publish(step, write, {})
+    directory.prune(entry, 2)
+    print(step, flush=True)
+"""
+
+
+def test_sigkill_while_saving_loses_nothing_that_was_called_durable(tmp_path: Path) -> None:
+    """Kill a real process at six moments; the newest checkpoint is always whole, and not older than told."""
+    for delay in (0.0, 0.003, 0.008, 0.013, 0.021, 0.034):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVING_FOREVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        told = int(process.stdout.readline())
+        time.sleep(delay)  # the moment of the kill is what this test varies
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split()
+        process.wait()
+        process.stdout.close()
+        directory = CheckpointDirectory(tmp_path, "net")
+        newest = directory.entries()[0]
+        path, _ = directory.verify(newest)
+        assert newest.step >= max(told, *map(int, rest[-1:]), 0)
+        assert path.read_bytes() == newest.step.to_bytes(8, "big") * (512 * 64)
+
+
+def test_a_file_in_place_of_the_root_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(InvalidSettings, match="give a writable directory") as caught:
+        check_writable(tmp_path / "root")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_root_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidSettings, match="Not a directory"):
+        check_writable(tmp_path / "file" / "root")
+
+
+def test_a_writable_root_is_created_and_left_empty(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "root")
+    assert list((tmp_path / "new" / "root").iterdir()) == []
+
+
+def test_a_trainer_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "net").write_text("")
+    with pytest.raises(CheckpointError, match="cannot prepare"):
+        CheckpointDirectory(tmp_path, "net").open()
+
+
+@given(st.lists(st.text(min_size=1, max_size=12), min_size=2, max_size=2, unique=True))
+@settings(max_examples=200, deadline=None)
+def test_trainer_names_are_safe_file_names_and_never_collide(names: list[str]) -> None:
+    try:
+        one, other = (directory_name(name) for name in names)
+    except InvalidSettings:
+        return  # too long once encoded, or not encodable: refused, which is safe too
+    assert one != other
+    assert not one.startswith(".")
+    assert "/" not in one
+    assert "\0" not in one
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "\ud800"])
+def test_names_that_no_file_can_have_are_refused(name: str) -> None:
+    with pytest.raises(InvalidSettings, match="trainer name"):
+        directory_name(name)
+
+
+def test_plain_names_stay_readable() -> None:
+    assert directory_name("resnet-18_lr.0.1") == "resnet-18_lr.0.1"
+    assert directory_name("../a b") == "%2E.%2Fa%20b"

@@ -1,0 +1,71 @@
+"""The example apps run as plain PyTorch and as FreeTrain trainings, and learn."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from freetrain_parsl.training.fragment import run_alone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave the other cores alone: steps as small as these only get slower with threads."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+APPS = Path(__file__).parents[1] / "apps"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, APPS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def training(name: str) -> Any:
+    """Return the training function, decorated or not."""
+    train = load(name).train
+    return getattr(train, "func", train)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("digits", ["--epochs", "1", "--width", "8"]), ("char_lm", ["--epochs", "1", "--characters", "10000"])],
+)
+def test_each_app_runs_alone_without_freetrain(name: str, options: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(APPS / f"{name}.py"), *options], capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert done.stdout.startswith("epoch  0  loss ")
+
+
+def test_digits_are_learnt(tmp_path: Path) -> None:
+    metrics = run_alone(training("digits"), epochs=3, width=12, directory=tmp_path)
+    assert metrics["history"][-1]["accuracy"] > 0.9
+    assert metrics["samples"] == 3 * 1500
+
+
+def test_the_text_becomes_less_surprising(tmp_path: Path) -> None:
+    metrics = run_alone(training("char_lm"), epochs=2, characters=30_000, width=32, directory=tmp_path)
+    first, last = (row["bits_per_character"] for row in metrics["history"])
+    assert last < first < 7

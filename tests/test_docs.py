@@ -1,0 +1,175 @@
+"""What README and documentation show is true: code runs, links lead somewhere, commands exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from freetrain_parsl.cli import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+SECONDS = 240  # a hang; each script takes less than a minute
+
+# "<!-- runnable: FILE [cluster|pytest] -->" before a code block: the tests save it as FILE and run it. The files of a
+# page stay in one directory, so that later ones can import earlier ones.
+_RUNNABLE = re.compile(
+    r"<!-- runnable: (\S+)(?: (cluster|pytest))? -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A marked code block."""
+
+    page: Path
+    file: str
+    kind: str
+    code: str
+
+
+def scripts(page: Path) -> list[Script]:
+    found = _RUNNABLE.findall(page.read_text(encoding="utf-8"))
+    return [Script(page, file, kind, code) for file, kind, code in found]
+
+
+SCRIPTS = [script for page in PAGES for script in scripts(page)]
+
+
+def named(script: Script):
+    marks = [pytest.mark.cluster] if script.kind == "cluster" else []
+    return pytest.param(script, id=f"{script.page.stem}-{script.file}", marks=marks)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Where a reader would work; clusters of the tests stay apart from the user's."""
+    runtime = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))  # short: a socket's path is limited
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    yield tmp_path
+    shutil.rmtree(runtime)
+
+
+def run(arguments: list[str], directory: Path) -> str:
+    """Run Python in a directory and return what it printed; what hangs is ended with all its processes."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate()
+        pytest.fail(f"{arguments} did not end in {SECONDS} s:\n{output}")
+    assert process.returncode == 0, output
+    return output
+
+
+def write_page(page: Path, directory: Path) -> None:
+    for script in scripts(page):
+        (directory / script.file).write_text(script.code, encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", [named(script) for script in SCRIPTS if script.file != "look.py"])
+def test_code_in_the_docs_runs(script, directory):
+    """Every block that is marked as runnable runs; those on the cluster print the loss of three trainings."""
+    write_page(script.page, directory)
+    if script.kind == "pytest":
+        run(["-m", "pytest", "-q", "-p", "no:cacheprovider", script.file], directory)
+        return
+    output = run([script.file], directory)
+    if script.kind == "cluster":
+        assert output.count("loss") == 3
+    if script.file == "holes.py":  # the tutorial's next step reads this run's journal
+        journal = output.split("journal: ")[1].strip()
+        assert run(["look.py", journal], directory).count("training_finished") == 3
+
+
+def test_readme_and_tutorial_have_code_that_runs():
+    """The pages that a newcomer reads are among those whose code is executed."""
+    pages = {script.page.name for script in SCRIPTS}
+    assert {"README.md", "tutorial.md"} <= pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_internal_links_lead_somewhere(page):
+    """A relative link names a file of the repository."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    links = [link for link in _LINK.findall(text) if not link.startswith(("http://", "https://", "#"))]
+    broken = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
+    assert broken == []
+
+
+def test_documentation_builds_without_warnings(tmp_path):
+    """`sphinx-build -W` passes: no broken reference, no page outside the tables of contents."""
+    pytest.importorskip("myst_parser", reason="needs the extra 'docs'")
+    pytest.importorskip("furo", reason="needs the extra 'docs'")
+    run(["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path / "html")], ROOT)
+
+
+def _command_options() -> dict[str, set[str]]:
+    group = typer.main.get_command(app)
+    verbs = group.commands  # type: ignore[attr-defined]  # a group, since there are several verbs
+    return {
+        verb: {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
+        for verb, command in verbs.items()
+    }
+
+
+def test_command_page_is_complete():
+    """The command's page has a section for each verb, and in it exactly the verb's options."""
+    page = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## `freetrain (\w+)`\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
+    documented = {
+        verb: set(re.findall(r"^\| `(--[\w-]+)` \|", text, re.MULTILINE)) for verb, text in sections.items()
+    }
+    assert documented == _command_options()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_docs_exist(page):
+    """`freetrain VERB` and `make TARGET` are only written of verbs and targets that there are."""
+    text = page.read_text(encoding="utf-8")
+    verbs = set(re.findall(r"(?:`|\$ )freetrain ([a-z]+)", text))
+    targets = set(re.findall(r"(?:`|\$ )make ([a-z]+)", text))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert verbs <= _command_options().keys()
+    assert targets <= set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+
+
+def test_journal_page_is_complete():
+    """The journal's page has every kind of entry that the driver writes, and no other."""
+    driver = (ROOT / "freetrain_parsl" / "executor" / "driver.py").read_text(encoding="utf-8")
+    written = set(re.findall(r"_write\(\s*\"(\w+)\"", driver)) | {"decision"}
+    page = (DOCS / "reference" / "journal.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    documented = {kind for row in rows for kind in re.findall(r"`(\w+)`", row)}
+    assert documented == written | {"assign", "grow", "shrink", "stop"}
+
+
+def test_error_page_is_complete():
+    """The errors' page has every error of the tree with its `transient`, and no other."""
+    from freetrain_parsl import errors
+
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", page, re.MULTILINE))
+    tree = {name: getattr(errors, name) for name in errors.__all__ if name != "FreeTrainError"}
+    assert documented == {name: "yes" if error.transient else "no" for name, error in tree.items()}

@@ -1,0 +1,169 @@
+"""The repository as a whole: versions agree, imports run one way, nothing is forgotten."""
+
+from __future__ import annotations
+
+import ast
+import re
+import stat
+import sys
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+
+import freetrain_parsl
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "freetrain_parsl"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Room -> rooms of the package that it may import at run time. Every room may import errors and itself.
+ROOMS = {
+    "planning": set(),
+    "windows": {"planning"},
+    "training": {"storage"},
+    "storage": set(),
+    "cluster": {"planning", "windows"},
+    "executor": {"planning", "windows", "training", "storage", "cluster"},
+    "report": {"executor"},
+    "testing": {"planning"},
+    "cli": {
+        "executor",
+        "report",
+        "planning",
+        "windows",
+        "cluster",
+        "training",
+        "storage",
+        "remote",
+        "replay",
+    },
+}
+
+# Room -> packages from outside that it may import, of those that are heavy or tie it to something.
+OUTSIDE = {
+    "planning": {"numpy", "highspy", "yaml"},
+    "windows": set(),
+    "training": {"numpy", "torch"},
+    "storage": set(),
+    "testing": {"numpy", "pytest"},
+}
+
+
+def room_of(module: Path) -> str:
+    """Name the room of a module; the top level's own modules have none."""
+    parts = module.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports(module: Path) -> set[str]:
+    """Names of the modules that a module imports when it runs, inside functions too."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(module.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if _is_type_checking(node):
+            assert isinstance(node, ast.If)
+            waiting.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            found.add(node.module or "")
+        waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def rooms_imported(module: Path) -> set[str]:
+    inside = {name.split(".")[1] for name in imports(module) if name.startswith("freetrain_parsl.")}
+    return {name for name in inside if (PACKAGE / name).is_dir()} - {room_of(module)}
+
+
+def packages_imported(module: Path) -> set[str]:
+    first = {name.partition(".")[0] for name in imports(module)}
+    return first - {"freetrain_parsl", "__future__", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_imports_run_one_way(room):
+    """A room imports only the rooms below it."""
+    modules = [module for module in MODULES if room_of(module) == room]
+    assert modules
+    wrong = {m.name: extra for m in modules if (extra := rooms_imported(m) - ROOMS[room])}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("room", sorted(OUTSIDE))
+def test_rooms_keep_to_their_packages(room):
+    """The planner is pure, training knows no Parsl, windows and storage need the standard library only."""
+    modules = [module for module in MODULES if room_of(module) == room]
+    wrong = {
+        str(m.relative_to(ROOT)): extra for m in modules if (extra := packages_imported(m) - OUTSIDE[room])
+    }
+    assert wrong == {}
+
+
+def test_cluster_knows_parsl_in_its_provider_only():
+    """The embedded cluster is a batch system: no torch in it, and Parsl only at its door."""
+    cluster = [module for module in MODULES if room_of(module) == "cluster"]
+    assert [m.name for m in cluster if "parsl" in packages_imported(m)] == ["provider.py"]
+    assert [m.name for m in cluster if "torch" in packages_imported(m)] == []
+
+
+def test_every_room_has_a_place_in_the_order():
+    """A new room must say here what it may import."""
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == ROOMS.keys()
+
+
+def test_versions_agree():
+    """The package, its metadata and nobody else tell the version."""
+    assert freetrain_parsl.__version__ == version("freetrain-parsl")
+
+
+def test_changelog_has_an_unreleased_section():
+    """What changes next has a place to be told."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first = re.search(r"^## \[(.+?)\]", text, re.MULTILINE)
+    assert first is not None
+    assert first[1] == "Unreleased"
+    assert "### Added" in text
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [
+        line.partition(";")[0].strip().partition("==") for line in lines if line and not line.startswith("#")
+    ]
+    return {re.sub(r"[-_.]+", "-", name).lower(): exact for name, _, exact in pins}
+
+
+def test_constraints_pin_what_is_required():
+    """Every direct dependency, those of the dev extra too, has one exact version without a local label."""
+    needed = {
+        re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", line)[0]).lower()
+        for line in requires("freetrain-parsl")
+        if "extra ==" not in line or re.search(r"extra == ['\"](dev|examples|report|docs)['\"]", line)
+    } - {"freetrain-parsl"}
+    pins = _pins()
+    assert needed <= pins.keys()
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", exact) for exact in pins.values())
+
+
+def test_licence_is_apache_2():
+    """The licence that pyproject names is there in full."""
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_ci_script_can_be_run():
+    """`.ci/run` is executable and stops at the first failure."""
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & stat.S_IXUSR
+    assert "set -euo pipefail" in script.read_text(encoding="utf-8")

@@ -1,0 +1,136 @@
+"""Fragments of several processes: the result does not depend on how many there are."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from training_crew import (
+    SAMPLES,
+    Dictionary,
+    Normed,
+    Outcome,
+    classify,
+    evaluate_on_first,
+    fail,
+    run_member,
+)
+
+from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.training.fragment import Finished, Membership, Paused
+from freetrain_parsl.training.membership import RendezvousStore, join
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from training_crew import Crew
+
+
+def first(outcomes: list[Outcome | None]) -> Outcome:
+    assert outcomes[0] is not None
+    return outcomes[0]
+
+
+def parameters(end: Finished | Paused | None) -> torch.Tensor:
+    """Return all parameters of a checkpoint in one vector."""
+    assert end is not None
+    assert end.checkpoint is not None
+    model = torch.load(end.checkpoint / "state.pt", weights_only=True)["objects"]["model"]
+    return torch.cat([tensor.flatten() for tensor in model.values()])
+
+
+def undisturbed(root: Path, **kwargs: int) -> Finished:
+    outcome = run_member(classify, kwargs, root=root, membership=Membership("net"))
+    assert isinstance(outcome.end, Finished), outcome.error
+    return outcome.end
+
+
+def test_a_training_through_1_4_2_3_processes_ends_as_an_undisturbed_one(crew: Crew, tmp_path: Path) -> None:
+    """Same counts, same history, parameters within 1e-4; every pause comes from another member."""
+    whole = undisturbed(tmp_path / "whole")
+    pids = set()
+    for world_size, pause_after in ((1, 5), (4, 11), (2, 14)):
+        outcomes = crew.run(
+            world_size, tmp_path / "cut", classify, pause_after=pause_after, pause_rank=world_size - 1
+        )
+        pids |= {outcome.pid for outcome in outcomes if outcome}
+        ends = [outcome.end for outcome in outcomes if outcome]
+        assert [type(end) for end in ends] == [Paused] * world_size
+        assert {end.progress.step for end in ends if end} == {pause_after}
+        assert len({end.checkpoint for end in ends if end}) == 1
+    outcomes = crew.run(3, tmp_path / "cut", classify)
+    end = first(outcomes).end
+    assert isinstance(end, Finished)
+    assert {outcome.pid for outcome in outcomes if outcome} <= pids  # warm: the processes are the same
+    assert (end.progress.samples, end.progress.step) == (whole.progress.samples, whole.progress.step)
+    assert end.progress.samples == 3 * SAMPLES
+    assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
+    for row, expected in zip(end.value["history"], whole.value["history"], strict=True):
+        assert row == pytest.approx(expected, abs=1e-5)
+    assert torch.allclose(parameters(end), parameters(whole), atol=1e-4)
+
+
+def test_a_batch_smaller_than_the_group_gives_the_same_gradients(crew: Crew, tmp_path: Path) -> None:
+    """Batches of 3 samples, the last of 2, on 4 processes."""
+    whole = undisturbed(tmp_path / "whole", batch_size=3, epochs=1)
+    end = first(crew.run(4, tmp_path / "cut", classify, batch_size=3, epochs=1)).end
+    assert isinstance(end, Finished)
+    assert (end.progress.samples, end.progress.samples_lost, end.progress.duplicate_samples) == (
+        SAMPLES,
+        0,
+        0,
+    )
+    assert end.value["loss"] == pytest.approx(whole.value["loss"], abs=1e-5)
+    assert torch.allclose(parameters(end), parameters(whole), atol=1e-4)
+
+
+def test_survivors_of_a_killed_peer_say_so_and_can_go_on(crew: Crew, tmp_path: Path) -> None:
+    """SIGKILL in the middle of a step; the survivors form a group of two in the same processes, from disk."""
+    first(crew.run(3, tmp_path, classify, pause_after=4))
+    outcomes = crew.run(3, tmp_path, classify, kill_rank=1, kill_after=9)
+    assert outcomes[1] is None
+    survivors = [outcome for outcome in outcomes if outcome]
+    assert [outcome.error.split(":")[0] for outcome in survivors] == ["PeerLost"] * 2
+    assert max(outcome.seconds for outcome in survivors) < 10
+    after = crew.run(2, tmp_path, classify)
+    assert {outcome.pid for outcome in after if outcome} == {outcome.pid for outcome in survivors}
+    end = first(after).end
+    assert isinstance(end, Finished)
+    assert end.progress.resumed_from == 4
+    assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
+
+
+def test_an_error_on_one_member_is_its_own_there_and_a_lost_peer_elsewhere(
+    crew: Crew, tmp_path: Path
+) -> None:
+    outcomes = crew.run(2, tmp_path, fail, rank=1)
+    assert [outcome.error.split(":")[0] for outcome in outcomes if outcome] == [
+        "PeerLost",
+        "ZeroDivisionError",
+    ]
+
+
+def test_user_code_is_the_same_with_and_without_a_group(crew: Crew, tmp_path: Path) -> None:
+    """Validation on the first member alone does not hang; methods and state are those of the user's model."""
+    outcome = first(crew.run(2, tmp_path, evaluate_on_first))
+    assert isinstance(outcome.end, Finished), outcome.error
+    assert outcome.end.value == list(Normed().state_dict())
+
+
+def test_all_members_refuse_a_training_whose_checkpoints_are_all_damaged(crew: Crew, tmp_path: Path) -> None:
+    paused = first(crew.run(2, tmp_path, classify, pause_after=4)).end
+    assert isinstance(paused, Paused)
+    assert paused.checkpoint is not None
+    (paused.checkpoint / "state.pt").write_bytes(b"")
+    outcomes = crew.run(2, tmp_path, classify)
+    assert [outcome.error.split(":")[0] for outcome in outcomes if outcome] == ["DamagedCheckpoint"] * 2
+
+
+def test_members_that_do_not_come_are_lost_peers() -> None:
+    store = RendezvousStore(Dictionary(), timedelta(seconds=0.2))
+    membership = Membership("net", rank=0, world_size=2, timeout=timedelta(seconds=0.2), interface="lo")
+    with pytest.raises(PeerLost, match="did not all meet"), join(membership, store):
+        pass
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,162 @@
+"""Every sample exactly once an epoch, on any number of processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
+from training_crew import SAMPLES, Data, net
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.fragment import (
+    Membership,
+    Notice,
+    Paused,
+    SessionOptions,
+    run_alone,
+    run_fragment,
+)
+from freetrain_parsl.training.loader import Order, check_dataset, to_device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ORDERS = st.builds(
+    Order,
+    length=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    seed=st.integers(0, 5),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+
+
+@given(order=ORDERS, epoch=st.integers(0, 3), world_size=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_the_shares_of_all_processes_are_the_epoch_in_order(
+    order: Order, epoch: int, world_size: int
+) -> None:
+    positions = order.epoch(epoch)
+    seen: list[int] = []
+    for batch in range(order.batches):
+        shares = [order.share(positions, batch, rank, world_size) for rank in range(world_size)]
+        for share in shares:
+            seen += share.positions[: share.weight].tolist()
+            assert len(share.positions) >= 1
+            assert share.weight in (0, len(share.positions))
+        assert sum(share.weight for share in shares) == shares[0].batch
+        assert max(share.weight for share in shares) - min(share.weight for share in shares) <= 1
+        assert shares[0].weight >= 1
+    assert seen == positions.tolist()
+    assert len(set(seen)) == len(seen) == order.samples
+
+
+@given(order=ORDERS)
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_has_all_samples_unless_the_last_batch_is_dropped(order: Order) -> None:
+    missing = order.length - len(order.epoch(0))
+    assert missing == (order.length % order.batch_size if order.drop_last else 0)
+
+
+def test_epochs_differ_and_repeat_with_the_seed() -> None:
+    order = Order(50, 10, seed=1)
+    assert order.epoch(0).tolist() != order.epoch(1).tolist()
+    assert order.epoch(1).tolist() == Order(50, 10, seed=1).epoch(1).tolist()
+    assert order.epoch(1).tolist() != Order(50, 10, seed=2).epoch(1).tolist()
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "message"),
+    [
+        (Stream(), 4, "a stream cannot be shared out"),
+        ({1, 2}, 4, "got set"),
+        ([], 4, "is empty"),
+        ([1, 2], 0, "at least 1, got 0"),
+        ([1, 2], 3, "drop_last leaves no batch of 3 in 2 samples"),
+    ],
+)
+def test_data_that_cannot_be_shared_out_is_refused_in_one_line(
+    dataset: Any, batch_size: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        check_dataset(dataset, batch_size, drop_last=True)
+    assert "\n" not in str(caught.value)
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+def test_tensors_move_whatever_they_are_nested_in() -> None:
+    data = {"a": [torch.zeros(2), "text"], "b": (Point(torch.zeros(1), "n"), 3)}
+    moved = to_device(data, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["b"][0].x.is_meta
+    assert (moved["a"][1], moved["b"][0].name, moved["b"][1]) == ("text", "n", 3)
+
+
+def test_worker_processes_fetch_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
+    """The workers persist; the positions of the next epoch must reach them."""
+
+    def batches(session: Any, workers: int) -> Any:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        data = session.loader(Data(), 20, num_workers=workers)
+        seen = []
+        for _ in session.epochs(2):
+            for x, y in data:
+                session.step(cross_entropy(model(x), y))
+                seen.append(x)
+        assert (session.audit.samples_seen, session.audit.samples_lost) == (2 * SAMPLES, 0)
+        return torch.cat(seen)
+
+    here = run_alone(batches, 0, directory=tmp_path / "here")
+    there = run_alone(batches, 1, directory=tmp_path / "there")
+    assert torch.equal(here, there)
+
+
+def test_a_pause_leaves_no_worker_process_behind(tmp_path: Path) -> None:
+    notice = Notice()
+    others = multiprocessing.active_children()
+
+    def train(session: Any) -> None:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        data = session.loader(Data(), 20, num_workers=1)
+        for _ in session.epochs(2):
+            for x, y in data:
+                session.step(cross_entropy(model(x), y))
+                assert len(multiprocessing.active_children()) > len(others)
+                notice.pause_requested.set()
+
+    end = run_fragment(
+        train,
+        options=SessionOptions("net", tmp_path),
+        membership=Membership("net"),
+        store=None,
+        notice=notice,
+        report=lambda _progress: None,
+    )
+    assert isinstance(end, Paused)
+    assert len(multiprocessing.active_children()) == len(others)
+
+
+def test_batches_are_made_by_the_users_own_function(tmp_path: Path) -> None:
+    def train(session: Any) -> int:
+        session.prepare(net(), torch.optim.SGD, lr=0.1)
+        data = session.loader(Data(), 20, collate_fn=len)
+        for _ in session.epochs(1):
+            size = next(iter(data))
+        return size
+
+    assert run_alone(train, directory=tmp_path) == 20

@@ -1,0 +1,98 @@
+"""Meeting, and telling a lost peer from an error of the user's own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from training_crew import Dictionary
+
+from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.training.fragment import Membership
+from freetrain_parsl.training.membership import RendezvousStore, gist, is_lost_peer, join
+
+GLOO = "[/a/gloo/transport/tcp/pair.cc:537] Read error [::1]:55: Connection reset by peer. Check the logs."
+
+
+@pytest.fixture
+def store() -> RendezvousStore:
+    return RendezvousStore(Dictionary(), timedelta(seconds=0.2))
+
+
+def test_the_store_keeps_torchs_contract(store: RendezvousStore) -> None:
+    """Through torch's own prefix, as in a rendezvous."""
+    prefixed = dist.PrefixStore("net/1", store)
+    prefixed.set("key", "value")
+    assert prefixed.get("key") == b"value"
+    assert (prefixed.add("count", 2), prefixed.add("count", 3)) == (2, 5)
+    assert prefixed.check(["key"])
+    assert not prefixed.check(["key", "nothing"])
+    prefixed.wait(["key", "count"], timedelta(seconds=1))
+    assert prefixed.delete_key("key")
+    assert not prefixed.check(["key"])
+
+
+def test_waiting_for_what_does_not_come_ends(store: RendezvousStore) -> None:
+    with pytest.raises(Exception, match="nobody set"):
+        store.wait(["nothing"], timedelta(seconds=0.05))
+
+
+def test_a_get_waits_for_another_member(store: RendezvousStore) -> None:
+    threading.Timer(0.05, store.set, ("late", "value")).start()
+    assert store.get("late") == b"value"
+
+
+def test_a_group_of_one_needs_neither_store_nor_network() -> None:
+    with join(Membership("net"), None) as group:
+        assert group.sum(torch.tensor([3])).tolist() == [3]
+        assert group.gather(torch.tensor([3]))[0].tolist() == [3]
+        assert not dist.is_initialized()
+
+
+def test_the_interface_is_set_for_the_group_only(
+    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    membership = Membership("net", world_size=2, timeout=timedelta(seconds=0.1), interface="lo")
+    with pytest.raises(PeerLost), join(membership, store):
+        pass
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerLost("gone"),
+        RuntimeError(GLOO),
+        RuntimeError("Timed out waiting 10000ms for recv operation to complete"),
+        dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+        dist.DistNetworkError("socket"),
+    ],
+)
+def test_failed_collectives_are_lost_peers(error: BaseException) -> None:
+    assert is_lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x6 and 5x3)"),
+        RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one."),
+        ConnectionResetError("Connection reset by peer"),  # of the user's own database
+        ValueError("gloo"),
+        MemoryError(),
+    ],
+)
+def test_errors_of_the_user_are_not(error: BaseException) -> None:
+    assert not is_lost_peer(error)
+
+
+def test_torchs_long_messages_are_cut_to_what_they_say() -> None:
+    assert gist(RuntimeError(GLOO)) == "Read error [::1]:55: Connection reset by peer"
+    assert gist(RuntimeError()) == "RuntimeError"

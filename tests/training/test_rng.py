@@ -1,0 +1,63 @@
+"""Random numbers go on exactly where they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freetrain_parsl.training import rng
+
+
+def draw() -> list[float]:
+    """Draw from all global generators; odd numbers of normal variates leave a spare one inside."""
+    return [
+        torch.randn(3).sum().item(),
+        *np.random.standard_normal(3),  # noqa: NPY002 - the global generator is the one under test
+        np.random.uniform(),  # noqa: NPY002 - the same
+        random.random(),
+        random.gauss(0, 1),
+    ]
+
+
+def test_restored_generators_repeat_what_followed() -> None:
+    rng.seed_all(3)
+    draw()
+    state = rng.capture()
+    following = draw()
+    draw()
+    rng.restore(state)
+    assert draw() == following
+
+
+def test_a_state_has_one_size_whatever_was_drawn() -> None:
+    """So that processes can gather theirs without a word about sizes."""
+    rng.seed_all(0)
+    assert rng.capture().numel() == rng.STATE_BYTES
+    draw()
+    assert rng.capture().numel() == rng.STATE_BYTES
+
+
+def test_equal_seeds_give_equal_numbers_and_others_different_ones() -> None:
+    drawn = []
+    for parts in ((1, 2), (1, 2), (2, 1)):
+        rng.seed_all(*parts)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=2, max_size=2))
+def test_different_parts_never_mix_to_one_seed_in_practice(parts: list[list[int]]) -> None:
+    """Not even where they differ in trailing zeros only."""
+    one, other = (rng.mix(*numbers) for numbers in parts)
+    assert (one == other) == (parts[0] == parts[1])
+
+
+def test_a_state_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"has {rng.STATE_BYTES} bytes, got 3"):
+        rng.restore(torch.zeros(3, dtype=torch.uint8))

@@ -1,0 +1,219 @@
+"""What user code may do with a session, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from training_crew import SAMPLES, Data, net
+from training_runs import Run, loop
+
+from freetrain_parsl.errors import CheckpointError, UsageError
+from freetrain_parsl.training.fragment import Paused, run_alone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def other_extras(session: Any) -> None:
+    session.prepare(net(), torch.optim.Adam)
+
+
+# ── wrong use ──────────────────────────────────────────────────────────────────────────────────
+
+
+def no_prepare(session: Any) -> None:
+    session.epochs(1)
+
+
+def prepare_twice(session: Any) -> None:
+    other_extras(session)
+    other_extras(session)
+
+
+def two_loaders(session: Any) -> None:
+    session.loader(Data(), 8)
+    session.loader(Data(), 8)
+
+
+def step_without_batch(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    session.step(model(torch.zeros(1, 6)).sum())
+
+
+def step_without_loss(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    for _ in loop(session, 1):
+        session.step()
+
+
+def step_twice(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    for x, y in loop(session, 1):
+        session.step(cross_entropy(model(x), y))
+        session.step(cross_entropy(model(x), y))
+
+
+def loader_outside(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    next(iter(session.loader(Data(), 8)))
+
+
+def loader_twice(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    data = session.loader(Data(), 8)
+    for _ in session.epochs(1):
+        list(data)
+        list(data)
+
+
+def options_for_an_instance(session: Any) -> None:
+    model = net()
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), lr=0.1)
+
+
+def stateless(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, object(), lr=0.1)
+
+
+def not_a_model(session: Any) -> None:
+    session.prepare(Data(), torch.optim.SGD)
+
+
+def log_early(session: Any) -> None:
+    session.log(width=3)
+
+
+def log_a_list(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    for _ in loop(session, 1):
+        session.log(values=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (no_prepare, "call session.prepare"),
+        (prepare_twice, "call session.prepare once"),
+        (two_loaders, "one loader"),
+        (step_without_batch, "once with each batch"),
+        (step_without_loss, "needs a loss"),
+        (step_twice, "once with each batch"),
+        (loader_outside, "inside `for epoch"),
+        (loader_twice, "once an epoch"),
+        (options_for_an_instance, "give lr to the optimizer"),
+        (stateless, "object has no state_dict"),
+        (not_a_model, "torch.nn.Module first, got Data"),
+        (log_early, "inside or after"),
+        (log_a_list, "numbers and strings, got list"),
+    ],
+)
+def test_wrong_use_is_refused_in_one_line(tmp_path: Path, function: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        run_alone(function, directory=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+class Unsavable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": Run}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class WithFunction(torch.nn.Linear):
+    def get_extra_state(self) -> Any:
+        return Run
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def test_a_state_that_could_not_be_read_back_is_refused_before_training(tmp_path: Path) -> None:
+    def train(session: Any) -> None:
+        session.prepare(net(), torch.optim.SGD, Unsavable(), lr=0.1)
+
+    with pytest.raises(CheckpointError, match="the state of Unsavable cannot be kept"):
+        run_alone(train, directory=tmp_path)
+
+    def train_model(session: Any) -> None:
+        session.prepare(WithFunction(2, 2), torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(CheckpointError, match="the state of the model cannot be kept"):
+        run_alone(train_model, directory=tmp_path)
+
+
+# ── user habits ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gradients_can_be_clipped_between_backward_and_step(tmp_path: Path) -> None:
+    def train(session: Any) -> float:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.0)
+        for x, y in loop(session, 1):
+            session.backward(100 * cross_entropy(model(x), y))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            session.step()
+        return float(norm)
+
+    assert run_alone(train, directory=tmp_path) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_an_epoch_left_early_is_no_loss(tmp_path: Path) -> None:
+    """The user's own limit on steps: such epochs have their row, and are not audited."""
+
+    def train(session: Any) -> Any:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        data = session.loader(Data(), 8)
+        for _ in session.epochs(2):
+            for number, (x, y) in enumerate(data):
+                session.step(cross_entropy(model(x), y))
+                if number == 2:
+                    break
+        return (
+            session.audit.samples_lost,
+            [row["epoch"] for row in session.metrics["history"]],
+            session.metrics["steps"],
+        )
+
+    assert run_alone(train, directory=tmp_path) == (0, [0, 1], 6)
+
+
+def test_a_look_at_the_first_batch_does_not_lose_it(tmp_path: Path) -> None:
+    def train(session: Any) -> Any:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        data = session.loader(Data(), 8)
+        for _ in session.epochs(1):
+            next(iter(data))
+            for x, y in data:
+                session.step(cross_entropy(model(x), y))
+        return session.audit
+
+    audit = run_alone(train, directory=tmp_path)
+    assert (audit.samples_seen, audit.samples_lost, audit.duplicate_samples) == (SAMPLES, 0, 0)
+
+
+def test_random_numbers_before_the_loop_are_the_same_in_all_fragments(tmp_path: Path) -> None:
+    """So a random split of the data is one split, not one for each fragment."""
+    drawn = []
+    run = Run(tmp_path)
+
+    def train(session: Any) -> None:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        drawn.append(torch.rand(1).item())
+        for x, y in loop(session, 1):
+            session.step(cross_entropy(model(x), y))
+            run.notice.pause_requested.set()
+
+    assert isinstance(run(train), Paused)
+    run(train)
+    assert drawn[0] == drawn[1]
+
+
+def test_the_session_has_a_directory_for_the_users_own_files(tmp_path: Path) -> None:
+    def train(session: Any) -> Path:
+        (session.directory / "note").write_text("mine")
+        return session.directory
+
+    assert (run_alone(train, directory=tmp_path) / "note").read_text() == "mine"
