@@ -22,8 +22,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 SECONDS = 240  # a hang; each script takes less than a minute
 
-# "<!-- runnable: FILE [cluster|pytest] -->" before a code block: the tests save it as FILE and run it. The files of a
-# page stay in one directory, so that later ones can import earlier ones.
+# "<!-- runnable: FILE [cluster|pytest] -->" before a code block: the tests save it as FILE and run it.
+# The files of a page are in one directory, so that they can import each other.
 _RUNNABLE = re.compile(
     r"<!-- runnable: (\S+)(?: (cluster|pytest))? -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )

@@ -11,13 +11,8 @@ import parsl
 import pytest
 from parsl.config import Config
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
-from tests.executor.scenario import Site
-
-PLANNER = PlannerSettings(
-    startup=5, min_useful=2, closing_margin=1.5, max_walltime=300, idle_timeout=2, join_timeout=8, settle=1, replan_interval=0.5
-)
-
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
+from tests.executor.scenario import PLANNER, Site
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:

@@ -6,12 +6,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from freetrain_parsl import FreeTrainExecutor, TrainingApp, training_app
+from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingApp, training_app
 from freetrain_parsl.cluster.client import ClusterClient
 from freetrain_parsl.planning.model import Decision
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.report.run import RunState
+
+
+PLANNER = PlannerSettings(
+    startup=5, min_useful=2, closing_margin=1.5, max_walltime=300, idle_timeout=2, join_timeout=40, settle=1, replan_interval=0.5
+)
 
 
 class ScriptedPolicy(Policy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import parsl
@@ -19,7 +20,7 @@ from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.training.fragment import run_alone
-from tests.executor.scenario import ScriptedPolicy, Site, make_app
+from tests.executor.scenario import PLANNER, ScriptedPolicy, Site, make_app
 
 pytestmark = pytest.mark.cluster
 
@@ -86,14 +87,15 @@ def test_a_main_job_that_needs_the_nodes_gets_them_at_once_and_the_training_goes
 def test_a_training_leaves_before_its_window_closes(start) -> None:
     """A queued job of the whole machine is planned at the end of a running one: the window's end is known."""
     long = MainJob(submit=0.0, nodes=1, run=16.0, walltime=16.0)
-    head = MainJob(submit=0.0, nodes=3, run=1.0, walltime=2.0)
+    head = MainJob(submit=0.3, nodes=3, run=1.0, walltime=2.0)
     site = start(nodes=3, workload=(long, head))
-    site.until(lambda _: all(window.closes for window in site.executor.provider.window_source().survey().windows))
+    source = site.executor.provider.window_source()
+    site.until(lambda _: any(window.closes for window in source.survey().windows))
     future = make_app(max_nodes=2).options(name="t")(epochs=120)
     assert future.result(timeout=80)["metrics"]["samples"] == 120 * 200
     requests = [e for _, e in read_journal(site.executor.journal_path) if e.kind == "block_requested"]
     assert requests[0].detail["closes"] is not None
-    assert requests[0].time + requests[0].detail["seconds"] <= requests[0].detail["closes"] + 1e-6
+    assert requests[0].time + int(requests[0].detail["seconds"]) <= requests[0].detail["closes"]
     first = site.run.fragments[0]
     assert first.end is not None
     assert first.end < requests[0].detail["closes"]
@@ -179,7 +181,12 @@ def test_a_training_that_keeps_crashing_ends_with_a_message_not_in_a_loop(start)
 def test_a_stopped_worker_is_given_up_after_the_silence_and_the_training_goes_on(start, tmp_path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
-    site = start(nodes=2, policy=ScriptedPolicy(1), silence=timedelta(seconds=3))
+    site = start(
+        nodes=2,
+        policy=ScriptedPolicy(1),
+        silence=timedelta(seconds=3),
+        planner=replace(PLANNER, join_timeout=5),
+    )
     future = make_app().options(name="t")(epochs=20, slow=str(slow))
     site.until(lambda run: run.trainings and run.trainings["t"].checkpoints)
     pid = _pid_of_a_slot(site, site.run.trainings["t"].nodes[0])
