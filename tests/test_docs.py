@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -9,13 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 import typer.main
 
+from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingSession
+from freetrain_parsl.app import _Options
 from freetrain_parsl.cli import app
+from freetrain_parsl.planning.policies import MilpPolicy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -173,3 +177,38 @@ def test_error_page_is_complete():
     documented = dict(re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", page, re.MULTILINE))
     tree = {name: getattr(errors, name) for name in errors.__all__ if name != "FreeTrainError"}
     assert documented == {name: "yes" if error.transient else "no" for name, error in tree.items()}
+
+
+def _documented(page: Path, heading: str) -> set[str]:
+    """Names in the first column of the tables below a heading."""
+    text = page.read_text(encoding="utf-8")
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    rows = re.findall(r"^\| (`.*?`) \|", section[1], re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_settings_page_is_complete():
+    """The settings' page has every setting of planner, executor and default policy, and no other."""
+    page = DOCS / "howto" / "choose-settings.md"
+    parameters = {
+        "The planner": PlannerSettings,
+        "The executor": FreeTrainExecutor,
+        "The policy": MilpPolicy,
+    }
+    for heading, kind in parameters.items():
+        assert _documented(page, heading) == set(inspect.signature(kind).parameters)
+
+
+def test_options_page_is_complete():
+    """The page on training apps has every option of the decorator, and every verb of the session."""
+    page = DOCS / "howto" / "write-a-training-app.md"
+    options = {item.name for item in fields(_Options)}
+    assert _documented(page, "Options, for all calls or for one") == options | {
+        "executors",
+        "cache",
+        "data_flow_kernel",
+    }
+    verbs = page.read_text(encoding="utf-8").split("## The session's verbs")[1].split("## Recipes")[0]
+    for name in (name for name in dir(TrainingSession) if not name.startswith("_")):
+        assert re.search(rf"`{name}\b", verbs), name

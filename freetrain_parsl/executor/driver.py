@@ -440,6 +440,7 @@ class Driver(threading.Thread):
     def _finish(self, training: Training, value: object) -> None:
         self._events.append(ev.TrainerFinished(self._clock(), training.name))
         self._write("training_finished", training.name, progress=training.progress)
+        self._journal.commit()  # before anybody who waits for the future looks into it
         training.future.set_result(value)
 
     def _fail(self, training: Training, error: BaseException) -> None:
@@ -447,6 +448,7 @@ class Driver(threading.Thread):
             return
         self._events.append(ev.TrainerFailed(self._clock(), training.name))
         self._write("training_failed", training.name, error=f"{type(error).__name__}: {error}")
+        self._journal.commit()
         training.future.set_exception(error)
         if training.generation is None:
             self._trainings.pop(training.name, None)

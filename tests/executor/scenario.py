@@ -87,7 +87,7 @@ def make_app(**options: Any) -> TrainingApp:
         data = session.loader(TensorDataset(x, y), batch_size=16)
         for epoch in session.epochs(epochs):
             for a, b in data:
-                time.sleep(0.05 if slow is not None and os.path.exists(slow) else 0.01)
+                time.sleep(0.1 if slow is not None and os.path.exists(slow) else 0.005)
                 session.step(mse_loss(model(a), b))
                 scheduler.step()
                 if fail_at is not None and epoch == fail_at:

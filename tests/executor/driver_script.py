@@ -1,0 +1,44 @@
+"""Run by test_exit.py in a process of its own: one training on a cluster that outlives the driver."""
+
+import json
+import sys
+import time
+from datetime import timedelta
+
+import parsl
+from parsl.config import Config
+
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
+from freetrain_parsl.report.run import RunState
+from tests.executor.scenario import PLANNER, make_app
+
+
+def main(cluster: str, directory: str, slow: str) -> None:
+    """Train, telling on standard output when the training has a checkpoint and when it is done."""
+    executor = FreeTrainExecutor(
+        provider=EmbeddedClusterProvider(cluster),
+        planner=PLANNER,
+        poll_interval=timedelta(seconds=0.5),
+        checkpoint_interval=timedelta(seconds=1),
+        checkpoint_dir=f"{directory}/checkpoints",
+        threads_per_slot=1,
+        silence=timedelta(seconds=4),
+    )
+    with parsl.load(
+        Config(executors=[executor], run_dir=f"{directory}/runinfo", strategy="none", initialize_logging=False)
+    ):
+        future = make_app(max_nodes=2).options(name="t")(epochs=10, slow=slow)
+        run = RunState(executor.journal_path)
+        told = False
+        while not future.done():
+            time.sleep(0.1)
+            if not told and any(t.progress.get("checkpoint_step") for t in run.refresh().trainings.values()):
+                print("checkpoint", flush=True)
+                told = True
+        fragments = [fragment.resumed_from for fragment in run.refresh().fragments]
+        progress = run.trainings["t"].progress
+        print(json.dumps({"metrics": future.result()["metrics"], "resumed": fragments, "progress": progress}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

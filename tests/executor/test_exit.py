@@ -1,0 +1,133 @@
+"""However a driver ends, nothing of ours stays behind, and no work is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from freetrain_parsl.cluster.client import EmbeddedCluster
+
+pytestmark = pytest.mark.cluster
+
+
+class _Drivers:
+    """Starts drivers that share a cluster, a checkpoint directory and a mark in their environment."""
+
+    def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        self.slow = directory / "slow"
+        self.mark = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[str]] = []
+        self.descendants: list[psutil.Process] = []
+
+    def remember(self, driver: subprocess.Popen[str]) -> None:
+        """Note the processes under the driver: one that renames itself, as HTEX's interchange does, loses the mark."""
+        self.descendants = psutil.Process(driver.pid).children(recursive=True)
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.executor.driver_script"]
+        self.started.append(
+            subprocess.Popen(
+                [*command, self.cluster.name, str(self.directory), str(self.slow)],
+                env={**os.environ, "FREETRAIN_TEST_MARK": self.mark},
+                cwd=Path(__file__).parents[2],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return self.started[-1]
+
+    def left(self) -> list[str]:
+        """Processes that carry the mark, and jobs of ours in the queue."""
+        jobs = [f"job {job}" for job, j in self.cluster.client.queue().items() if j["kind"] == "preemptible"]
+        alive = [*_marked(self.mark), *(process for process in self.descendants if _alive(process))]
+        return jobs + [" ".join(process.cmdline()) for process in alive]
+
+    def nothing_left_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not self.left():
+                return True
+            time.sleep(0.2)
+        return False
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("FREETRAIN_TEST_MARK") == mark and _alive(process):
+                yield process
+        except psutil.Error:
+            continue
+
+
+def _alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def drivers(tmp_path: Path) -> Iterator[_Drivers]:
+    with EmbeddedCluster(tmp_path / "cluster", nodes=2) as cluster:
+        drivers = _Drivers(cluster, tmp_path)
+        yield drivers
+        for process in drivers.started:
+            process.kill()
+            process.communicate()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_after_a_normal_exit_nothing_is_left(drivers: _Drivers) -> None:
+    driver = drivers.start()
+    driver.wait(60)
+    assert driver.returncode == 0
+    assert drivers.nothing_left_within(6), drivers.left()
+
+
+def test_after_ctrl_c_nothing_is_left(drivers: _Drivers) -> None:
+    drivers.slow.touch()
+    driver = drivers.start()
+    assert _line(driver) == "checkpoint"
+    drivers.remember(driver)
+    left = drivers.left()
+    for what in ("job ", "HTEX interchange", "process_worker_pool"):
+        assert any(what in line for line in left), "the look itself works"
+    driver.send_signal(signal.SIGINT)
+    driver.wait(30)
+    assert drivers.nothing_left_within(6), drivers.left()
+
+
+def test_a_killed_driver_leaves_checkpoints_that_a_second_run_resumes_from(drivers: _Drivers) -> None:
+    drivers.slow.touch()
+    driver = drivers.start()
+    assert _line(driver) == "checkpoint"
+    drivers.remember(driver)
+    driver.kill()
+    driver.wait(10)
+    assert drivers.nothing_left_within(30), drivers.left()
+
+    drivers.slow.unlink()
+    second = drivers.start()
+    assert _line(second) == "checkpoint"
+    result = json.loads(_line(second))
+    assert result["resumed"][0] > 0
+    assert result["metrics"]["samples"] == 10 * 200
+    assert (result["progress"]["samples_lost"], result["progress"]["duplicate_samples"]) == (0, 0)
+    second.wait(30)
+    assert drivers.nothing_left_within(6), drivers.left()
+
+
