@@ -66,8 +66,7 @@ def accuracy(model: nn.Module, images: TensorDataset) -> float:
     model.eval()
     with torch.no_grad():
         right = sum(
-            int((model(x.to(device)).argmax(1).cpu() == y).sum())
-            for x, y in DataLoader(images, batch_size=300)
+            int((model(x.to(device)).argmax(1).cpu() == y).sum()) for x, y in DataLoader(images, batch_size=300)
         )
     model.train()
     return right / len(images)

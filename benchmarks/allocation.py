@@ -110,26 +110,18 @@ def row(trainers: int, nodes: int, measured: Measured) -> dict[str, Any]:
         times, loss = measured.published.get(label), measured.loss.get(label)
         if label:
             line[f"published{label}_ms_median"] = float(np.median(times)) if times else None
-        line[f"published{label}_finished"] = (
-            f"{sum(measured.finished[label])}/{len(times)}" if times else None
-        )
+        line[f"published{label}_finished"] = f"{sum(measured.finished[label])}/{len(times)}" if times else None
         line[f"published{label}_loss_max"] = max(loss) if loss else None
     return line
 
 
 def main() -> int:
     """Run, print, and fail if the policy is not exact."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few instances, a short cap for CBC")
-    parser.add_argument(
-        "--repeats", type=int, default=None, help="instances of each size (default 30; quick 5)"
-    )
+    parser.add_argument("--repeats", type=int, default=None, help="instances of each size (default 30; quick 5)")
     parser.add_argument("--published-repeats", type=int, default=None, help="of these for CBC (default 12)")
-    parser.add_argument(
-        "--cap", type=float, default=None, help="seconds for each CBC solve (default 60; quick 10)"
-    )
+    parser.add_argument("--cap", type=float, default=None, help="seconds for each CBC solve (default 60; quick 10)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     repeats = options.repeats or (5 if options.quick else 30)
@@ -145,9 +137,7 @@ def main() -> int:
         with_published = min(repeats, published) if (trainers, nodes) in PUBLISHED_SIZES else 0
         rows.append(row(trainers, nodes, measure(trainers, nodes, repeats, with_published, cap)))
     report("Allocation decisions, milliseconds", rows, ["highspy", "numpy", "mip"], options.json)
-    print(
-        f"published: CBC capped at {cap:g} s a solve; where not all finished, time and ratio are lower bounds"
-    )
+    print(f"published: CBC capped at {cap:g} s a solve; where not all finished, time and ratio are lower bounds")
     exact = all(line["milp_dp_relative_error_max"] <= 1e-9 for line in rows)
     if not exact:
         print("the policy differs from the dynamic programme", file=sys.stderr)

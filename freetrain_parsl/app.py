@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from parsl.app.app import AppBase
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.planning.scaling import CurveLike, ScalingCurve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
     from parsl.dataflow.futures import AppFuture
+
+    from freetrain_parsl.planning.model import RescaleCosts
 
 __all__ = ["TrainingApp", "training_app"]
 
@@ -38,7 +40,7 @@ class _Options:
     name: str | None = None
 
 
-class TrainingApp(AppBase):  # type: ignore[misc]  # Parsl is not typed throughout
+class TrainingApp(AppBase):
     """A training function that Parsl runs in holes; made by `training_app`.
 
     Calling it returns a Parsl ``AppFuture`` for the function's return value. The plain function stays at ``.func``.
@@ -50,13 +52,15 @@ class TrainingApp(AppBase):  # type: ignore[misc]  # Parsl is not typed througho
         options: _Options,
         *,
         data_flow_kernel: DataFlowKernel | None = None,
-        executors: Sequence[str] | str = "all",
+        executors: Sequence[str] | Literal["all"] = "all",
         cache: bool = False,
     ) -> None:
+        if isinstance(executors, str) and executors != "all":
+            raise InvalidTrainer(f"executors={executors!r}: give a list of labels, [{executors!r}], or 'all'")
         super().__init__(
             func,
             data_flow_kernel=data_flow_kernel,
-            executors=executors if isinstance(executors, str) else list(executors),
+            executors="all" if isinstance(executors, str) else list(executors),
             cache=cache,
             ignore_for_cache=["parsl_resource_specification"],
         )
@@ -65,7 +69,7 @@ class TrainingApp(AppBase):  # type: ignore[misc]  # Parsl is not typed througho
         self.__wrapped__ = func
         self._options = options
         self._curve = ScalingCurve.of(options.scaling)
-        self._request("checked-at-decoration")  # a description that cannot run is refused where it stands
+        self._request(options.name or "checked-at-decoration")  # a description that cannot run is refused where it stands
 
     def options(self, **changes: Any) -> TrainingApp:
         """Return the same app with some of the decorator's arguments changed, for one call or more.
@@ -104,7 +108,11 @@ class TrainingApp(AppBase):  # type: ignore[misc]  # Parsl is not typed througho
             executors=[self._executor_label(kernel)],
             cache=self.cache,
             ignore_for_cache=self.ignore_for_cache,
-            app_kwargs={**self.kwargs, **kwargs, "parsl_resource_specification": {SPECIFICATION_KEY: request}},
+            app_kwargs={
+                **self.kwargs,
+                **kwargs,
+                "parsl_resource_specification": {SPECIFICATION_KEY: request},
+            },
             join=False,
         )
 
@@ -164,14 +172,14 @@ def training_app(
     seed: int = ...,
     checkpoint_interval: timedelta | None = ...,
     name: str | None = ...,
-    executors: Sequence[str] | str = ...,
+    executors: Sequence[str] | Literal["all"] = ...,
     cache: bool = ...,
     data_flow_kernel: DataFlowKernel | None = ...,
 ) -> Callable[[Callable[..., Any]], TrainingApp]: ...
 def training_app(
     function: Callable[..., Any] | None = None,
     *,
-    executors: Sequence[str] | str = "all",
+    executors: Sequence[str] | Literal["all"] = "all",
     cache: bool = False,
     data_flow_kernel: DataFlowKernel | None = None,
     **options: Any,

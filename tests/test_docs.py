@@ -142,9 +142,7 @@ def test_command_page_is_complete():
     """The command's page has a section for each verb, and in it exactly the verb's options."""
     page = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## `freetrain (\w+)`\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
-    documented = {
-        verb: set(re.findall(r"^\| `(--[\w-]+)` \|", text, re.MULTILINE)) for verb, text in sections.items()
-    }
+    documented = {verb: set(re.findall(r"^\| `(--[\w-]+)` \|", text, re.MULTILINE)) for verb, text in sections.items()}
     assert documented == _command_options()
 
 

@@ -102,9 +102,7 @@ def test_imports_run_one_way(room):
 def test_rooms_keep_to_their_packages(room):
     """The planner is pure, training knows no Parsl, windows and storage need the standard library only."""
     modules = [module for module in MODULES if room_of(module) == room]
-    wrong = {
-        str(m.relative_to(ROOT)): extra for m in modules if (extra := packages_imported(m) - OUTSIDE[room])
-    }
+    wrong = {str(m.relative_to(ROOT)): extra for m in modules if (extra := packages_imported(m) - OUTSIDE[room])}
     assert wrong == {}
 
 
@@ -137,9 +135,7 @@ def test_changelog_has_an_unreleased_section():
 
 def _pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = [
-        line.partition(";")[0].strip().partition("==") for line in lines if line and not line.startswith("#")
-    ]
+    pins = [line.partition(";")[0].strip().partition("==") for line in lines if line and not line.startswith("#")]
     return {re.sub(r"[-_.]+", "-", name).lower(): exact for name, _, exact in pins}
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -59,14 +59,15 @@ def demo(
     nodes: int = typer.Option(8, help="Virtual nodes of the embedded cluster."),
     seed: int = typer.Option(1, help="Of the main queue: the same seed is the same queue."),
     policy: str = typer.Option("milp", help="How nodes are shared out: milp or equal-share."),
-    job_log: Optional[Path] = typer.Option(
-        None, help="Main queue from a job log in Standard Workload Format (.swf, .swf.gz) instead of a generated one."
+    job_log: Path | None = typer.Option(
+        None,
+        help="Main queue from a job log in Standard Workload Format (.swf, .swf.gz) instead of a generated one.",
     ),
     compression: float = typer.Option(1000.0, help="Seconds of the job log that pass in one second."),
     log_start: float = typer.Option(0.0, help="Hour of the job log at which to begin."),
     time_limit: float = typer.Option(240.0, help="Seconds after which the demo gives up."),
-    run_dir: Optional[Path] = typer.Option(None, help="Where everything goes. Default: a new ./freetrain-run-<time>."),
-    json_file: Optional[Path] = typer.Option(None, "--json", help="Write the figures to this file."),
+    run_dir: Path | None = typer.Option(None, help="Where everything goes. Default: a new ./freetrain-run-<time>."),
+    json_file: Path | None = typer.Option(None, "--json", help="Write the figures to this file."),
 ) -> None:
     """Run seven trainings in the holes of a busy little cluster, and show what they made of them."""
     console = Console()
@@ -163,7 +164,9 @@ def _run(
         run = RunState(executor.journal_path)
         cluster = provider.ensure_started()
         futures = {
-            entry.name: apps[entry.app].options(name=entry.name, max_nodes=min(entry.max_nodes, nodes))(**entry.arguments)
+            entry.name: apps[entry.app].options(name=entry.name, max_nodes=min(entry.max_nodes, nodes))(
+                **entry.arguments
+            )
             for entry in _CAMPAIGN
         }
         _watch(console, run, futures, cluster.nodes, time_limit)
@@ -268,7 +271,9 @@ def _report(
     table = Table(box=None, show_header=False, padding=(0, 2))
     rows = {
         "trainings completed": f"{figures['trainings_completed']} of {figures['trainings']}",
-        "fragments, rescales, resumes": f"{figures['fragments']}, {figures['rescales']}, {figures['resumes_from_checkpoint']}",
+        "fragments, rescales, resumes": (
+            f"{figures['fragments']}, {figures['rescales']}, {figures['resumes_from_checkpoint']}"
+        ),
         "samples lost, repeated": f"{figures['samples_lost']}, {figures['duplicate_samples']} of {figures['samples']}",
         "idle node-seconds offered": f"{figures['idle_node_seconds_offered']:.0f}",
         "  held by us": f"{figures['idle_node_seconds_used']:.0f}",

@@ -216,8 +216,7 @@ class BatchSystem:
             if closes is None or closes > now:
                 groups.setdefault(closes, []).append(node)
         return [
-            (max(self._idle_since[node] for node in nodes), closes, tuple(nodes))
-            for closes, nodes in groups.items()
+            (max(self._idle_since[node] for node in nodes), closes, tuple(nodes)) for closes, nodes in groups.items()
         ]
 
     def main_records(self) -> list[MainRecord]:
@@ -257,9 +256,7 @@ class BatchSystem:
         while self._workload and self._workload[-1].submit <= self.clock():
             main = self._workload.pop()
             command = Command((sleep, f"{main.run:.6f}"), {"PATH": os.defpath})
-            job_id = self.submit(
-                command, nodes=main.nodes, walltime=main.walltime, preemptible=False, name="main"
-            )
+            job_id = self.submit(command, nodes=main.nodes, walltime=main.walltime, preemptible=False, name="main")
             self.records[job_id].planned_run = main.run
         self._await_workload()
 
@@ -276,9 +273,7 @@ class BatchSystem:
                 if isinstance(action, Start):
                     self._start(record, action, now)
                 elif isinstance(action, Preempt):
-                    self._stop(
-                        record, JobState.PREEMPTED, f"main job {action.needed_by} needs its nodes", now
-                    )
+                    self._stop(record, JobState.PREEMPTED, f"main job {action.needed_by} needs its nodes", now)
 
     # -- a job's life ----------------------------------------------------------------------------------------
 
@@ -365,9 +360,7 @@ class BatchSystem:
         if suspects:
             members = self._members(suspects)
             for record in suspects:
-                self._release(
-                    record, {node for node in record.occupied if (record.job.id, node) in members}, now
-                )
+                self._release(record, {node for node in record.occupied if (record.job.id, node) in members}, now)
         self._turn(now)
 
     def _release(self, record: JobRecord, occupied: set[str], now: float) -> None:
@@ -410,9 +403,7 @@ class BatchSystem:
     def _members(self, records: Sequence[JobRecord]) -> dict[tuple[str, str], list[processes.ProcessInfo]]:
         """(job id, node) -> living processes."""
         keys = {
-            self._mark(record.job.id, node): (record.job.id, node)
-            for record in records
-            for node in record.occupied
+            self._mark(record.job.id, node): (record.job.id, node) for record in records for node in record.occupied
         }
         sessions = {  # of all jobs, because looking at a process of no known session costs more
             leader.pid: self._mark(record.job.id, node)

@@ -275,9 +275,7 @@ class EmbeddedCluster:
         if not ready:
             self.stop()
             lines = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise BatchSystemError(
-                lines[-1] if lines else f"the embedded cluster did not start; see {errors}"
-            )
+            raise BatchSystemError(lines[-1] if lines else f"the embedded cluster did not start; see {errors}")
         self.client = ClusterClient(self.name)
 
     def stop(self) -> None:

@@ -102,9 +102,7 @@ class Daemon:
         def path(key: str) -> Path | None:
             return Path(request[key]) if request.get(key) else None
 
-        command = Command(
-            tuple(request["command"]), request["env"], path("cwd"), path("stdout"), path("stderr")
-        )
+        command = Command(tuple(request["command"]), request["env"], path("cwd"), path("stdout"), path("stderr"))
         if not command.argv:
             raise InvalidSettings("a job needs a command")
         return self._batch.submit(
@@ -124,11 +122,7 @@ class Daemon:
         return {job_id: self._describe(records[job_id]) for job_id in request["jobs"] if job_id in records}
 
     def _queue(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            job_id: self._describe(record)
-            for job_id, record in self._batch.records.items()
-            if record.end is None
-        }
+        return {job_id: self._describe(record) for job_id, record in self._batch.records.items() if record.end is None}
 
     def _nodes(self, _: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         nodes: dict[str, dict[str, Any]] = {
@@ -142,8 +136,7 @@ class Daemon:
     def _expected_starts(self, _: Mapping[str, Any]) -> dict[str, Any]:
         plan = self._batch.scheduler.expected_starts(self._batch.clock())
         return {
-            job_id: {"start": self._batch.epoch(start), "nodes": list(nodes)}
-            for job_id, (start, nodes) in plan.items()
+            job_id: {"start": self._batch.epoch(start), "nodes": list(nodes)} for job_id, (start, nodes) in plan.items()
         }
 
     def _survey(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,9 +268,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", default="", help="name to find it by (default: made up)")
     parser.add_argument("--nodes", type=int, default=8, help="number of nodes")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
-    parser.add_argument(
-        "--margin", type=float, default=0.0, help="seconds a window closes before its node is needed"
-    )
+    parser.add_argument("--margin", type=float, default=0.0, help="seconds a window closes before its node is needed")
     parser.add_argument("--workload", type=Path, help="main queue, as written by save_workload")
     parser.add_argument("--parent-pid", type=int, default=0, help="end when this process is gone")
     options = parser.parse_args(arguments)

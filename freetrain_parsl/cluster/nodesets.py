@@ -52,9 +52,7 @@ class NodeNames:
         nodes = 0
         for name in names:
             if name not in self._index:
-                raise InvalidSettings(
-                    f"there is no node {name!r}; the nodes are {self.names[0]}…{self.names[-1]}"
-                )
+                raise InvalidSettings(f"there is no node {name!r}; the nodes are {self.names[0]}…{self.names[-1]}")
             nodes |= 1 << self._index[name]
         return nodes
 

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence  # noqa: TC003 - typeguard reads it at run time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from parsl.providers.base import ExecutionProvider
 from parsl.utils import RepresentationMixin
 
 from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
-from freetrain_parsl.cluster.workload import MainJob  # noqa: TC001 - typeguard reads it at run time
+from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
 
 if TYPE_CHECKING:

@@ -105,9 +105,7 @@ def register(name: str, directory: Path) -> ClusterInfo:
     """
     for other in running_clusters():
         if name == other.name or str(directory) == other.directory:
-            raise InvalidSettings(
-                f"cluster {other.name!r} of {other.directory} runs already (pid {other.pid})"
-            )
+            raise InvalidSettings(f"cluster {other.name!r} of {other.directory} runs already (pid {other.pid})")
     own = process_info(os.getpid())
     if own is None:
         raise InvalidSettings("the embedded cluster cannot see its own process in /proc")
@@ -126,9 +124,7 @@ def register(name: str, directory: Path) -> ClusterInfo:
 
 def unregister(name: str) -> None:
     """Take a cluster's entry and socket away."""
-    shutil.rmtree(
-        socket_path(name).parent, ignore_errors=True
-    )  # somebody may clear stale entries at once with us
+    shutil.rmtree(socket_path(name).parent, ignore_errors=True)  # somebody may clear stale entries at once with us
 
 
 def running_clusters() -> list[ClusterInfo]:

@@ -150,9 +150,7 @@ class Scheduler:
             It asks for more nodes than there are, or for nodes that do not exist.
         """
         if job.nodes > len(self.names):
-            raise InvalidSettings(
-                f"job {job.id!r}: it asks for {job.nodes} nodes, the cluster has {len(self.names)}"
-            )
+            raise InvalidSettings(f"job {job.id!r}: it asks for {job.nodes} nodes, the cluster has {len(self.names)}")
         if job.nodelist is not None:
             self.names.to_set(job.nodelist)
         (self._preemptible_queue if job.preemptible else self._queue).append(job)
@@ -314,9 +312,7 @@ class Scheduler:
                 for closes, nodes in plan.closings(allowed)
                 if closes is None or now + job.walltime <= closes - self.margin
             ]
-            nodes = take_from(
-                job.nodes, *fitting
-            )  # soonest closing first: the long windows stay for long jobs
+            nodes = take_from(job.nodes, *fitting)  # soonest closing first: the long windows stay for long jobs
             if nodes.bit_count() < job.nodes:
                 waiting.append(job)
                 continue
@@ -355,13 +351,9 @@ class Scheduler:
 
     def expected_starts(self, now: float) -> dict[str, tuple[float, tuple[str, ...]]]:
         """Planned (start, nodes) of the waiting main jobs, by id; preemptible ones have none."""
-        promised = {
-            job_id: (now, self.names.to_names(holding.nodes)) for job_id, holding in self._promised.items()
-        }
+        promised = {job_id: (now, self.names.to_names(holding.nodes)) for job_id, holding in self._promised.items()}
         _, reservations = self._plan(now)
-        return promised | {
-            item.job_id: (item.start, self.names.to_names(item.nodes)) for item in reservations
-        }
+        return promised | {item.job_id: (item.start, self.names.to_names(item.nodes)) for item in reservations}
 
     def free_until(self, now: float) -> dict[str, float | None]:
         """Idle node -> when it closes for preemptible jobs, ``None`` if the plan does not need it.
@@ -399,9 +391,7 @@ class Scheduler:
         del self._main[holding.job.id]
 
 
-def simulate(
-    jobs: Iterable[MainJob], nodes: int | Sequence[str], *, backfill_depth: int | None = None
-) -> list[float]:
+def simulate(jobs: Iterable[MainJob], nodes: int | Sequence[str], *, backfill_depth: int | None = None) -> list[float]:
     """Start times of main jobs on a cluster of their own, in the order given.
 
     Jobs submitted at the same time are served in the order given. A job's run time may exceed its walltime.

@@ -102,9 +102,7 @@ class SwfLog:
         """Number of nodes of the logged cluster: ``MaxNodes``, or ``MaxProcs`` without that."""
         nodes = self._header_number("MaxNodes") or self._header_number("MaxProcs")
         if nodes is None:
-            raise InvalidInput(
-                f"{self.path}: its head has neither MaxNodes nor MaxProcs; add the line '; MaxNodes: N'"
-            )
+            raise InvalidInput(f"{self.path}: its head has neither MaxNodes nor MaxProcs; add the line '; MaxNodes: N'")
         return nodes
 
     @property
@@ -167,7 +165,5 @@ def _parse(text: str) -> _Line | None:
         return None
     if not all(map(math.isfinite, numbers)):
         return None
-    number, submit, wait, run, processors, _, _, requested_processors, requested_time, _, status = numbers[
-        :11
-    ]
+    number, submit, wait, run, processors, _, _, requested_processors, requested_time, _, status = numbers[:11]
     return _Line(number, submit, wait, run, processors, requested_processors, requested_time, status)

@@ -96,9 +96,7 @@ def generate_workload(
         An argument is out of range.
     """
     if nodes < 1 or duration <= timedelta(0) or mean_run <= timedelta(0) or not 0 <= load < math.inf:
-        raise InvalidSettings(
-            "a workload needs nodes, a duration, a mean run time and a load of zero or more"
-        )
+        raise InvalidSettings("a workload needs nodes, a duration, a mean run time and a load of zero or more")
     rng = random.Random(seed)
     length, mean = duration.total_seconds(), mean_run.total_seconds()
     work_left = load * nodes * length

@@ -10,12 +10,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Union
+from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.windows.base import Survey, WindowSource
+
+if TYPE_CHECKING:
+    from freetrain_parsl.windows.base import Survey, WindowSource
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class BlockRefused:
     reason: str
 
 
-DeskPost = Union[Survey, BlockSubmitted, BlockRefused]
+DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused"
 
 
 class BatchDesk(threading.Thread):
@@ -182,7 +184,7 @@ class BatchDesk(threading.Thread):
         self._submitted_at.append(self._clock())
         try:
             job = self._launch(spec)
-        except Exception as error:  # a provider may raise anything: the block is refused, the trainings go on
+        except Exception as error:  # noqa: BLE001 - a provider may raise anything: the block is refused, the trainings go on
             logger.warning("block %s (%d nodes) was refused: %s", spec.block, len(spec.nodes), error)
             self._post(BlockRefused(spec.block, str(error)))
             return
@@ -197,7 +199,7 @@ class BatchDesk(threading.Thread):
             return
         try:
             self._cancel(jobs)
-        except Exception as error:  # a provider may raise anything: the next survey tells what became of them
+        except Exception as error:  # noqa: BLE001 - a provider may raise anything: the next survey tells what became of them
             logger.warning("could not cancel %s: %s", ", ".join(jobs), error)
         self.survey_soon()
 

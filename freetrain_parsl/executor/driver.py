@@ -10,11 +10,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.executors.high_throughput.errors import ManagerLost
@@ -22,17 +19,23 @@ from parsl.serialize import deserialize
 
 from freetrain_parsl.errors import BatchSystemError, TooManyRestarts, TrainingError
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, BlockSubmitted
-from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.rendezvous import RendezvousDesk
 from freetrain_parsl.executor.roster import Block, Roster, Slot
-from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.trainings import Generation, Training
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Decision, PoolNode, RescaleCosts, Window
 from freetrain_parsl.planning.planner import Planner, PlannerSettings
-from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.windows.base import Survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from freetrain_parsl.executor.journal import Journal
+    from freetrain_parsl.executor.slots import SlotServer
+    from freetrain_parsl.planning.policies.base import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +297,9 @@ class Driver(threading.Thread):
                 logger.warning("a slot could not start: %s", ended.error)
         if self._failed_starts >= self._MOST_FAILED_STARTS:
             self._fail_all(
-                BatchSystemError(f"{self._failed_starts} slots in a row could not start on their nodes, the last: {ended.error}")
+                BatchSystemError(
+                    f"{self._failed_starts} slots in a row could not start on their nodes, the last: {ended.error}"
+                )
             )
         elif self._roster.blocks:
             self._order_slot()
@@ -365,7 +370,7 @@ class Driver(threading.Thread):
         self._lose(slot, reason, crash=True)
 
     def _lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
-        """A slot is gone: its node is incomplete, and what it ran must go on without it."""
+        """Give a slot up: its node is incomplete, and what it ran must go on without it."""
         self._roster.slots.pop(slot.name, None)
         crash = crash and not slot.leaving and slot.block in self._roster.blocks
         logger.log(logging.WARNING if crash else logging.INFO, "slot %s is lost: %s", slot.name, reason)
@@ -470,8 +475,9 @@ class Driver(threading.Thread):
             self._fail(
                 training,
                 TooManyRestarts(
-                    f"training {training.name!r}: {training.crashes} of its processes died since its last checkpoint, though "
-                    f"their nodes were not taken; the last: {training.last_crash}; see the worker logs in the run directory"
+                    f"training {training.name!r}: {training.crashes} of its processes died since its last checkpoint, "
+                    f"though their nodes were not taken; the last: {training.last_crash}; "
+                    "see the worker logs in the run directory"
                 ),
             )
             return
@@ -515,9 +521,7 @@ class Driver(threading.Thread):
         for rank, slot in enumerate(slots):
             slot.busy = training.name
             self._server.send(slot.name, Message("run", {**header, "rank": rank}, training.payload))
-        self._write(
-            "fragment_started", training.name, generation=training.generations, nodes=sorted(training.desired)
-        )
+        self._write("fragment_started", training.name, generation=training.generations, nodes=sorted(training.desired))
 
     # Ordinary tasks.
 

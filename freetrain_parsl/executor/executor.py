@@ -7,11 +7,10 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any
 
 import typeguard
 from parsl.executors.errors import InvalidResourceSpecification, ScalingFailed
@@ -36,6 +35,9 @@ from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.storage.posix import check_writable
 from freetrain_parsl.windows.base import Survey, WindowSource
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
@@ -51,9 +53,10 @@ _INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.intercha
 
 _HTEX_HEARTBEAT = 2  # seconds; also how soon HTEX notices a worker process that died
 _HTEX_SILENCE = 30  # seconds
+_PORTS = (55000, 56000)  # of the control channel: the range of HTEX's own
 
 
-class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl is not typed throughout
+class FreeTrainExecutor(HighThroughputExecutor):
     """Runs training apps in the windows of a batch system, and ordinary apps one to a slot.
 
     Blocks are requested and released by a planner, not by Parsl's scaling strategy; a block that ends, is preempted
@@ -106,23 +109,23 @@ class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl 
     def __init__(
         self,
         label: str = "freetrain",
-        provider: Optional[ExecutionProvider] = None,
-        windows: Optional[WindowSource] = None,
+        provider: ExecutionProvider | None = None,
+        windows: WindowSource | None = None,
         *,
-        policy: Union[str, Policy] = "milp",
-        checkpoint_dir: Union[str, Path, None] = None,
+        policy: str | Policy = "milp",
+        checkpoint_dir: str | Path | None = None,
         checkpoint_interval: timedelta = timedelta(minutes=1),
         rescale_costs: RescaleCosts = RescaleCosts(up=2.0, down=2.0, start=2.0),  # noqa: B008 - frozen
-        planner: Optional[PlannerSettings] = None,
+        planner: PlannerSettings | None = None,
         poll_interval: timedelta = timedelta(seconds=10),
         submissions_per_minute: int = 20,
         slots_per_node: int = 1,
-        threads_per_slot: Optional[int] = None,
+        threads_per_slot: int | None = None,
         grace: timedelta = timedelta(seconds=5),
         silence: timedelta = timedelta(seconds=15),
-        available_accelerators: Union[int, list[str]] = 0,
-        address: Optional[str] = None,
-        interface: Optional[str] = None,
+        available_accelerators: int | list[str] = 0,
+        address: str | None = None,
+        interface: str | None = None,
         worker_port_range: tuple[int, int] = (54000, 55000),
         worker_debug: bool = False,
         encrypted: bool = True,
@@ -133,12 +136,15 @@ class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl 
             provider = EmbeddedClusterProvider()
         if windows is None and not hasattr(provider, "window_source"):
             raise InvalidSettings(
-                f"FreeTrainExecutor cannot ask {type(provider).__name__} for windows; give it windows=… (a WindowSource)"
+                f"FreeTrainExecutor cannot ask {type(provider).__name__} for windows; give it windows=a WindowSource"
             )
         for name, value in (("poll_interval", poll_interval), ("grace", grace), ("silence", silence)):
             if value <= timedelta(0):
                 raise InvalidSettings(f"FreeTrainExecutor: {name} must be positive, got {value}")
-        for name, number in (("slots_per_node", slots_per_node), ("submissions_per_minute", submissions_per_minute)):
+        for name, number in (
+            ("slots_per_node", slots_per_node),
+            ("submissions_per_minute", submissions_per_minute),
+        ):
             if number < 1:
                 raise InvalidSettings(f"FreeTrainExecutor: {name} must be at least 1, got {number}")
         if checkpoint_dir is not None:
@@ -194,7 +200,7 @@ class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl 
         return Path(self.logdir) / "journal.sqlite"
 
     def monitor_resources(self) -> bool:
-        """Parsl's resource monitoring forks inside the worker, which a process with torch's threads does not survive."""
+        """Decline: Parsl's resource monitoring forks inside the worker, which torch's threads do not survive."""
         return False
 
     def start(self) -> None:
@@ -207,9 +213,9 @@ class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl 
         root = root.absolute()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_writable(root)
-        super().start()
+        super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or provider.window_source()
-        server = SlotServer(self.cert_dir, self.interchange_port_range)
+        server = SlotServer(self.cert_dir, _PORTS)
         self._slot_settings = SlotSettings(
             addresses=tuple(sorted(self.all_addresses)),
             port=server.port,
@@ -248,7 +254,9 @@ class FreeTrainExecutor(HighThroughputExecutor):  # type: ignore[misc]  # Parsl 
         self._driver.start()
         self._desk.start()
 
-    def submit(self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(  # type: ignore[override]  # a training's future is not HTEX's
+        self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         """Register a training, or queue an ordinary task; never blocks.
 
         Parameters

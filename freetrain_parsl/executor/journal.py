@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 __all__ = ["Entry", "Journal", "read_journal"]
 
@@ -73,9 +75,7 @@ def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, Entry]]:
     """Yield (id, entry) pairs in order, those with an id greater than `after`."""
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
-        rows = database.execute(
-            "SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,)
-        )
+        rows = database.execute("SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,))
         for number, time, kind, subject, detail in rows:
             yield number, Entry(time, kind, subject, json.loads(detail))
     finally:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.protocol import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 __all__ = ["ChannelKeyValue", "RendezvousDesk"]
 
@@ -27,7 +30,7 @@ class _WaitingGet:
 class RendezvousDesk:
     """The driver's side: answers ``kv`` messages, some later, when the key that they wait for is set."""
 
-    def __init__(self, reply: Callable[[str, Message], None]) -> None:
+    def __init__(self, reply: Callable[[str, Message], object]) -> None:
         self._reply = reply
         self._stores: dict[str, dict[str, bytes]] = {}
         self._waiting: dict[str, dict[str, list[_WaitingGet]]] = {}
@@ -165,9 +168,7 @@ class ChannelKeyValue:
         with self._condition:
             self._replies[request] = None
             self._send(Message("kv", header, value))
-            self._condition.wait_for(
-                lambda: self._closed or self._replies[request] is not None, timeout + self._GRACE
-            )
+            self._condition.wait_for(lambda: self._closed or self._replies[request] is not None, timeout + self._GRACE)
             reply = self._replies.pop(request)
         if reply is None or not reply["ok"]:
             raise TimeoutError(f"rendezvous {self._group}: {operation} {keys[0]!r} got no answer in {timeout:g} s")

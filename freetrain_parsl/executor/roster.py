@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Union
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["Block", "Roster", "Slot"]
 
@@ -32,7 +34,7 @@ class Slot:
     node: str
     block: str
     heard: float
-    busy: Union[str, int, None] = None
+    busy: str | int | None = None
     leaving: bool = False
 
 
@@ -54,7 +56,7 @@ class Block:
     refilled: float | None = None
 
     def start(self, now: float, nodes: tuple[str, ...], ends: float | None) -> None:
-        """It holds `nodes` now, until its walltime `ends` or its window closes."""
+        """Note that it holds `nodes` now, until its walltime `ends` or its window closes."""
         self.started, self.nodes = now, nodes
         times = [time for time in (ends, self.closes) if time is not None]
         self.ends = min(times, default=None)
@@ -83,11 +85,11 @@ class Roster:
         self._complete: set[str] = set()
 
     def of_block(self, block: str) -> list[Slot]:
-        """The slots of a block."""
+        """List the slots of a block."""
         return [slot for slot in self.slots.values() if slot.block == block]
 
     def by_token(self, token: str) -> Slot | None:
-        """The slot behind an HTEX task, if it has said hello and is not lost."""
+        """Find the slot behind an HTEX task, if it has said hello and is not lost."""
         return next((slot for slot in self.slots.values() if slot.token == token), None)
 
     def completes(self, slot: Slot) -> bool:
@@ -112,7 +114,7 @@ class Roster:
         return [slot for name in names for slot in self._on(name)]
 
     def free_slots(self, nodes: Iterable[str]) -> list[Slot]:
-        """The slots of these nodes that have nothing to do."""
+        """List the slots of these nodes that have nothing to do."""
         return [slot for name in sorted(nodes) for slot in self._on(name) if slot.busy is None and not slot.leaving]
 
     def missing_tasks(self) -> int:

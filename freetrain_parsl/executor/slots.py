@@ -8,13 +8,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import zmq
 from parsl import curvezmq
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.protocol import Message, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,11 @@ class Waker:
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        self._reader.setblocking(False)  # noqa: FBT003 - the socket's own signature
+        self._writer.setblocking(False)  # noqa: FBT003 - the same
 
     def fileno(self) -> int:
-        """The descriptor to poll for reading."""
+        """Return the descriptor to poll for reading."""
         return self._reader.fileno()
 
     def wake(self) -> None:
@@ -95,7 +98,7 @@ class SlotServer:
 
     def receive(self, timeout: float) -> Iterator[tuple[str, Message]]:
         """Wait at most `timeout` seconds, then give what has come: (slot, message) pairs."""
-        ready = dict(self._poller.poll(max(0.0, timeout) * 1000))
+        ready = dict(self._poller.poll(int(max(0.0, timeout) * 1000)))
         if self._waker.fileno() in ready:
             self._waker.clear()
         if self._socket not in ready:
@@ -191,7 +194,7 @@ class Channel(threading.Thread):
         heard = beaten = time.monotonic()
         lost = False
         while not (self._closing.is_set() and not self._outbox):
-            ready = dict(poller.poll(self._beat * 1000))
+            ready = dict(poller.poll(int(self._beat * 1000)))
             if self._waker.fileno() in ready:
                 self._waker.clear()
             if link in ready:
@@ -208,10 +211,10 @@ class Channel(threading.Thread):
                 self._on_lost()
         link.close()
         self._waker.close()
-        self._context.term()  # waits, as long as the socket lingers, until what was sent has left this process
+        self._context.destroy()  # waits, as long as the socket lingers, until what was sent has left this process
 
     def _reachable(self, addresses: Sequence[str], port: int, timeout: float = 30.0) -> str:
-        """The first of the driver's addresses that answers; a login node has several, not all reachable from here."""
+        """Find the first of the driver's addresses that answers: a login node has several."""
         urls = [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in addresses]
         poller = zmq.Poller()
         links = {}
@@ -222,10 +225,12 @@ class Channel(threading.Thread):
             link.send_multipart(Message("probe", {"pid": os.getpid()}).frames())
             poller.register(link, zmq.POLLIN)
             links[link] = url
-        answered = [links[link] for link, _ in poller.poll(timeout * 1000)]
+        answered = [links[link] for link, _ in poller.poll(int(timeout * 1000))]
         for link in links:
             link.close()
         if not answered:
-            self._context.term()
-            raise BatchSystemError(f"this node reaches the driver at none of {', '.join(urls)}; set address=… on the executor")
+            self._context.destroy()
+            raise BatchSystemError(
+                f"this node reaches the driver at none of {', '.join(urls)}; set address=… on the executor"
+            )
         return answered[0]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
-from freetrain_parsl.planning.scaling import ScalingCurve
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from datetime import timedelta
+
+    from freetrain_parsl.planning.scaling import ScalingCurve
 
 __all__ = ["Generation", "Training", "TrainingRequest"]
 
@@ -55,7 +58,8 @@ class TrainingRequest:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.name):
             raise InvalidTrainer(
-                f"training name {self.name!r} must be 1 to 128 letters, digits, '.', '_' or '-', not starting with '.', '_' or '-'"
+                f"training name {self.name!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
+                "the first a letter or digit"
             )
         for word, value in (("samples", self.samples), ("epochs", self.epochs)):
             if value is not None and value <= 0:
@@ -102,7 +106,7 @@ class Generation:
     """When a member was lost; the others must end soon."""
 
     def end(self, slot: str) -> bool:
-        """A member has ended; whether it was one."""
+        """Note that a member has ended; whether it was one."""
         if slot not in self.running:
             return False
         self.running.discard(slot)

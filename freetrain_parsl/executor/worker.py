@@ -150,7 +150,10 @@ class _Slot:
                 store.deliver(message)
         elif message.type == "pause":
             with self._lock:
-                if self._notice is not None and self._generation == (message["trainer"], message["generation"]):
+                if self._notice is not None and self._generation == (
+                    message["trainer"],
+                    message["generation"],
+                ):
                     self._notice.pause_requested.set()
         elif message.type == "exit":
             if message["now"]:
@@ -234,7 +237,7 @@ class _Slot:
                 outcome["reason"] = ended.reason.value
         except PeerLost as error:
             outcome = {"outcome": "peer_lost", "reason": str(error)}
-        except Exception:  # whatever the user's function raises belongs in the user's future
+        except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
             outcome = {"outcome": "failed"}
             payload = _serialized_exception()
         finally:
@@ -254,18 +257,19 @@ class _Slot:
     def _run_task(self, message: Message) -> None:
         try:
             payload, outcome = serialize(execute_task(message.payload)), "finished"
-        except Exception:  # whatever the user's function raises belongs in the user's future
+        except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
             payload, outcome = _serialized_exception(), "failed"
         self._channel.send(Message("task_ended", {"task": message["task"], "outcome": outcome}, payload))
 
 
 def _serialized_exception() -> bytes:
     """Serialise the exception that is being handled, with its traceback."""
-    kind, value, traceback = sys.exc_info()
+    _, value, traceback = sys.exc_info()
+    assert value is not None, "only called while an exception is handled"
     try:
-        return bytes(serialize(RemoteExceptionWrapper(kind, value, traceback)))
+        return bytes(serialize(RemoteExceptionWrapper(type(value), value, traceback)))
     except Exception as refusal:  # noqa: BLE001 - any object may refuse to be pickled, in any way
-        stand_in = RuntimeError(f"{getattr(kind, '__name__', kind)}: {value} (itself it cannot be sent: {refusal})")
+        stand_in = RuntimeError(f"{type(value).__name__}: {value} (itself it cannot be sent: {refusal})")
         return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
 
 

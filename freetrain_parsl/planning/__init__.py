@@ -1,0 +1,1 @@
+"""Deciding, pure: no clock, no I/O, no Parsl, no torch."""

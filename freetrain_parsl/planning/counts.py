@@ -61,9 +61,7 @@ class CountSolution:
     bound: float
 
 
-def maximise_counts(
-    values: Table, incumbent: Counts, *, time_limit: float = 1.0, gap: float = 0.0
-) -> CountSolution:
+def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0, gap: float = 0.0) -> CountSolution:
     """Find counts of the highest total value; among trainers with equal v_j, the earlier get no fewer.
 
     Parameters
@@ -372,9 +370,7 @@ class _Core:
                 used.extend((column, 1.0) for column in segments)
                 if choice:
                     for column, length in zip(segments, lengths, strict=True):
-                        model.add_row(
-                            np.array([column, piece.column]), np.array([1.0, -length]), -np.inf, 0.0
-                        )
+                        model.add_row(np.array([column, piece.column]), np.array([1.0, -length]), -np.inf, 0.0)
             if choice:
                 model.add_row(np.array([p.column for p in pieces]), np.ones(len(pieces)), many, many)
         # Idle nodes cost their price, so a whole number of them beyond the gap is in no better solution.

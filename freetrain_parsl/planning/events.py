@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.model import PoolNode, Trainer, Window
+if TYPE_CHECKING:
+    from freetrain_parsl.planning.model import PoolNode, Trainer, Window
 
 __all__ = [
     "Action",

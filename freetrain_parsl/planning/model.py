@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
-from freetrain_parsl.planning.scaling import ScalingCurve
+
+if TYPE_CHECKING:
+    from freetrain_parsl.planning.scaling import ScalingCurve
 
 Allocation = Mapping[str, frozenset[str]]
 """Trainer name -> names of its nodes. A trainer without nodes is absent."""
@@ -176,7 +179,7 @@ class Trainer:
             raise InvalidTrainer(f"{who}: priority must be positive, got {self.priority!r}")
 
     def rate(self, nodes: int) -> float:
-        """Samples per second on that many nodes."""
+        """Return the samples per second on that many nodes."""
         return self.curve(nodes)
 
 

@@ -94,9 +94,7 @@ def resolve_objective(objective: ObjectiveLike) -> Objective:
             raise InvalidSettings(f"no objective {objective!r}; known are {', '.join(sorted(OBJECTIVES))}")
         return OBJECTIVES[objective]
     if not callable(objective):
-        raise InvalidSettings(
-            f"an objective is a name or a function (trainer, nodes) -> float, got {objective!r}"
-        )
+        raise InvalidSettings(f"an objective is a name or a function (trainer, nodes) -> float, got {objective!r}")
     return objective
 
 
@@ -122,9 +120,7 @@ def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> T
     return table
 
 
-def value_table(
-    objective: Objective, trainer: Trainer, current: int, max_nodes: int, horizon: float
-) -> Table:
+def value_table(objective: Objective, trainer: Trainer, current: int, max_nodes: int, horizon: float) -> Table:
     """Tabulate v_j(0), …, v_j(max_nodes): what counts are worth over the horizon, less the change.
 
     ::

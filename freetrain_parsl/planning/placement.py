@@ -71,9 +71,7 @@ def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trai
     for name, nodes in allocation.items():
         trainer = known.get(name)
         if trainer is None:
-            raise PlanningError(
-                f"allocation: there is no trainer {name!r}; allocate only to those that were given"
-            )
+            raise PlanningError(f"allocation: there is no trainer {name!r}; allocate only to those that were given")
         if not trainer.min_nodes <= len(nodes) <= trainer.max_nodes:
             raise PlanningError(
                 f"allocation: trainer {name!r} takes {trainer.min_nodes} to {trainer.max_nodes} nodes, "
@@ -81,9 +79,7 @@ def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trai
             )
         for node in sorted(nodes):
             if node not in pool:
-                raise PlanningError(
-                    f"allocation: trainer {name!r} got node {node!r}, which is not in the pool"
-                )
+                raise PlanningError(f"allocation: trainer {name!r} got node {node!r}, which is not in the pool")
             if node in owner:
                 raise PlanningError(f"allocation: node {node!r} went to both {owner[node]!r} and {name!r}")
             owner[node] = name

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import singledispatchmethod
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
 from freetrain_parsl.planning.placement import check_allocation
-from freetrain_parsl.planning.policies.base import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from freetrain_parsl.planning.policies.base import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +71,9 @@ class PlannerSettings:
             value = getattr(self, item.name)
             least = 1 if item.name.startswith("max_") else 0
             if value is not None and not (math.isfinite(value) and value >= least):
-                raise InvalidSettings(f"planner setting {item.name!r} must be a number of at least {least}, got {value!r}")
+                raise InvalidSettings(
+                    f"planner setting {item.name!r} must be a number of at least {least}, got {value!r}"
+                )
 
 
 @dataclass
@@ -256,7 +262,10 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.TasksWaiting) -> None:
-        self._dirty = self._dirty or (event.nodes_wanted, event.busy) != (self._tasks.nodes_wanted, self._tasks.busy)
+        self._dirty = self._dirty or (event.nodes_wanted, event.busy) != (
+            self._tasks.nodes_wanted,
+            self._tasks.busy,
+        )
         self._tasks = event
 
     def _drop(self, names: Iterable[str]) -> None:
@@ -265,9 +274,7 @@ class Planner:
         self._dirty = True
 
     def _still_joining(self) -> bool:
-        return any(
-            block.started and not set(block.nodes) <= self._members.keys() for block in self._blocks.values()
-        )
+        return any(block.started and not set(block.nodes) <= self._members.keys() for block in self._blocks.values())
 
     # Planning.
 
@@ -320,7 +327,7 @@ class Planner:
         return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
 
     def _pinned(self, trainer: Trainer, nodes: int) -> Trainer:
-        """A trainer that ends before a rescale would pay is left as it is."""
+        """Leave a trainer as it is that ends before a rescale would pay."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
         ends_soon = trainer.work_left / rate <= trainer.costs.up
@@ -396,7 +403,7 @@ class Planner:
         return waiting_tasks + sum(counts.values())
 
     def _worth_growing(self, trainer: Trainer, nodes: int) -> Trainer:
-        """A trainer that will be done before a new block is ready asks for no more nodes."""
+        """Let a trainer ask for no more nodes that will be done before a new block is ready."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
         ends_soon = trainer.work_left / rate <= self.settings.startup + trainer.costs.up

@@ -51,18 +51,14 @@ class ScalingCurve:
 
     __slots__ = ("_points", "_relative")
 
-    def __init__(
-        self, points: Mapping[int, float] | Iterable[tuple[int, float]], *, relative: bool = False
-    ) -> None:
+    def __init__(self, points: Mapping[int, float] | Iterable[tuple[int, float]], *, relative: bool = False) -> None:
         if isinstance(points, Mapping):
             checked = sorted(map(_point, points.items()))
         else:
             checked = [_point(pair) for pair in points]
         for (before, _), (nodes, _) in pairwise(checked):
             if nodes <= before:
-                raise InvalidTrainer(
-                    f"scaling curve: numbers of nodes must increase, got {nodes} after {before}"
-                )
+                raise InvalidTrainer(f"scaling curve: numbers of nodes must increase, got {nodes} after {before}")
         if not checked:
             raise InvalidTrainer("scaling curve: needs at least one point, such as {1: 100.0}")
         self._points = tuple(checked)
@@ -74,9 +70,7 @@ class ScalingCurve:
 
         Rates are relative to one node: 1, 1.8, 3.24, … at 1, 2, 4, … 65536 nodes.
         """
-        return cls(
-            [(1 << k, _DEFAULT_GAIN_OF_DOUBLING**k) for k in range(_DEFAULT_DOUBLINGS + 1)], relative=True
-        )
+        return cls([(1 << k, _DEFAULT_GAIN_OF_DOUBLING**k) for k in range(_DEFAULT_DOUBLINGS + 1)], relative=True)
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> ScalingCurve:
@@ -105,9 +99,7 @@ class ScalingCurve:
             except InvalidTrainer as error:
                 raise InvalidInput(f"{file}:{line}: {error}") from error
             if count <= previous:
-                raise InvalidInput(
-                    f"{file}:{line}: numbers of nodes must increase, got {count} after {previous}"
-                )
+                raise InvalidInput(f"{file}:{line}: numbers of nodes must increase, got {count} after {previous}")
             previous = count
         if not rows:
             raise InvalidInput(f"{file}: scaling curve: needs at least one point")
@@ -159,9 +151,7 @@ class ScalingCurve:
         if nodes == 0:
             return 0.0
         if nodes < self.first_nodes:
-            raise InvalidTrainer(
-                f"scaling curve: starts at {self.first_nodes} nodes; add a point at or below {nodes}"
-            )
+            raise InvalidTrainer(f"scaling curve: starts at {self.first_nodes} nodes; add a point at or below {nodes}")
         counts, rates = zip(*self._points, strict=True)
         return float(np.interp(nodes, counts, rates))
 
@@ -240,9 +230,7 @@ def _node_count(value: Any) -> int:
     except TypeError:
         count = 0
     if count < 1 or isinstance(value, bool):
-        raise InvalidTrainer(
-            f"scaling curve: a number of nodes must be a whole number of at least 1, got {value!r}"
-        )
+        raise InvalidTrainer(f"scaling curve: a number of nodes must be a whole number of at least 1, got {value!r}")
     return count
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.report.run import RunState
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.report.run import RunState
 
 __all__ = ["run_figures"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -12,7 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.run import RunState, TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.report.run import RunState, TrainingState
 
 __all__ = ["live_view", "training_table"]
 

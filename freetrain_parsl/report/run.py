@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import Entry, read_journal
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["Fragment", "RunState", "TrainingState"]
 

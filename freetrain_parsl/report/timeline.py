@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.run import RunState
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from freetrain_parsl.report.run import RunState
 
 __all__ = ["draw_timeline"]
 
@@ -45,20 +49,45 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
     for stay in history:
         bar = (stay["start"] - begin, (stay["end"] or finish) - stay["start"])
         if stay["kind"] == "main":
-            axes.broken_barh([bar], (row[stay["node"]] - 0.42, 0.84), facecolor="#8a8a8a", edgecolor="white", linewidth=0.6)
+            axes.broken_barh(
+                [bar], (row[stay["node"]] - 0.42, 0.84), facecolor="#8a8a8a", edgecolor="white", linewidth=0.6
+            )
         else:
-            axes.broken_barh([bar], (row[stay["node"]] - 0.42, 0.84), facecolor="none", edgecolor="#444444", hatch="////", linewidth=0.5, alpha=0.45)
+            axes.broken_barh(
+                [bar],
+                (row[stay["node"]] - 0.42, 0.84),
+                facecolor="none",
+                edgecolor="#444444",
+                hatch="////",
+                linewidth=0.5,
+                alpha=0.45,
+            )
     for fragment in run.fragments:
         colour = colour_of(names.index(fragment.training))
         length = (fragment.end or finish) - fragment.start
         for node in fragment.nodes:
             if node in row:
-                axes.broken_barh([(fragment.start - begin, length)], (row[node] - 0.36, 0.72), facecolor=colour, linewidth=0)
+                axes.broken_barh(
+                    [(fragment.start - begin, length)],
+                    (row[node] - 0.36, 0.72),
+                    facecolor=colour,
+                    linewidth=0,
+                )
     _mark_rescales(axes, run, row, begin)
     for time, training in run.checkpoints:
-        fragment = next((f for f in run.fragments if f.training == training and f.start <= time <= (f.end or finish)), None)
-        if fragment is not None and fragment.nodes[0] in row:
-            axes.plot(time - begin, row[fragment.nodes[0]] + 0.22, marker="v", color="black", markersize=4, linestyle="none")
+        saved_in = next(
+            (f for f in run.fragments if f.training == training and f.start <= time <= (f.end or finish)),
+            None,
+        )
+        if saved_in is not None and saved_in.nodes[0] in row:
+            axes.plot(
+                time - begin,
+                row[saved_in.nodes[0]] + 0.22,
+                marker="v",
+                color="black",
+                markersize=4,
+                linestyle="none",
+            )
     axes.set_yticks(range(len(nodes)), nodes)
     axes.set_ylim(len(nodes) - 0.4, -0.6)
     axes.set_xlim(0, finish - begin)
@@ -66,23 +95,37 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
     axes.set_title(title, loc="left", fontsize=11)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    handles = [Patch(color=colour_of(index), label=name) for index, name in enumerate(names)]
+    handles: list[Artist] = [Patch(color=colour_of(index), label=name) for index, name in enumerate(names)]
     handles += [
         Patch(color="#8a8a8a", label="main job"),
         Patch(facecolor="white", edgecolor="#444444", hatch="////", label="our block, starting or idle"),
         Line2D([], [], marker="v", color="black", linestyle="none", markersize=5, label="checkpoint"),
-        Line2D([], [], marker="|", color="black", linestyle="none", markersize=10, markeredgewidth=2, label="rescale"),
+        Line2D(
+            [],
+            [],
+            marker="|",
+            color="black",
+            linestyle="none",
+            markersize=10,
+            markeredgewidth=2,
+            label="rescale",
+        ),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
 
 def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: float) -> None:
-    """A black line where a training goes on with other nodes than before."""
+    """Draw a black line where a training goes on with other nodes than before."""
     before: dict[str, tuple[str, ...]] = {}
     for fragment in run.fragments:
         if fragment.training in before and before[fragment.training] != fragment.nodes:
             for node in fragment.nodes:
                 if node in row:
-                    axes.plot([fragment.start - begin] * 2, [row[node] - 0.4, row[node] + 0.4], color="black", linewidth=1.6)
+                    axes.plot(
+                        [fragment.start - begin] * 2,
+                        [row[node] - 0.4, row[node] + 0.4],
+                        color="black",
+                        linewidth=1.6,
+                    )
         before[fragment.training] = fragment.nodes

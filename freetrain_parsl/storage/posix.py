@@ -223,13 +223,9 @@ class CheckpointDirectory:
         try:
             manifest = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(
-                f"damaged checkpoint {entry.path}: unreadable {_MANIFEST} ({error})"
-            ) from error
+            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {_MANIFEST} ({error})") from error
         if not isinstance(manifest, dict) or manifest.get("step") != entry.step:
-            raise DamagedCheckpoint(
-                f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell step {entry.step}"
-            )
+            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell step {entry.step}")
         return manifest
 
     def verify(self, entry: Entry) -> tuple[Path, dict[str, Any]]:
@@ -254,9 +250,7 @@ class CheckpointDirectory:
                     digest.update(chunk)
                     size += len(chunk)
         except OSError as error:
-            raise DamagedCheckpoint(
-                f"damaged checkpoint {entry.path}: unreadable {_STATE} ({error})"
-            ) from error
+            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {_STATE} ({error})") from error
         if size != manifest.get("bytes"):
             raise DamagedCheckpoint(
                 f"damaged checkpoint {entry.path}: {_STATE} has {size} of {manifest.get('bytes')} bytes"

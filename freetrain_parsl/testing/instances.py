@@ -30,9 +30,7 @@ def random_instance(seed: int, *, max_trainers: int = 8, max_nodes: int = 24) ->
     """
     rng = np.random.default_rng(seed)
     nodes = int(rng.integers(0, max_nodes + 1))
-    trainers = [
-        _odd_trainer(rng, index, max_nodes) for index in range(int(rng.integers(0, max_trainers + 1)))
-    ]
+    trainers = [_odd_trainer(rng, index, max_nodes) for index in range(int(rng.integers(0, max_trainers + 1)))]
     lost = [f"lost{index}" for index in range(4)]
     return Instance(
         _pool(rng, nodes, closing=0.5),
@@ -62,9 +60,7 @@ def _names(nodes: int) -> list[str]:
 def _pool(rng: np.random.Generator, nodes: int, *, closing: float) -> Pool:
     """Nodes of which the share `closing` closes at one of a few known times."""
     times = rng.uniform(1000, 5000, size=4)
-    return Pool(
-        PoolNode(name, float(rng.choice(times)) if rng.random() < closing else None) for name in _names(nodes)
-    )
+    return Pool(PoolNode(name, float(rng.choice(times)) if rng.random() < closing else None) for name in _names(nodes))
 
 
 def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Trainer:
@@ -77,9 +73,7 @@ def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Traine
         name=f"trainer{index}",
         min_nodes=low,
         max_nodes=high,
-        curve=ScalingCurve(
-            {count: float(scale * rng.random() * count ** rng.uniform(0, 1.5)) for count in counts}
-        ),
+        curve=ScalingCurve({count: float(scale * rng.random() * count ** rng.uniform(0, 1.5)) for count in counts}),
         costs=RescaleCosts(*costs.tolist()),
         priority=float(rng.uniform(0.5, 4)),
         submitted=float(index),

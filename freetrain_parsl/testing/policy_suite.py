@@ -66,9 +66,7 @@ class PolicyConformance(ABC):
         for trainer, nodes in case.current.items():
             before = nodes & case.pool.keys()
             after = allocation.get(trainer, frozenset())
-            assert after <= before or after >= before, (
-                f"{trainer} was moved from {set(before)} to {set(after)}"
-            )
+            assert after <= before or after >= before, f"{trainer} was moved from {set(before)} to {set(after)}"
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_same_question_same_answer(self, seed: int) -> None:

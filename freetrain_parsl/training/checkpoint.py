@@ -112,9 +112,7 @@ class Checkpoints:
             "torch": torch.__version__,
             "freetrain": __version__,
         }
-        entry, manifest = self._directory.publish(
-            step, lambda sink: torch.save(state, cast("IO[bytes]", sink)), facts
-        )
+        entry, manifest = self._directory.publish(step, lambda sink: torch.save(state, cast("IO[bytes]", sink)), facts)
         self._write_seconds.append(manifest["write_seconds"])
         logger.info(
             "trainer %s: checkpoint %s (%s), %d bytes in %.3f s",

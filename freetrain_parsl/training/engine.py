@@ -160,9 +160,7 @@ class Engine:
             The checkpoint is of another dataset or batch size.
         """
         if self._order is not None:
-            raise UsageError(
-                "a session has one loader; for other data, as in validation, use a torch DataLoader"
-            )
+            raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
         self._order = order
         self.books.keep_ledger(order.length)
         if self._restored is None or self._restored.state["order"] is None:
@@ -277,9 +275,7 @@ class Engine:
         """Refuse a step that no loss was given for."""
         self.check_running()
         if self._in_hand is None or not self._has_gradients:
-            raise UsageError(
-                "session.step() needs a loss: session.step(loss), or session.backward(loss) before it"
-            )
+            raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
 
     def count_step(self) -> None:
         """Count the optimizer's step on the batch in hand."""

@@ -110,8 +110,7 @@ def run_fragment(
     except Exception as error:
         if membership.world_size > 1 and is_lost_peer(error) and not isinstance(error, PeerLost):
             raise PeerLost(
-                f"trainer {options.name!r}: lost a member of a group of {membership.world_size} "
-                f"({gist(error)})"
+                f"trainer {options.name!r}: lost a member of a group of {membership.world_size} ({gist(error)})"
             ) from error
         raise
     finally:

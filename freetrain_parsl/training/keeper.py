@@ -73,9 +73,7 @@ class Keeper:
         if problem is not None:
             raise problem
         if failed:
-            raise CheckpointError(
-                f"trainer {self._trainer!r}: its first process could not write a checkpoint"
-            )
+            raise CheckpointError(f"trainer {self._trainer!r}: its first process could not write a checkpoint")
         self.newest = self._directory.entry(step, revision)
 
     def restore(self) -> Restored | None:
@@ -101,9 +99,7 @@ class Keeper:
         if problem is not None:
             raise problem
         if status == _DAMAGED:
-            raise DamagedCheckpoint(
-                f"trainer {self._trainer!r}: its first process found no usable checkpoint"
-            )
+            raise DamagedCheckpoint(f"trainer {self._trainer!r}: its first process found no usable checkpoint")
         if status == _FOUND and found is None:
             found = self._checkpoints.load(self._directory.entry(step, revision))
         if found is not None:

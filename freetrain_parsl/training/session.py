@@ -135,9 +135,7 @@ class TrainingSession:
             raise UsageError(f"session.prepare: give {names} to the optimizer, or give the optimizer's class")
         objects: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
         states = model.state_dict()
-        check_restorable(
-            "the model", {name: states[name] for name in states if not torch.is_tensor(states[name])}
-        )
+        check_restorable("the model", {name: states[name] for name in states if not torch.is_tensor(states[name])})
         check_restorable("the optimizer", optimizer.state_dict()["param_groups"])
         for other in others:
             kind = type(other).__name__
@@ -195,9 +193,7 @@ class TrainingSession:
             The newest checkpoint is of another dataset or batch size.
         """
         check_dataset(dataset, batch_size, drop_last=drop_last)
-        order = Order(
-            len(dataset), batch_size, self._engine.options.seed, shuffle=shuffle, drop_last=drop_last
-        )
+        order = Order(len(dataset), batch_size, self._engine.options.seed, shuffle=shuffle, drop_last=drop_last)
         self._engine.use(order)
         return SessionLoader(self._engine, dataset, order, num_workers=num_workers, collate_fn=collate_fn)
 

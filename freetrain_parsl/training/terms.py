@@ -68,9 +68,7 @@ class SessionOptions:
         if self.seed < 0:
             raise InvalidSettings(f"{who}: seed must be zero or more, got {self.seed}")
         if self.checkpoint_interval <= timedelta(0):
-            raise InvalidSettings(
-                f"{who}: checkpoint_interval must be positive, got {self.checkpoint_interval}"
-            )
+            raise InvalidSettings(f"{who}: checkpoint_interval must be positive, got {self.checkpoint_interval}")
         if self.keep < 1:
             raise InvalidSettings(f"{who}: keep must be at least 1 checkpoint, got {self.keep}")
         if self.save_margin < timedelta(0):
@@ -113,9 +111,7 @@ class Membership:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise InvalidSettings(
-                f"trainer {self.trainer!r}: rank {self.rank} is not in a group of {self.world_size}"
-            )
+            raise InvalidSettings(f"trainer {self.trainer!r}: rank {self.rank} is not in a group of {self.world_size}")
 
 
 class Notice:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.model import Window
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.planning.model import Window
 
 
 class BlockState(str, Enum):

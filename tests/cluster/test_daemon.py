@@ -48,9 +48,7 @@ def test_a_command_runs_once_on_every_node_and_knows_where_it_is(start_cluster, 
     found = eventually(ended(client, job_id))
     assert found["state"] == "COMPLETED"
     assert found["exit_codes"] == {"n00": 0, "n01": 0, "n02": 0}
-    assert sorted(out.read_text().splitlines()) == [
-        f"n{rank:02d} {rank} n00,n01,n02 y {tmp_path}" for rank in range(3)
-    ]
+    assert sorted(out.read_text().splitlines()) == [f"n{rank:02d} {rank} n00,n01,n02 y {tmp_path}" for rank in range(3)]
 
 
 def test_a_job_with_a_nonzero_exit_code_has_failed_and_says_where(start_cluster, eventually):
@@ -143,9 +141,7 @@ def test_a_job_stays_on_the_nodes_that_it_names(start_cluster, eventually):
     assert job(client, job_id)["nodes"] == ["n02"]
 
 
-def test_the_workload_runs_as_simulated_and_nobody_is_late_without_preemptible_jobs(
-    start_cluster, eventually
-):
+def test_the_workload_runs_as_simulated_and_nobody_is_late_without_preemptible_jobs(start_cluster, eventually):
     workload = [
         MainJob(0.0, 3, 0.4, 1.0),
         MainJob(0.1, 4, 0.2, 0.5),
@@ -184,9 +180,7 @@ def test_a_stopped_cluster_leaves_no_process_and_no_entry(start_cluster, eventua
     cluster.stop()
 
 
-def test_a_process_that_shed_session_and_environment_goes_with_the_cluster(
-    start_cluster, eventually, tmp_path
-):
+def test_a_process_that_shed_session_and_environment_goes_with_the_cluster(start_cluster, eventually, tmp_path):
     cluster = start_cluster()
     out = tmp_path / "pid"
     hidden = f"env -i setsid bash -c 'echo $$ > {out}; exec sleep 64'"

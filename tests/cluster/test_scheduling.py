@@ -202,10 +202,7 @@ def test_no_main_job_waits_that_could_start_without_delaying_the_first(mains):
             head, *others = self.main_queue
             assert self.job(head).nodes > free
             shadow, _ = self.scheduler.expected_starts(now)[head]
-            ends = [
-                (max(now, self.starts[job] + self.job(job).walltime), self.job(job).nodes)
-                for job in self.holding
-            ]
+            ends = [(max(now, self.starts[job] + self.job(job).walltime), self.job(job).nodes) for job in self.holding]
             extra = free + sum(nodes for end, nodes in ends if end <= shadow) - self.job(head).nodes
             for other in others:
                 job = self.job(other)
@@ -231,8 +228,7 @@ def test_the_plan_reserves_no_node_twice_and_asks_for_no_held_node_before_its_wa
             plan = self.scheduler.expected_starts(now)
             stays = [(start, start + self.job(job).walltime, nodes) for job, (start, nodes) in plan.items()]
             stays += [
-                (now, max(now, self.starts[job] + self.job(job).walltime), nodes)
-                for job, nodes in self.holding.items()
+                (now, max(now, self.starts[job] + self.job(job).walltime), nodes) for job, nodes in self.holding.items()
             ]
             for (begin, end, nodes), (begin2, end2, nodes2) in itertools.combinations(stays, 2):
                 assert begin >= end2 or begin2 >= end or not set(nodes) & set(nodes2)

@@ -64,9 +64,7 @@ def test_a_queue_that_cannot_be_is_refused(arguments):
         generate_workload(**arguments)
 
 
-@pytest.mark.parametrize(
-    "values", [(-1, 1, 1, 1), (0, 0, 1, 1), (0, 1, -1, 1), (0, 1, 1, 0), (0, 1, float("nan"), 1)]
-)
+@pytest.mark.parametrize("values", [(-1, 1, 1, 1), (0, 0, 1, 1), (0, 1, -1, 1), (0, 1, 1, 0), (0, 1, float("nan"), 1)])
 def test_a_main_job_that_cannot_be_is_refused(values):
     with pytest.raises(InvalidSettings, match="a main job needs"):
         MainJob(*values)

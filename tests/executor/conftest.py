@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import parsl
 import pytest
@@ -14,12 +12,17 @@ from parsl.config import Config
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
 from tests.executor.scenario import PLANNER, Site
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
     """Load Parsl with one FreeTrainExecutor on an embedded cluster; everything ends with the test."""
     sites: list[Site] = []
 
-    def load(*, nodes: int = 4, workload=(), also=(), cluster: str | None = None, **changes: Any) -> Site:  # noqa: ANN001
+    def load(*, nodes: int = 4, workload=(), also=(), cluster: str | None = None, **changes: Any) -> Site:
         provider = EmbeddedClusterProvider(
             cluster, nodes=nodes, workload=workload, cluster_dir=str(tmp_path / "cluster"), grace=4.0
         )

@@ -37,7 +37,10 @@ def main(cluster: str, directory: str, slow: str) -> None:
                 told = True
         fragments = [fragment.resumed_from for fragment in run.refresh().fragments]
         progress = run.trainings["t"].progress
-        print(json.dumps({"metrics": future.result()["metrics"], "resumed": fragments, "progress": progress}), flush=True)
+        print(
+            json.dumps({"metrics": future.result()["metrics"], "resumed": fragments, "progress": progress}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

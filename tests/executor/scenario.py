@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingApp, training_app
-from freetrain_parsl.cluster.client import ClusterClient
 from freetrain_parsl.planning.model import Decision
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.report.run import RunState
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.cluster.client import ClusterClient
 
 PLANNER = PlannerSettings(
-    startup=5, min_useful=2, closing_margin=1.5, max_walltime=300, idle_timeout=2, join_timeout=40, settle=1, replan_interval=0.5
+    startup=5,
+    min_useful=2,
+    closing_margin=1.5,
+    max_walltime=300,
+    idle_timeout=2,
+    join_timeout=40,
+    settle=1,
+    replan_interval=0.5,
 )
 
 
@@ -27,7 +36,7 @@ class ScriptedPolicy(Policy):
     def __init__(self, nodes: int = 1) -> None:
         self.nodes = nodes
 
-    def allocate(self, pool, trainers, current, now):  # noqa: ANN001, ANN202
+    def allocate(self, pool, trainers, current, now):
         left = len(pool)
         counts = {}
         for trainer in trainers:
@@ -64,12 +73,12 @@ class Site:
 
 
 def make_app(**options: Any) -> TrainingApp:
-    """A small regression, without dropout, whose parameters are returned; `slow` is a file: steps are long while it exists."""
+    """Make a small regression that returns its parameters; steps are long while the file `slow` exists."""
 
     @training_app(**{"max_nodes": 4, **options})
-    def train(session, *, epochs=6, slow=None, fail_at=None):  # noqa: ANN001, ANN202
-        import os
+    def train(session, *, epochs=6, slow=None, fail_at=None):
         import time
+        from pathlib import Path
 
         import torch
         from torch.nn.functional import mse_loss
@@ -87,7 +96,7 @@ def make_app(**options: Any) -> TrainingApp:
         data = session.loader(TensorDataset(x, y), batch_size=16)
         for epoch in session.epochs(epochs):
             for a, b in data:
-                time.sleep(0.1 if slow is not None and os.path.exists(slow) else 0.005)
+                time.sleep(0.1 if slow is not None and Path(slow).exists() else 0.005)
                 session.step(mse_loss(model(a), b))
                 scheduler.step()
                 if fail_at is not None and epoch == fail_at:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, BlockSubmitted
 from freetrain_parsl.windows.base import Survey, WindowSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 class _FakeBatchSystem(WindowSource):
@@ -23,7 +26,7 @@ class _FakeBatchSystem(WindowSource):
         self.answers = True
         self.accepts = True
 
-    def survey(self, job_ids=()) -> Survey:  # noqa: ANN001
+    def survey(self, job_ids=()) -> Survey:
         self.surveys.append(tuple(job_ids))
         if not self.answers:
             raise BatchSystemError("no answer")

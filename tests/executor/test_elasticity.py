@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -15,9 +16,11 @@ from freetrain_parsl import training_app
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import TooManyRestarts
 from freetrain_parsl.executor.journal import read_journal
-from freetrain_parsl.report.run import RunState
 from freetrain_parsl.training.fragment import run_alone
 from tests.executor.scenario import PLANNER, ScriptedPolicy, Site, make_app
+
+if TYPE_CHECKING:
+    from freetrain_parsl.report.run import RunState
 
 pytestmark = pytest.mark.cluster
 
@@ -69,9 +72,7 @@ def _pid_of_a_slot(site: Site, node: str) -> int:
     return next(e.detail["pid"] for e in reversed(joined) if e.detail["node"] == node)
 
 
-def test_a_main_job_that_needs_the_nodes_gets_them_at_once_and_the_training_goes_on_afterwards(
-    start, tmp_path
-) -> None:
+def test_a_main_job_that_needs_the_nodes_gets_them_at_once_and_the_training_goes_on_afterwards(start, tmp_path) -> None:
     slow = tmp_path / "slow"
     slow.touch()
     site = start(nodes=2, workload=(MainJob(submit=9.0, nodes=2, run=2.0, walltime=4.0),))
@@ -113,7 +114,7 @@ def test_a_training_leaves_before_its_window_closes(start, tmp_path) -> None:
 def test_a_training_that_keeps_crashing_ends_with_a_message_not_in_a_loop(start) -> None:
     start(nodes=1)
 
-    def crash(session):  # noqa: ANN001, ANN202
+    def crash(session):
         import os
         import signal
 

@@ -36,15 +36,15 @@ def test_ordinary_apps_run_as_ordinary_tasks_beside_trainings(start) -> None:
     start(nodes=2)
 
     @python_app
-    def square(x):  # noqa: ANN001, ANN202
+    def square(x):
         return x * x
 
     @python_app
-    def fail():  # noqa: ANN202
+    def fail():
         return 1 / 0
 
     @bash_app
-    def say(stdout):  # noqa: ANN001, ANN202
+    def say(stdout):
         return "echo hello"
 
     training = make_app(max_nodes=2)(epochs=10)
@@ -59,7 +59,7 @@ def test_other_executors_of_the_same_config_are_untouched(start) -> None:
     site = start(nodes=1, also=[ThreadPoolExecutor(label="threads", max_threads=2)])
 
     @python_app(executors=["threads"])
-    def pid():  # noqa: ANN202
+    def pid():
         return os.getpid()
 
     assert {future.result(timeout=20) for future in [pid() for _ in range(5)]} == {os.getpid()}
@@ -78,7 +78,7 @@ def test_unknown_resources_and_names_in_use_are_refused_at_submission(start) -> 
     start(nodes=1)
 
     @python_app
-    def greedy(parsl_resource_specification=None):  # noqa: ANN001, ANN202
+    def greedy(parsl_resource_specification=None):
         return 1
 
     with pytest.raises(InvalidResourceSpecification, match="takes no resource specification"):

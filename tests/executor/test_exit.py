@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from freetrain_parsl.cluster.client import EmbeddedCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.cluster
 
@@ -49,7 +52,7 @@ class _Drivers:
         return self.started[-1]
 
     def left(self) -> list[str]:
-        """Processes that carry the mark, and jobs of ours in the queue."""
+        """List the processes that carry the mark, and the jobs of ours in the queue."""
         jobs = [f"job {job}" for job, j in self.cluster.client.queue().items() if j["kind"] == "preemptible"]
         alive = [*_marked(self.mark), *(process for process in self.descendants if _alive(process))]
         return jobs + [" ".join(process.cmdline()) for process in alive]
@@ -68,7 +71,7 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
         try:
             if process.environ().get("FREETRAIN_TEST_MARK") == mark and _alive(process):
                 yield process
-        except psutil.Error:
+        except psutil.Error:  # noqa: PERF203 - each process may vanish by itself
             continue
 
 
@@ -129,5 +132,3 @@ def test_a_killed_driver_leaves_checkpoints_that_a_second_run_resumes_from(drive
     assert (result["progress"]["samples_lost"], result["progress"]["duplicate_samples"]) == (0, 0)
     second.wait(30)
     assert drivers.nothing_left_within(6), drivers.left()
-
-

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.rendezvous import ChannelKeyValue, RendezvousDesk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from freetrain_parsl.executor.protocol import Message
 
 
 class _Wire:

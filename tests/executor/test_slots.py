@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import zmq
@@ -14,6 +13,10 @@ from parsl import curvezmq
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.protocol import Message, ProtocolError
 from freetrain_parsl.executor.slots import Channel, SlotServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -52,7 +55,13 @@ def driver(cert_dir: str) -> Iterator[_Driver]:
 
 def channel(driver: _Driver, cert_dir: str | None, **changes: object) -> tuple[Channel, queue.Queue]:
     got: queue.Queue = queue.Queue()
-    settings = {"handle": got.put, "on_lost": lambda: got.put("lost"), "beat": 0.05, "silence": 30.0, **changes}
+    settings = {
+        "handle": got.put,
+        "on_lost": lambda: got.put("lost"),
+        "beat": 0.05,
+        "silence": 30.0,
+        **changes,
+    }
     return Channel(["127.0.0.1"], driver.server.port, cert_dir, "node/0/x", **settings), got
 
 

@@ -14,14 +14,9 @@ from freetrain_parsl.planning.scaling import ScalingCurve
 
 def share(nodes, *bounds):
     trainers = [
-        Trainer(f"t{i}", low, high, ScalingCurve({1: 1.0}), submitted=float(i))
-        for i, (low, high) in enumerate(bounds)
+        Trainer(f"t{i}", low, high, ScalingCurve({1: 1.0}), submitted=float(i)) for i, (low, high) in enumerate(bounds)
     ]
-    counts = (
-        EqualSharePolicy()
-        .allocate(Pool(PoolNode(f"n{i:02}") for i in range(nodes)), trainers, {}, 0.0)
-        .counts
-    )
+    counts = EqualSharePolicy().allocate(Pool(PoolNode(f"n{i:02}") for i in range(nodes)), trainers, {}, 0.0).counts
     return [counts.get(trainer.name, 0) for trainer in trainers]
 
 

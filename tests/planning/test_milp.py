@@ -160,9 +160,7 @@ def test_most_of_the_pool_can_change_hands_in_one_step():
     """The published model cannot: its M allows a change by no more than half of the pool."""
     pool = Pool(PoolNode(f"n{i}") for i in range(8))
     curve = ScalingCurve({1: 1.0, 2: 1.9, 8: 2.0})
-    trainers = [
-        Trainer(f"t{i}", 1, 8, curve, RescaleCosts(up=1, down=1), submitted=float(i)) for i in range(4)
-    ]
+    trainers = [Trainer(f"t{i}", 1, 8, curve, RescaleCosts(up=1, down=1), submitted=float(i)) for i in range(4)]
     assert_optimal(case := Instance(pool, tuple(trainers), {"t0": frozenset(pool)}))
     decision = MilpPolicy().allocate(case.pool, case.trainers, case.current, 0.0)
     assert decision.counts == {"t0": 2, "t1": 2, "t2": 2, "t3": 2}
@@ -173,9 +171,7 @@ def test_a_change_that_does_not_pay_within_the_horizon_is_not_made():
     pool = Pool([PoolNode("a"), PoolNode("b")])
     trainer = Trainer("t", 1, 2, ScalingCurve({1: 10.0, 2: 11.0}), RescaleCosts(up=15.0))
     counts = [
-        MilpPolicy(horizon=timedelta(seconds=s))
-        .allocate(pool, [trainer], {"t": frozenset("a")}, 0.0)
-        .counts["t"]
+        MilpPolicy(horizon=timedelta(seconds=s)).allocate(pool, [trainer], {"t": frozenset("a")}, 0.0).counts["t"]
         for s in (149, 151)
     ]
     assert counts == [1, 2]

@@ -54,9 +54,7 @@ def test_window_sorts_its_nodes_and_knows_what_remains():
     assert Window(("a",), opens=0.0, closes=None).remaining(40.0) == math.inf
 
 
-@pytest.mark.parametrize(
-    ("nodes", "closes"), [((), 100.0), (("a", "a"), 100.0), (("a",), 10.0), (("a",), 5.0)]
-)
+@pytest.mark.parametrize(("nodes", "closes"), [((), 100.0), (("a", "a"), 100.0), (("a",), 10.0), (("a",), 5.0)])
 def test_impossible_windows_are_refused(nodes, closes):
     with pytest.raises(PlanningError, match="a window"):
         Window(nodes, opens=10.0, closes=closes)

@@ -20,9 +20,7 @@ from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.testing.exact import value
 from freetrain_parsl.testing.instances import random_instance
 
-TRAINER = Trainer(
-    "t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), RescaleCosts(10, 5, 3), priority=3.0
-)
+TRAINER = Trainer("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), RescaleCosts(10, 5, 3), priority=3.0)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("throughput", 400.0), ("speedup", 2.0), ("priority", 6.0)])
@@ -71,9 +69,7 @@ def test_what_a_function_returns_is_checked(bad):
 
 
 def test_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(
-        InvalidSettings, match="no objective 'speed'; known are priority, speedup, throughput"
-    ):
+    with pytest.raises(InvalidSettings, match="no objective 'speed'; known are priority, speedup, throughput"):
         resolve_objective("speed")
     with pytest.raises(InvalidSettings, match="got 42"):
         resolve_objective(42)

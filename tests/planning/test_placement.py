@@ -11,9 +11,7 @@ from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
 from freetrain_parsl.planning.placement import check_allocation, current_counts, place
 from freetrain_parsl.planning.scaling import ScalingCurve
 
-POOL = Pool(
-    [PoolNode("a", 100.0), PoolNode("b", 300.0), PoolNode("c"), PoolNode("d", 300.0), PoolNode("e", 200.0)]
-)
+POOL = Pool([PoolNode("a", 100.0), PoolNode("b", 300.0), PoolNode("c"), PoolNode("d", 300.0), PoolNode("e", 200.0)])
 CURVE = ScalingCurve({1: 1.0})
 
 

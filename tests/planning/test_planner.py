@@ -15,7 +15,15 @@ from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.scaling import ScalingCurve
 
 SETTINGS = PlannerSettings(
-    startup=10, min_useful=20, closing_margin=5, max_walltime=1000, idle_timeout=30, join_timeout=60, replan_interval=1e6, settle=2, max_pending_blocks=4
+    startup=10,
+    min_useful=20,
+    closing_margin=5,
+    max_walltime=1000,
+    idle_timeout=30,
+    join_timeout=60,
+    replan_interval=1e6,
+    settle=2,
+    max_pending_blocks=4,
 )
 # Concave, so that sharing pays: with linear curves any split of the nodes is as good as another.
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 32.0, 8: 50.0, 64: 60.0})
@@ -258,7 +266,7 @@ class _Greedy(Policy):
 
     name = "greedy"
 
-    def allocate(self, pool, trainers, current, now):  # noqa: ANN001, ANN202
+    def allocate(self, pool, trainers, current, now):
         everything = {t.name: frozenset(pool) for t in trainers}
         return Decision(everything, objective=1.0, proven_optimal=False, bound=math.inf)
 

@@ -145,9 +145,7 @@ def check_usable(directory: CheckpointDirectory, steps: set[int]) -> None:
 
 
 @pytest.mark.parametrize("moment", range(1, 13))
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
-    directory: CheckpointDirectory, moment: int
-) -> None:
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(directory: CheckpointDirectory, moment: int) -> None:
     save(directory, 1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         interrupt_at(monkeypatch, moment, Killed())
@@ -165,9 +163,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
 
 
 @pytest.mark.parametrize("moment", range(1, 9))
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(
-    directory: CheckpointDirectory, moment: int
-) -> None:
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(directory: CheckpointDirectory, moment: int) -> None:
     save(directory, 1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         interrupt_at(monkeypatch, moment, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))

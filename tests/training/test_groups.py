@@ -52,9 +52,7 @@ def test_a_training_through_1_4_2_3_processes_ends_as_an_undisturbed_one(crew: C
     whole = undisturbed(tmp_path / "whole")
     pids = set()
     for world_size, pause_after in ((1, 5), (4, 11), (2, 14)):
-        outcomes = crew.run(
-            world_size, tmp_path / "cut", classify, pause_after=pause_after, pause_rank=world_size - 1
-        )
+        outcomes = crew.run(world_size, tmp_path / "cut", classify, pause_after=pause_after, pause_rank=world_size - 1)
         pids |= {outcome.pid for outcome in outcomes if outcome}
         ends = [outcome.end for outcome in outcomes if outcome]
         assert [type(end) for end in ends] == [Paused] * world_size
@@ -102,9 +100,7 @@ def test_survivors_of_a_killed_peer_say_so_and_can_go_on(crew: Crew, tmp_path: P
     assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
 
 
-def test_an_error_on_one_member_is_its_own_there_and_a_lost_peer_elsewhere(
-    crew: Crew, tmp_path: Path
-) -> None:
+def test_an_error_on_one_member_is_its_own_there_and_a_lost_peer_elsewhere(crew: Crew, tmp_path: Path) -> None:
     outcomes = crew.run(2, tmp_path, fail, rank=1)
     assert [outcome.error.split(":")[0] for outcome in outcomes if outcome] == [
         "PeerLost",

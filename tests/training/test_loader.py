@@ -39,9 +39,7 @@ ORDERS = st.builds(
 
 @given(order=ORDERS, epoch=st.integers(0, 3), world_size=st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
-def test_the_shares_of_all_processes_are_the_epoch_in_order(
-    order: Order, epoch: int, world_size: int
-) -> None:
+def test_the_shares_of_all_processes_are_the_epoch_in_order(order: Order, epoch: int, world_size: int) -> None:
     positions = order.epoch(epoch)
     seen: list[int] = []
     for batch in range(order.batches):
@@ -86,9 +84,7 @@ class Stream(IterableDataset[int]):
         ([1, 2], 3, "drop_last leaves no batch of 3 in 2 samples"),
     ],
 )
-def test_data_that_cannot_be_shared_out_is_refused_in_one_line(
-    dataset: Any, batch_size: int, message: str
-) -> None:
+def test_data_that_cannot_be_shared_out_is_refused_in_one_line(dataset: Any, batch_size: int, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         check_dataset(dataset, batch_size, drop_last=True)
     assert "\n" not in str(caught.value)

@@ -53,9 +53,7 @@ def test_a_group_of_one_needs_neither_store_nor_network() -> None:
         assert not dist.is_initialized()
 
 
-def test_the_interface_is_set_for_the_group_only(
-    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     membership = Membership("net", world_size=2, timeout=timedelta(seconds=0.1), interface="lo")

@@ -86,9 +86,7 @@ class DictionaryServer(BaseManager):
     """Serves `_SHARED` of its own process to the members."""
 
 
-DictionaryServer.register(
-    "dictionary", callable=shared_dictionary, exposed=["set", "get", "add", "check", "delete"]
-)
+DictionaryServer.register("dictionary", callable=shared_dictionary, exposed=["set", "get", "add", "check", "delete"])
 
 
 # ── trainings ─────────────────────────────────────────────────────────────────────────────────────
@@ -292,9 +290,7 @@ class Crew:
 
     def _hire(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=member_loop, args=(theirs, self._server.address, b"crew"), daemon=True
-        )
+        process = self._context.Process(target=member_loop, args=(theirs, self._server.address, b"crew"), daemon=True)
         process.start()
         theirs.close()
         return process, ours

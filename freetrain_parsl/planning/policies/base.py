@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 
 
 class Policy(ABC):

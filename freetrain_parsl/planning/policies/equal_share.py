@@ -36,9 +36,7 @@ class EqualSharePolicy(Policy):
 
     name = "equal_share"
 
-    def __init__(
-        self, objective: ObjectiveLike = "speedup", *, horizon: timedelta = timedelta(seconds=120)
-    ) -> None:
+    def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta = timedelta(seconds=120)) -> None:
         if horizon <= timedelta(0):
             raise InvalidSettings(f"policy 'equal_share': horizon must be positive, got {horizon}")
         self._objective = resolve_objective(objective)

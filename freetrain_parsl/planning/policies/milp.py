@@ -77,12 +77,8 @@ class MilpPolicy(Policy):
         held = current_counts(ranked, pool, current)
         if not ranked:
             return Decision({}, 0.0, proven_optimal=True, bound=0.0)
-        values = np.stack(
-            [value_table(self._objective, t, held[t.name], len(pool), self._horizon) for t in ranked]
-        )
-        solution = maximise_counts(
-            values, _as_it_is(values, held, ranked), time_limit=self._time_limit, gap=self._gap
-        )
+        values = np.stack([value_table(self._objective, t, held[t.name], len(pool), self._horizon) for t in ranked])
+        solution = maximise_counts(values, _as_it_is(values, held, ranked), time_limit=self._time_limit, gap=self._gap)
         counts = {t.name: int(count) for t, count in zip(ranked, solution.counts, strict=True)}
         return Decision(
             place(counts, pool, current),

@@ -1,0 +1,91 @@
+"""``@training_app``: what it refuses, and where; running it is tested with the executor."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetrain_parsl import ScalingCurve, TrainingApp, training_app
+from freetrain_parsl.errors import InvalidInput, InvalidSettings, InvalidTrainer
+
+
+def train(session, lr=0.1):
+    """Train something."""
+    return session.metrics
+
+
+def test_the_decorator_works_with_and_without_arguments() -> None:
+    assert isinstance(training_app(train), TrainingApp)
+    assert isinstance(training_app(max_nodes=4)(train), TrainingApp)
+
+
+def test_an_app_looks_like_its_function() -> None:
+    app = training_app(train)
+    assert (app.__name__, app.__doc__, app.func) == ("train", "Train something.", train)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_nodes": 4, "max_nodes": 2}, "max_nodes (2) is less than min_nodes (4)"),
+        ({"min_nodes": 0}, "min_nodes must be at least 1"),
+        ({"scaling": {4: 10.0}, "min_nodes": 2, "max_nodes": 8}, "add a point at or below min_nodes (2)"),
+        ({"scaling": [(2, 1.0), (1, 2.0)]}, "numbers of nodes must increase"),
+        ({"scaling": {1: float("nan")}}, "scaling curve"),
+        ({"priority": 0.0}, "priority must be positive"),
+        ({"samples": 0}, "samples must be positive"),
+        ({"epochs": -1}, "epochs must be positive"),
+        ({"name": "../escape"}, "letters, digits"),
+        ({"nodes": 4}, "no option 'nodes'"),
+        ({"executors": "label"}, "give a list of labels"),
+    ],
+)
+def test_a_description_that_cannot_run_is_refused_at_decoration_in_one_line(options: dict, message: str) -> None:
+    with pytest.raises(InvalidTrainer) as caught:
+        training_app(**options)(train)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_curve_file_that_is_missing_is_refused_by_name(tmp_path) -> None:
+    with pytest.raises(InvalidInput, match="nowhere"):
+        training_app(scaling=tmp_path / "nowhere.csv")(train)
+
+
+def test_options_change_one_call_and_leave_the_app_alone() -> None:
+    app = training_app(max_nodes=4)(train)
+    other = app.options(name="other", max_nodes=2)
+    assert (other._request("x").max_nodes, app._request("x").max_nodes) == (2, 4)
+    assert other.func is app.func
+
+
+@pytest.mark.parametrize("changes", [{"min_nodes": 9}, {"speed": 1}])
+def test_options_refuse_what_the_decorator_refuses(changes: dict) -> None:
+    with pytest.raises(InvalidTrainer):
+        training_app(max_nodes=4)(train).options(**changes)
+
+
+def test_names_follow_from_function_arguments_and_seed_so_that_a_second_run_finds_its_checkpoints() -> None:
+    app = training_app(train)
+    name = app._derived_name((), {"lr": 0.1})
+    assert name == training_app(train)._derived_name((), {"lr": 0.1})
+    assert name.startswith("train-")
+    others = [app._derived_name((), {"lr": 0.2}), app._derived_name((0.1,), {})]
+    assert len({name, *others, app.options(seed=1)._derived_name((), {"lr": 0.1})}) == 4
+
+
+def test_arguments_without_a_stable_identity_ask_for_a_name() -> None:
+    with pytest.raises(InvalidTrainer, match=r"options\(name="):
+        training_app(train)._derived_name((object(),), {})
+
+
+def test_a_training_needs_a_freetrain_executor_in_the_config() -> None:
+    class Kernel:
+        executors = {"threads": object()}
+
+    with pytest.raises(InvalidSettings, match="needs one FreeTrainExecutor in the loaded Config, found none"):
+        training_app(train)._executor_label(Kernel())
+
+
+def test_a_curve_object_is_taken_as_it_is() -> None:
+    curve = ScalingCurve({1: 1.0, 2: 1.9})
+    assert training_app(scaling=curve, max_nodes=2)(train)._request("x").scaling == curve
