@@ -273,7 +273,7 @@ class Driver(threading.Thread):
             self._order_slot()
 
     def _end_block(self, name: str, reason: str) -> None:
-        block = self._roster.blocks.pop(name, None)
+        block = self._roster.drop_block(name)
         if block is None:
             return
         logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
@@ -291,10 +291,11 @@ class Driver(threading.Thread):
         elif ended.token in self._greeted:
             return  # lost long ago; HTEX has only now noticed
         else:
-            self._roster.tasks_queued -= 1
-            if not isinstance(ended.error, ManagerLost):  # its block ended before it could say hello: normal life
-                self._failed_starts += 1
-                logger.warning("a slot could not start: %s", ended.error)
+            if isinstance(ended.error, ManagerLost):
+                return  # its block ended before it could say hello, and was accounted for then
+            self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
+            self._failed_starts += 1
+            logger.warning("a slot could not start: %s", ended.error)
         if self._failed_starts >= self._MOST_FAILED_STARTS:
             self._fail_all(
                 BatchSystemError(
@@ -335,7 +336,7 @@ class Driver(threading.Thread):
             self._on_task_ended(slot, message)
 
     def _on_hello(self, name: str, message: Message) -> None:
-        self._roster.tasks_queued -= 1
+        self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
         self._failed_starts = 0
         self._greeted.add(message["token"])
         block = self._roster.blocks.get(message["block"])

@@ -180,6 +180,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             encrypted=encrypted,
         )
         self._driver: Driver | None = None
+        self._log_handler: logging.Handler | None = None
         self._desk: BatchDesk | None = None
         self._slot_settings: SlotSettings | None = None
         self._futures: set[Future[Any]] = set()
@@ -213,6 +214,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         root = root.absolute()
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_writable(root)
+        self._log_handler = _log_to(Path(self.logdir) / "freetrain.log")
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or provider.window_source()
         server = SlotServer(self.cert_dir, _PORTS)
@@ -326,6 +328,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
         provider: Any = self.provider
         if hasattr(provider, "close"):
             provider.close()
+        if self._log_handler is not None:
+            logging.getLogger("freetrain_parsl").removeHandler(self._log_handler)
+            self._log_handler.close()
+            self._log_handler = None
 
     # Blocks: the desk's thread.
 
@@ -398,6 +404,17 @@ _JOB_STATES = {
     "NODE_FAILED": JobState.FAILED,
     "UNKNOWN": JobState.UNKNOWN,
 }
+
+
+def _log_to(path: Path) -> logging.Handler:
+    """Write what this package logs beside Parsl's own logs, which hold only what Parsl logs."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
+    ours = logging.getLogger("freetrain_parsl")
+    ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+    return handler
 
 
 def _hours_minutes_seconds(seconds: float) -> str:

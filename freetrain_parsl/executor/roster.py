@@ -84,6 +84,17 @@ class Roster:
         """HTEX tasks of slots that have neither said hello nor failed."""
         self._complete: set[str] = set()
 
+    def drop_block(self, name: str) -> Block | None:
+        """Forget a block that has ended.
+
+        The HTEX tasks of slots that had not said hello are taken for lost with its managers: HTEX itself notices only
+        after its heartbeat, and until then a later block would wait for them. One too many does no harm.
+        """
+        block = self.blocks.pop(name, None)
+        if block is not None and block.started is not None:
+            self.tasks_queued = max(0, self.tasks_queued - self._lacking(block))
+        return block
+
     def of_block(self, block: str) -> list[Slot]:
         """List the slots of a block."""
         return [slot for slot in self.slots.values() if slot.block == block]

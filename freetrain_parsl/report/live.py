@@ -72,12 +72,12 @@ def _time_left(is_open: bool, closes: float | None, now: float) -> Text:  # noqa
 
 def training_table(trainings: Sequence[TrainingState] | Any) -> Table:
     """One row a training: progress, nodes, fragments, last loss."""
-    table = Table(box=None, padding=(0, 2), expand=True)
-    table.add_column("training", header_style="dim")
-    table.add_column("state", header_style="dim")
+    table = Table(box=None, padding=(0, 1), expand=True)
+    table.add_column("training", header_style="dim", no_wrap=True)
+    table.add_column("state", header_style="dim", no_wrap=True)
     table.add_column("progress", header_style="dim", ratio=1)
     for column in ("nodes", "fragments", "rescales", "epoch", "loss"):
-        table.add_column(column, header_style="dim", justify="right")
+        table.add_column(column, header_style="dim", justify="right", no_wrap=True)
     for index, training in enumerate(trainings):
         progress = training.progress
         loss = progress.get("loss")

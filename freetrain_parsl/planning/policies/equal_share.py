@@ -34,7 +34,7 @@ class EqualSharePolicy(Policy):
         The value model, as in `MilpPolicy`; they do not change what is decided.
     """
 
-    name = "equal_share"
+    name = "equal-share"
 
     def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta = timedelta(seconds=120)) -> None:
         if horizon <= timedelta(0):

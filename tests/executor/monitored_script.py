@@ -1,0 +1,30 @@
+"""Run by test_monitoring.py in a process of its own: one training with Parsl's monitoring on."""
+
+import sys
+from datetime import timedelta
+
+import parsl
+from parsl.config import Config
+from parsl.monitoring import MonitoringHub
+
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
+from tests.executor.scenario import PLANNER, make_app
+
+
+def main(directory: str) -> None:
+    """Train on two nodes, so that Parsl's wrapper runs on each of them."""
+    executor = FreeTrainExecutor(
+        provider=EmbeddedClusterProvider(nodes=2, cluster_dir=f"{directory}/cluster"),
+        planner=PLANNER,
+        poll_interval=timedelta(seconds=0.5),
+        threads_per_slot=1,
+    )
+    monitoring = MonitoringHub(logging_endpoint=f"sqlite:///{directory}/monitoring.db")
+    with parsl.load(
+        Config(executors=[executor], run_dir=f"{directory}/runinfo", strategy="none", monitoring=monitoring)
+    ):
+        make_app(max_nodes=2, min_nodes=2)(epochs=2).result()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,18 @@
+"""Read by Parsl's own test-suite as its ``--config``; see test_parsl_suite.py."""
+
+from datetime import timedelta
+
+from parsl.config import Config
+
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
+
+
+def fresh_config() -> Config:
+    """Return two nodes that nobody else wants."""
+    executor = FreeTrainExecutor(
+        provider=EmbeddedClusterProvider(nodes=2),
+        planner=PlannerSettings(startup=5, min_useful=2, closing_margin=2, settle=1),
+        poll_interval=timedelta(seconds=0.5),
+        threads_per_slot=1,
+    )
+    return Config(executors=[executor], strategy="none")

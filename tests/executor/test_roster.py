@@ -1,0 +1,71 @@
+"""The roster: which nodes are complete, and how many slot tasks HTEX must have."""
+
+from __future__ import annotations
+
+from freetrain_parsl.executor.roster import Block, Roster, Slot
+
+
+def slot(name: str, node: str, block: str = "b") -> Slot:
+    return Slot(name, f"token-{name}", node, block, heard=0.0)
+
+
+def add(roster: Roster, new: Slot) -> bool:
+    roster.slots[new.name] = new
+    return roster.completes(new)
+
+
+def test_a_node_is_complete_with_its_last_slot_and_incomplete_with_the_first_lost() -> None:
+    roster = Roster(slots_per_node=2)
+    first, second = slot("1", "n"), slot("2", "n")
+    assert not add(roster, first)
+    assert roster.complete_slots(["n"]) is None
+    assert add(roster, second)
+    assert roster.complete_slots(["n"]) == [first, second]
+    del roster.slots["1"]
+    assert roster.incomplete(first)
+    assert not roster.incomplete(second), "a node leaves the pool once"
+
+
+def test_every_awaited_slot_needs_a_task() -> None:
+    roster = Roster(slots_per_node=2)
+    roster.blocks["b"] = Block("b", ("n", "m"), 60.0, None)
+    assert roster.missing_tasks() == 4
+    roster.tasks_queued = 3
+    assert roster.missing_tasks() == 1
+
+
+def test_tasks_that_went_down_with_a_block_are_not_counted_on() -> None:
+    """HTEX reports them lost only after its heartbeat, too late for the next block."""
+    roster = Roster(slots_per_node=1)
+    roster.blocks["b"] = Block("b", ("n", "m"), 60.0, None)
+    roster.tasks_queued = 2
+    roster.blocks["b"].start(0.0, ("n", "m"), 60.0)
+    assert roster.drop_block("b") is not None
+    roster.blocks["c"] = Block("c", ("x",), 60.0, None)
+    assert roster.missing_tasks() == 1
+
+
+def test_tasks_for_a_block_that_never_started_still_wait_for_the_next() -> None:
+    roster = Roster(slots_per_node=1)
+    roster.blocks["b"] = Block("b", ("n",), 60.0, None)
+    roster.tasks_queued = 1
+    roster.drop_block("b")
+    roster.blocks["c"] = Block("c", ("x",), 60.0, None)
+    assert roster.missing_tasks() == 0
+
+
+def test_slots_long_missing_are_counted_once_a_patience() -> None:
+    roster = Roster(slots_per_node=1)
+    roster.blocks["b"] = Block("b", ("n", "m"), 600.0, None)
+    assert roster.overdue(100.0, 60.0) == 0, "it has not started"
+    roster.blocks["b"].start(0.0, ("n", "m"), None)
+    add(roster, slot("1", "n"))
+    assert [roster.overdue(now, 60.0) for now in (60.0, 61.0, 62.0, 122.0)] == [0, 1, 0, 1]
+
+
+def test_a_block_loses_its_nodes_at_its_walltime_or_its_windows_close_whichever_is_first() -> None:
+    block = Block("b", ("n",), seconds=100.0, closes=150.0)
+    assert block.loses_nodes_at(20.0) == 120.0, "not known to have started: from now at the latest"
+    assert block.loses_nodes_at(90.0) == 150.0
+    block.start(10.0, ("n",), 110.0)
+    assert block.loses_nodes_at(90.0) == 110.0
