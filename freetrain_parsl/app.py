@@ -69,7 +69,9 @@ class TrainingApp(AppBase):
         self.__wrapped__ = func
         self._options = options
         self._curve = ScalingCurve.of(options.scaling)
-        self._request(options.name or "checked-at-decoration")  # a description that cannot run is refused where it stands
+        self._request(
+            options.name or "checked-at-decoration"
+        )  # a description that cannot run is refused where it stands
 
     def options(self, **changes: Any) -> TrainingApp:
         """Return the same app with some of the decorator's arguments changed, for one call or more.

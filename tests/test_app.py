@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from freetrain_parsl import ScalingCurve, TrainingApp, training_app
@@ -80,7 +82,7 @@ def test_arguments_without_a_stable_identity_ask_for_a_name() -> None:
 
 def test_a_training_needs_a_freetrain_executor_in_the_config() -> None:
     class Kernel:
-        executors = {"threads": object()}
+        executors: ClassVar = {"threads": object()}
 
     with pytest.raises(InvalidSettings, match="needs one FreeTrainExecutor in the loaded Config, found none"):
         training_app(train)._executor_label(Kernel())

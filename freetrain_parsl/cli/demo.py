@@ -121,7 +121,7 @@ def _workload(
 
 
 def _apps_directory() -> Path:
-    """The example apps: beside the package in a checkout, inside it when installed."""
+    """Find the example apps: beside the package in a checkout, inside it when installed."""
     package = Path(__file__).parents[1]
     for directory in (package.parent / "apps", package / "apps"):
         if (directory / "digits.py").is_file():

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from freetrain_parsl.errors import BatchSystemError
 
 if TYPE_CHECKING:
-    from freetrain_parsl.windows.base import Survey, WindowSource
     from collections.abc import Callable
+
+    from freetrain_parsl.windows.base import Survey, WindowSource
 
 logger = logging.getLogger(__name__)
 

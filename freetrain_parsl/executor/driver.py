@@ -10,28 +10,25 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parsl.app.errors import RemoteExceptionWrapper
 from parsl.executors.high_throughput.errors import ManagerLost
-from parsl.serialize import deserialize
 
-from freetrain_parsl.errors import BatchSystemError, TooManyRestarts, TrainingError
+from freetrain_parsl.errors import BatchSystemError, TrainingError
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, BlockSubmitted
+from freetrain_parsl.executor.conductor import Conductor, TrainingSettings
 from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.rendezvous import RendezvousDesk
 from freetrain_parsl.executor.roster import Block, Roster, Slot
-from freetrain_parsl.executor.trainings import Generation, Training
+from freetrain_parsl.executor.tasks import Task, TaskQueue
+from freetrain_parsl.executor.trainings import Training
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import Decision, PoolNode, RescaleCosts, Window
+from freetrain_parsl.planning.model import Decision, PoolNode, Window
 from freetrain_parsl.planning.planner import Planner, PlannerSettings
 from freetrain_parsl.windows.base import Survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
-    from pathlib import Path
 
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.slots import SlotServer
@@ -39,58 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Driver", "DriverSettings", "SlotTaskEnded", "Task"]
-
-
-@dataclass(frozen=True)
-class DriverSettings:
-    """How the driver treats slots and trainings; times in seconds.
-
-    Parameters
-    ----------
-    checkpoint_root
-        Where trainings keep their checkpoints; reachable from the nodes.
-    checkpoint_interval, keep, save_margin
-        See ``training.fragment.SessionOptions``.
-    costs
-        Rescale costs of trainings that state none.
-    slots_per_node
-        Slots that make a node complete.
-    threads
-        Threads of each slot's torch; ``None``: torch's own choice.
-    silence
-        A slot that says nothing for so long is lost.
-    loss_timeout
-        When a member is lost, the others must end within this time, or are lost too.
-    collective_timeout
-        Of torch's collectives and of rendezvous.
-    max_crashes
-        Slots that may die under a training, on nodes that nobody took, between two checkpoints.
-    patience
-        A block whose slots are missing so long after its start is offered new slot tasks.
-    """
-
-    checkpoint_root: Path
-    checkpoint_interval: float = 60.0
-    keep: int = 2
-    save_margin: float = 2.0
-    costs: RescaleCosts = field(default_factory=RescaleCosts)
-    slots_per_node: int = 1
-    threads: int | None = None
-    silence: float = 15.0
-    loss_timeout: float = 10.0
-    collective_timeout: float = 60.0
-    max_crashes: int = 3
-    patience: float = 60.0
-
-
-@dataclass
-class Task:
-    """An ordinary Parsl task: it runs in one slot, and again in another if that is lost."""
-
-    number: int
-    payload: bytes
-    future: Future[Any]
+__all__ = ["Driver", "SlotTaskEnded"]
 
 
 @dataclass(frozen=True)
@@ -112,8 +58,12 @@ class Driver(threading.Thread):
         Owned by this thread from its start on.
     desk
         The batch desk; its `post` must be this driver's.
-    settings
-        See `DriverSettings`.
+    training_settings
+        See `TrainingSettings`.
+    slots_per_node
+        Slots that make a node complete.
+    silence
+        A slot that says nothing for so many seconds is lost.
     submit_slot
         Submits one more slot task to HTEX, named by a token.
     fail_all
@@ -124,6 +74,7 @@ class Driver(threading.Thread):
 
     _PASS = 0.25  # seconds between passes when nothing happens: bounds how late a time-out is noticed
     _MOST_FAILED_STARTS = 5
+    _PATIENCE = 60.0  # seconds until a running block whose slots are missing is offered new slot tasks
 
     def __init__(
         self,
@@ -133,7 +84,9 @@ class Driver(threading.Thread):
         server: SlotServer,
         desk: BatchDesk,
         journal: Journal,
-        settings: DriverSettings,
+        training_settings: TrainingSettings,
+        slots_per_node: int,
+        silence: float,
         submit_slot: Callable[[str], None],
         fail_all: Callable[[Exception], None],
         clock: Callable[[], float],
@@ -143,19 +96,24 @@ class Driver(threading.Thread):
         self._server = server
         self._desk = desk
         self._journal = journal
-        self._settings = settings
+        self._silence = silence
         self._submit_slot = submit_slot
         self._fail_all = fail_all
         self._clock = clock
         self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
-        self._trainings: dict[str, Training] = {}
-        self._roster = Roster(settings.slots_per_node)
-        self._rendezvous = RendezvousDesk(self._server.send)
-        self._tasks: dict[int, Task] = {}
-        self._queued_tasks: list[int] = []
-        self._lent: frozenset[str] = frozenset()
+        self._roster = Roster(slots_per_node)
+        self._conductor = Conductor(
+            training_settings,
+            roster=self._roster,
+            send=server.send,
+            kill=self._kill,
+            emit=self._events.append,
+            journal=journal,
+            clock=clock,
+        )
+        self._tasks = TaskQueue(self._roster, slots_per_node, server.send)
         self._windows: tuple[Window, ...] = ()
         self._tokens = 0
         self._greeted: set[str] = set()
@@ -199,12 +157,12 @@ class Driver(threading.Thread):
         while not self._posted.empty():
             self._on_post(self._posted.get())
         self._find_silent()
-        self._rendezvous.expire(self._clock())
-        self._act(self._planner.advance(*self._events, ev.Tick(self._clock())))
-        self._events.clear()
-        for training in list(self._trainings.values()):
-            self._converge(training)
-        self._serve_tasks()
+        self._conductor.rendezvous.expire(self._clock())
+        self._events.append(self._tasks.demand(self._clock()))
+        events, self._events[:] = list(self._events), []  # acting makes new ones
+        self._act(self._planner.advance(*events))
+        self._conductor.converge()
+        self._tasks.serve()
         self._journal.commit()
 
     def _record_decision(self, time: float, purpose: str, decision: Decision) -> None:
@@ -223,11 +181,9 @@ class Driver(threading.Thread):
 
     def _on_post(self, item: object) -> None:
         if isinstance(item, Training):
-            self._on_training(item)
+            self._conductor.submit(item)
         elif isinstance(item, Task):
-            self._tasks[item.number] = item
-            self._queued_tasks.append(item.number)
-            self._tell_tasks()
+            self._tasks.submit(item)
         elif isinstance(item, Survey):
             self._on_survey(item)
         elif isinstance(item, BlockSubmitted):
@@ -238,18 +194,6 @@ class Driver(threading.Thread):
             self._end_block(item.block, f"refused: {item.reason}")
         elif isinstance(item, SlotTaskEnded):
             self._on_slot_task_ended(item)
-
-    def _on_training(self, training: Training) -> None:
-        trainer = training.request.trainer(self._settings.costs, submitted=self._clock())
-        self._trainings[training.name] = training
-        self._events.append(ev.TrainerSubmitted(self._clock(), trainer))
-        self._write(
-            "training_submitted",
-            training.name,
-            min_nodes=trainer.min_nodes,
-            max_nodes=trainer.max_nodes,
-            samples=training.request.samples,
-        )
 
     def _on_survey(self, survey: Survey) -> None:
         self._events.append(ev.WindowsSeen(survey.time, survey.windows))
@@ -269,7 +213,7 @@ class Driver(threading.Thread):
                 if block.ends is not None:
                     self._events.append(ev.NodesClosing(self._clock(), block.nodes, block.ends))
                 self._write("block_started", block.name, nodes=list(block.nodes), ends=block.ends)
-        for _ in range(self._roster.overdue(self._clock(), self._settings.patience)):
+        for _ in range(self._roster.overdue(self._clock(), self._PATIENCE)):
             self._order_slot()
 
     def _end_block(self, name: str, reason: str) -> None:
@@ -325,15 +269,15 @@ class Driver(threading.Thread):
         if message.type == "beat":
             self._server.send(name, message)
         elif message.type == "kv":
-            self._rendezvous.handle(name, message, self._clock())
+            self._conductor.rendezvous.handle(name, message, self._clock())
         elif message.type == "notice":
             self._on_notice(slot, message["closes_in"])
         elif message.type == "progress":
-            self._on_progress(message)
-        elif message.type == "ended":
-            self._on_ended(slot, message)
-        elif message.type == "task_ended":
-            self._on_task_ended(slot, message)
+            self._conductor.on_progress(message)
+        elif message.type in ("ended", "task_ended"):
+            (self._conductor if message.type == "ended" else self._tasks).on_ended(slot, message)
+            if slot.leaving:
+                self._lose(slot, "the batch system takes its node", crash=False)
 
     def _on_hello(self, name: str, message: Message) -> None:
         self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
@@ -362,9 +306,9 @@ class Driver(threading.Thread):
             self._lose(slot, "the batch system takes its node", crash=False)
 
     def _find_silent(self) -> None:
-        limit = self._clock() - self._settings.silence
+        limit = self._clock() - self._silence
         for slot in [slot for slot in self._roster.slots.values() if slot.heard < limit]:
-            self._kill(slot, f"no sign of life for {self._settings.silence:g} s")
+            self._kill(slot, f"no sign of life for {self._silence:g} s")
 
     def _kill(self, slot: Slot, reason: str) -> None:
         self._server.send(slot.name, Message("exit", {"now": True}))
@@ -379,181 +323,9 @@ class Driver(threading.Thread):
         if self._roster.incomplete(slot):
             self._events.append(ev.NodesLeft(self._clock(), (slot.node,)))
             self._write("node_left", slot.node, reason=reason)
-        if isinstance(slot.busy, str):
-            training = self._trainings.get(slot.busy)
-            if training is not None and training.generation is not None:
-                training.crashes += crash
-                training.last_crash = reason if crash else training.last_crash
-                self._end_member(training, training.generation, slot.name, lost=True)
-        elif slot.busy is not None:
-            self._requeue_task(slot.busy)
+        self._conductor.on_lost(slot, reason, crash=crash)
+        self._tasks.on_lost(slot)
         self._desk.survey_soon()
-
-    # Trainings.
-
-    def _on_progress(self, message: Message) -> None:
-        training = self._trainings.get(message["trainer"])
-        if training is None or message["generation"] != training.generations:
-            return
-        self._take_progress(training, message["progress"])
-
-    def _take_progress(self, training: Training, progress: dict[str, Any]) -> None:
-        if training.take(progress):
-            self._write("checkpoint", training.name, step=progress["checkpoint_step"])
-        self._write("progress", training.name, **progress)
-        total = progress.get("samples_total") or training.request.samples
-        if total is not None:
-            left = max(0.0, float(total) - progress["samples"])
-            self._events.append(ev.TrainerProgressed(self._clock(), training.name, left))
-
-    def _on_ended(self, slot: Slot, message: Message) -> None:
-        training = self._trainings.get(message["trainer"])
-        slot.busy = None
-        if training is None or (generation := training.generation) is None:
-            return
-        if message["generation"] != generation.number or slot.name not in generation.running:
-            return
-        outcome = message["outcome"]
-        if slot.name == generation.first and message.header.get("progress"):
-            self._take_progress(training, message["progress"])
-        if outcome == "failed":
-            self._fail(training, _exception_of(message.payload))
-        elif outcome == "finished" and slot.name == generation.first:
-            self._finish(training, deserialize(message.payload))
-        self._end_member(training, generation, slot.name, lost=outcome in ("peer_lost", "failed"))
-        if slot.leaving:
-            self._lose(slot, "the batch system takes its node", crash=False)
-
-    def _end_member(self, training: Training, generation: Generation, slot: str, *, lost: bool) -> None:
-        if not generation.end(slot):
-            return
-        if lost and generation.failing_since is None:
-            generation.failing_since = self._clock()
-        if not generation.running:
-            self._rendezvous.drop(training.key)
-            self._write(
-                "fragment_ended",
-                training.name,
-                generation=generation.number,
-                nodes=sorted(generation.nodes),
-                lost=generation.failing_since is not None,
-                progress=training.progress,
-            )
-            training.generation = None
-            if training.future.done():
-                self._trainings.pop(training.name, None)
-
-    def _finish(self, training: Training, value: object) -> None:
-        self._events.append(ev.TrainerFinished(self._clock(), training.name))
-        self._write("training_finished", training.name, progress=training.progress)
-        self._journal.commit()  # before anybody who waits for the future looks into it
-        training.future.set_result(value)
-
-    def _fail(self, training: Training, error: BaseException) -> None:
-        if training.future.done():
-            return
-        self._events.append(ev.TrainerFailed(self._clock(), training.name))
-        self._write("training_failed", training.name, error=f"{type(error).__name__}: {error}")
-        self._journal.commit()
-        training.future.set_exception(error)
-        if training.generation is None:
-            self._trainings.pop(training.name, None)
-        else:
-            self._pause(training, training.generation)
-
-    def _converge(self, training: Training) -> None:
-        """Move one training a step from where it runs to where it should."""
-        generation = training.generation
-        if generation is not None:
-            failing = generation.failing_since
-            if failing is not None and self._clock() - failing > self._settings.loss_timeout:
-                for name in list(generation.running):
-                    self._kill(self._roster.slots[name], "its peers were lost and it did not end")
-            elif generation.nodes != training.desired and not generation.pausing and failing is None:
-                self._pause(training, generation)
-            return
-        if training.crashes > self._settings.max_crashes:
-            self._fail(
-                training,
-                TooManyRestarts(
-                    f"training {training.name!r}: {training.crashes} of its processes died since its last checkpoint, "
-                    f"though their nodes were not taken; the last: {training.last_crash}; "
-                    "see the worker logs in the run directory"
-                ),
-            )
-            return
-        if training.desired and not training.future.done():
-            self._start(training)
-
-    def _pause(self, training: Training, generation: Generation) -> None:
-        generation.pausing = True
-        header = {"trainer": training.name, "generation": generation.number}
-        for name in generation.running:
-            self._server.send(name, Message("pause", header))
-
-    def _start(self, training: Training) -> None:
-        """Start the next generation, if all slots of its nodes are there and free."""
-        slots = self._roster.complete_slots(training.desired)
-        if slots is None or any(slot.busy is not None or slot.leaving for slot in slots):
-            return
-        training.generations += 1
-        training.generation = Generation(
-            training.generations,
-            training.desired,
-            {slot.name for slot in slots},
-            first=slots[0].name,
-            started=self._clock(),
-        )
-        self._rendezvous.open(training.key)
-        interval = training.request.checkpoint_interval
-        header = {
-            "trainer": training.name,
-            "generation": training.generations,
-            "world_size": len(slots),
-            "timeout": self._settings.collective_timeout,
-            "checkpoint_root": str(self._settings.checkpoint_root),
-            "checkpoint_interval": self._settings.checkpoint_interval if interval is None else interval.total_seconds(),
-            "keep": self._settings.keep,
-            "save_margin": self._settings.save_margin,
-            "seed": training.request.seed,
-            "threads": self._settings.threads,
-            "epochs": training.request.epochs,
-        }
-        for rank, slot in enumerate(slots):
-            slot.busy = training.name
-            self._server.send(slot.name, Message("run", {**header, "rank": rank}, training.payload))
-        self._write("fragment_started", training.name, generation=training.generations, nodes=sorted(training.desired))
-
-    # Ordinary tasks.
-
-    def _serve_tasks(self) -> None:
-        for slot in self._roster.free_slots(self._lent):
-            if not self._queued_tasks:
-                break
-            number = self._queued_tasks.pop(0)
-            task = self._tasks[number]
-            slot.busy = number
-            self._server.send(slot.name, Message("task", {"task": number}, task.payload))
-        self._tell_tasks()
-
-    def _on_task_ended(self, slot: Slot, message: Message) -> None:
-        slot.busy = None
-        task = self._tasks.pop(message["task"], None)
-        if task is not None and message["outcome"] == "finished":
-            task.future.set_result(deserialize(message.payload))
-        elif task is not None:
-            task.future.set_exception(_exception_of(message.payload))
-        if slot.leaving:
-            self._lose(slot, "the batch system takes its node", crash=False)
-
-    def _requeue_task(self, number: int) -> None:
-        if number in self._tasks:
-            self._queued_tasks.insert(0, number)
-
-    def _tell_tasks(self) -> None:
-        busy = frozenset(slot.node for slot in self._roster.slots.values() if isinstance(slot.busy, int))
-        nodes = -(-len(self._queued_tasks) // self._settings.slots_per_node)
-        self._events.append(ev.TasksWaiting(self._clock(), nodes, busy))
 
     # Actions.
 
@@ -567,9 +339,9 @@ class Driver(threading.Thread):
                     self._desk.withdraw(action.block)
                 self._write("block_released", action.block)
             elif isinstance(action, ev.Lend):
-                self._lent = action.nodes
-            elif isinstance(action, ev.Reassign) and (training := self._trainings.get(action.trainer)) is not None:
-                training.desired = action.nodes
+                self._tasks.lent = action.nodes
+            elif isinstance(action, ev.Reassign):
+                self._conductor.assign(action.trainer, action.nodes)
                 self._write(type(action).__name__.lower(), action.trainer, nodes=sorted(action.nodes))
 
     def _request(self, action: ev.RequestBlock) -> None:
@@ -587,8 +359,3 @@ class Driver(threading.Thread):
 
     def _write(self, kind: str, subject: str, **detail: Any) -> None:
         self._journal.write(self._clock(), kind, subject, **detail)
-
-
-def _exception_of(payload: bytes) -> BaseException:
-    wrapped = deserialize(payload)
-    return wrapped.get_exception() if isinstance(wrapped, RemoteExceptionWrapper) else TrainingError(repr(wrapped))

@@ -23,9 +23,11 @@ from parsl.serialize.errors import SerializationError
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, DeskPost
-from freetrain_parsl.executor.driver import Driver, DriverSettings, SlotTaskEnded, Task
+from freetrain_parsl.executor.conductor import TrainingSettings
+from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slots import SlotServer
+from freetrain_parsl.executor.tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest
 from freetrain_parsl.executor.worker import SlotSettings, run_slot
 from freetrain_parsl.planning.model import RescaleCosts
@@ -241,14 +243,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
             server=server,
             desk=self._desk,
             journal=Journal(self.journal_path),
-            settings=DriverSettings(
+            training_settings=TrainingSettings(
                 checkpoint_root=root,
                 checkpoint_interval=self.checkpoint_interval.total_seconds(),
                 costs=self.rescale_costs,
-                slots_per_node=self.slots_per_node,
                 threads=self.threads_per_slot,
-                silence=self.silence.total_seconds(),
             ),
+            slots_per_node=self.slots_per_node,
+            silence=self.silence.total_seconds(),
             submit_slot=self._submit_slot,
             fail_all=self._fail_all,
             clock=time.time,

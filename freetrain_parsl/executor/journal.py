@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Entry", "Journal", "read_journal"]
+__all__ = ["Entry", "Journal", "read_journal", "read_progress"]
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS event (
@@ -21,6 +21,11 @@ CREATE TABLE IF NOT EXISTS event (
     kind TEXT NOT NULL,      -- a word, such as 'fragment_started'
     subject TEXT NOT NULL,   -- the training, block or node that it is about
     detail TEXT NOT NULL     -- JSON object
+);
+CREATE TABLE IF NOT EXISTS progress (
+    training TEXT PRIMARY KEY,
+    time REAL NOT NULL,      -- of its last report, seconds since the epoch
+    detail TEXT NOT NULL     -- JSON object: training.terms.Progress
 );
 """
 
@@ -60,6 +65,13 @@ class Journal:
             (time, kind, subject, json.dumps(detail)),
         )
 
+    def keep_progress(self, time: float, training: str, progress: dict[str, Any]) -> None:
+        """Replace the last progress report of a training: they come too often to keep all."""
+        self._database.execute(
+            "INSERT OR REPLACE INTO progress (training, time, detail) VALUES (?, ?, ?)",
+            (training, time, json.dumps(progress)),
+        )
+
     def commit(self) -> None:
         """Make what was written visible to readers."""
         if self._database.in_transaction:
@@ -80,3 +92,13 @@ def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, Entry]]:
             yield number, Entry(time, kind, subject, json.loads(detail))
     finally:
         database.close()
+
+
+def read_progress(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the last progress report of each training, by name."""
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        rows = database.execute("SELECT training, detail FROM progress").fetchall()
+    finally:
+        database.close()
+    return {training: json.loads(detail) for training, detail in rows}

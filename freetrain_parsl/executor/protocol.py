@@ -32,9 +32,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import FreeTrainError
+from parsl.app.errors import RemoteExceptionWrapper
+from parsl.serialize import deserialize
+from parsl.serialize.errors import DeserializationError
+
+from freetrain_parsl.errors import FreeTrainError, TrainingError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Header = dict[str, Any]
 
@@ -73,3 +80,24 @@ class Message:
             return cls(header.pop("type"), header, payload)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ProtocolError(f"received {len(frames)} frames that are no message: {error}") from None
+
+
+def settle_with_payload(future: Future[Any], payload: bytes) -> None:
+    """Resolve a future to a value that a slot sent, or to the reason why it cannot be read here."""
+    if future.done():
+        return
+    try:
+        value = deserialize(payload)
+    except Exception as error:  # noqa: BLE001 - unpickling runs the value's own code
+        future.set_exception(DeserializationError(f"the result came, but cannot be read here: {error!r}"))
+    else:
+        future.set_result(value)
+
+
+def error_in(payload: bytes) -> BaseException:
+    """Return the exception that a slot sent, with its remote traceback."""
+    try:
+        wrapped = deserialize(payload)
+        return wrapped.get_exception() if isinstance(wrapped, RemoteExceptionWrapper) else TrainingError(repr(wrapped))
+    except Exception as error:  # noqa: BLE001 - unpickling runs the exception's own code
+        return DeserializationError(f"it failed, but its exception cannot be read here: {error!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidTrainer
@@ -87,23 +87,32 @@ class Generation:
     Parameters
     ----------
     number
-        Counts the fragments of this training in this run, from 1.
+        Counts the fragments of all trainings of this driver, from 1: no two are ever confused.
     nodes
         Where it runs.
     running
         Slots that have not ended it yet.
     first
         The slot of rank 0.
+    pausing
+        It was told to stop.
+    reported
+        Its first member has told where it began.
+    failing_since
+        When a member was lost, seconds since the epoch; the others must end soon.
     """
 
     number: int
     nodes: frozenset[str]
     running: set[str]
     first: str
-    started: float
     pausing: bool = False
+    reported: bool = False
     failing_since: float | None = None
-    """When a member was lost; the others must end soon."""
+
+    def key(self, training: str) -> str:
+        """Name its rendezvous store."""
+        return f"{training}/{self.number}"
 
     def end(self, slot: str) -> bool:
         """Note that a member has ended; whether it was one."""
@@ -122,8 +131,7 @@ class Training:
     future: Future[Any]
     desired: frozenset[str] = frozenset()
     generation: Generation | None = None
-    generations: int = 0
-    progress: dict[str, Any] = field(default_factory=dict)
+    checkpoint_step: int | None = None
     crashes: int = 0
     """Slots that died under it since its last checkpoint, though nobody took their nodes."""
     last_crash: str = ""
@@ -133,16 +141,10 @@ class Training:
         """The training's name."""
         return self.request.name
 
-    @property
-    def key(self) -> str:
-        """The running generation's rendezvous store."""
-        return f"{self.name}/{self.generations}"
-
     def take(self, progress: dict[str, Any]) -> bool:
-        """Keep a progress report; whether it brought a new checkpoint."""
-        before, self.progress = self.progress.get("checkpoint_step"), progress
-        saved = progress.get("checkpoint_step")
-        if saved is not None and saved != before:
-            self.crashes = 0
-            return True
-        return False
+        """Note what a progress report says of checkpoints; whether there is a new one."""
+        before, self.checkpoint_step = self.checkpoint_step, progress["checkpoint_step"]
+        if self.checkpoint_step is None or self.checkpoint_step == before:
+            return False
+        self.crashes = 0
+        return True

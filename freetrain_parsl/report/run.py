@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.journal import Entry, read_journal
+from freetrain_parsl.executor.journal import Entry, read_journal, read_progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +91,9 @@ class RunState:
                 take = getattr(self, f"_on_{entry.kind}", None)
                 if take is not None:
                     take(entry)
+            for name, progress in read_progress(self._journal).items():
+                if name in self.trainings:
+                    self.trainings[name].progress = progress
         return self
 
     @property
@@ -122,14 +125,11 @@ class RunState:
         if training.state == "running":
             training.state = "waiting"
 
-    def _on_progress(self, entry: Entry) -> None:
-        training = self.trainings[entry.subject]
-        training.progress = entry.detail
+    def _on_fragment_resumed(self, entry: Entry) -> None:
         fragment = self._last_fragment(entry.subject)
-        resumed_from = entry.detail["resumed_from"]
-        if fragment is not None and fragment.resumed_from is None and resumed_from is not None:
-            fragment.resumed_from = resumed_from
-            training.resumes += 1
+        if fragment is not None:
+            fragment.resumed_from = entry.detail["step"]
+            self.trainings[entry.subject].resumes += 1
 
     def _on_checkpoint(self, entry: Entry) -> None:
         self.trainings[entry.subject].checkpoints += 1

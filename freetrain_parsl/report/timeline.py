@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.report.colours import colour_of
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from matplotlib.artist import Artist
 
     from freetrain_parsl.report.run import RunState
 
