@@ -71,11 +71,14 @@ def demo(
     json_file: Path | None = typer.Option(None, "--json", help="Write the figures to this file."),
 ) -> None:
     """Run seven trainings in the holes of a busy little cluster, and show what they made of them."""
+    from freetrain_parsl.planning.policies import resolve_policy
+
     console = Console()
-    directory = _new_run_directory(run_dir)
+    resolve_policy(policy)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
     workload = _workload(nodes, seed, job_log, compression, log_start, time_limit)
+    directory = _new_run_directory(run_dir)
     with _interruptible():
         figures = _run(console, directory, nodes, workload, policy, time_limit)
     if json_file is not None:

@@ -1,7 +1,7 @@
 """The batch desk: the one place from which the batch system is asked anything, in a thread of its own.
 
 Good manners live here: at most one round of queries an interval, submissions under a rate limit, exponential
-back-off when the batch system does not answer.
+back-off when the batch system does not answer or refuses.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class BatchDesk(threading.Thread):
         self._watched: dict[str, str] = {}  # job -> block
         self._submitted_at: deque[float] = deque()
         self._failures = 0
+        self._refusals = 0
+        self._submit_after = 0.0
         self._survey_at = 0.0
         self._stopping = False
 
@@ -172,23 +174,34 @@ class BatchDesk(threading.Thread):
     def _next_due(self) -> float:
         if self._withdrawn or (self._orders and self._allowance()):
             return 0.0
-        if self._orders:
-            return min(self._survey_at, self._submitted_at[0] + 60.0)
-        return self._survey_at
+        if not self._orders:
+            return self._survey_at
+        full_until = self._submitted_at[0] + 60.0 if len(self._submitted_at) >= self._limit else 0.0
+        return min(self._survey_at, max(full_until, self._submit_after))
 
     def _allowance(self) -> int:
-        while self._submitted_at and self._submitted_at[0] <= self._clock() - 60.0:
+        """How many blocks may be submitted now: none for a while after a refusal, else what the rate limit leaves."""
+        now = self._clock()
+        while self._submitted_at and self._submitted_at[0] <= now - 60.0:
             self._submitted_at.popleft()
-        return self._limit - len(self._submitted_at)
+        if now < self._submit_after:
+            return 0
+        return 1 if self._refusals else self._limit - len(self._submitted_at)
 
     def _submit(self, spec: BlockSpec) -> None:
         self._submitted_at.append(self._clock())
         try:
             job = self._launch(spec)
         except Exception as error:  # noqa: BLE001 - a provider may raise anything: the block is refused, the trainings go on
-            logger.warning("block %s (%d nodes) was refused: %s", spec.block, len(spec.nodes), error)
+            self._refusals += 1
+            pause = min(self._interval * 2**self._refusals, self._LONGEST_PAUSE)
+            self._submit_after = self._clock() + pause
+            logger.warning(
+                "block %s (%d nodes) was refused: %s; no other for %.0f s", spec.block, len(spec.nodes), error, pause
+            )
             self._post(BlockRefused(spec.block, str(error)))
             return
+        self._refusals = 0
         with self._condition:
             self._watched[job] = spec.block
         self._post(BlockSubmitted(spec.block, job))

@@ -146,6 +146,26 @@ def test_a_refusal_is_told_with_its_reason(make_bench) -> None:
     assert bench.until(lambda: BlockRefused("a", "account without rights") in bench.posts)
 
 
+def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_taken(make_bench) -> None:
+    bench = make_bench(interval=10.0, limit=100)
+    bench.batch.accepts = False
+    bench.desk.order(spec("a"))
+    assert bench.until(lambda: len(bench.posts) >= 1 and bench.desk._refusals == 1)
+    for block in "bcd":
+        bench.desk.order(spec(block))
+    bench.at(19.0)
+    time.sleep(0.05)
+    assert bench.desk._refusals == 1
+    bench.at(20.0)
+    assert bench.until(lambda: bench.desk._refusals == 2)
+    bench.batch.accepts = True
+    bench.at(59.0)
+    time.sleep(0.05)
+    assert bench.batch.launched == []
+    bench.at(60.0)
+    assert bench.until(lambda: bench.batch.launched == ["c", "d"])
+
+
 def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) -> None:
     bench = make_bench(limit=1)
     bench.desk.order(spec("a"))

@@ -1,0 +1,88 @@
+"""``freetrain demo``: the whole product in one command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from freetrain_parsl import __version__
+from freetrain_parsl.cli import app
+from freetrain_parsl.cli.demo import _CAMPAIGN
+
+KEYS = {
+    "trainings_completed",
+    "fragments",
+    "rescales",
+    "resumes_from_checkpoint",
+    "idle_node_seconds_offered",
+    "idle_node_seconds_used",
+    "useful_node_seconds",
+    "samples_lost",
+    "duplicate_samples",
+    "main_jobs",
+    "main_jobs_delayed",
+    "main_job_delay_seconds_max",
+    "final_metrics",
+    "solver",
+}
+
+
+def freetrain(*arguments: str, cwd: Path, timeout: float = 30) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, without an activated environment."""
+    command = [str(Path(sys.executable).with_name("freetrain")), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.cluster
+def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path: Path) -> None:
+    done = freetrain("demo", "--run-dir", "run", "--json", "figures.json", cwd=tmp_path, timeout=118)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert KEYS <= figures.keys()
+    assert figures["trainings_completed"] == len(_CAMPAIGN) >= 6
+    assert (figures["samples_lost"], figures["duplicate_samples"]) == (0, 0)
+    assert figures["final_metrics"].keys() == {entry.name for entry in _CAMPAIGN}
+    for entry in _CAMPAIGN:
+        metrics = figures["final_metrics"][entry.name]
+        assert metrics["epochs"] == entry.arguments["epochs"]
+        assert metrics["history"][-1]["loss"] < metrics["history"][0]["loss"]
+    assert figures["fragments"] >= len(_CAMPAIGN)
+    assert 0 < figures["useful_node_seconds"] <= figures["idle_node_seconds_used"]
+    assert figures["idle_node_seconds_used"] <= figures["idle_node_seconds_offered"]
+    assert figures["main_jobs"] >= 5
+    assert figures["main_job_delay_seconds_max"] <= 5.0, "the grace period at the very most"
+    assert figures["solver"]["solves"] == figures["solver"]["proven"] > 0
+    assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "timeline" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "nowhere/figures.json"], "there is no directory"),
+        (["--run-dir", "full"], "is not empty"),
+        (["--policy", "best"], "no policy 'best'"),
+        (["--time-limit", "0"], "--time-limit must be positive"),
+        (["--nodes", "0"], "a workload needs nodes"),
+        (["--job-log", "missing.swf"], "missing.swf"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2_before_anything_is_started(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    done = freetrain("demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_version_is_told() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output.strip() == f"freetrain {__version__}"

@@ -1,0 +1,130 @@
+"""A run's state, figures and pictures, from a journal written by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.report.figures import run_figures
+from freetrain_parsl.report.live import live_view
+from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.timeline import draw_timeline
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRESS = {
+    "step": 40,
+    "epoch": 3,
+    "samples": 800,
+    "samples_total": 1000,
+    "slot_seconds": 30.0,
+    "loss": 0.25,
+    "samples_lost": 0,
+    "duplicate_samples": 1,
+}
+HISTORY = [
+    {"node": "n0", "job": "1", "kind": "main", "start": 0.0, "end": 5.0},
+    {"node": "n0", "job": "2", "kind": "preemptible", "start": 5.0, "end": None},
+    {"node": "n1", "job": "2", "kind": "preemptible", "start": 5.0, "end": 40.0},
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunState:
+    """Two trainings: `a` starts on one node, grows, loses a node and resumes; `b` fails."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    for name in ("a", "b"):
+        journal.write(1.0, "training_submitted", name, min_nodes=1, max_nodes=2, samples=None)
+    journal.write(2.0, "windows", "", windows=[{"nodes": ["n1"], "closes": 60.0}])
+    journal.write(3.0, "decision", "assign", policy="milp", counts={}, objective=1.0, proven=True, seconds=0.002)
+    journal.write(3.0, "decision", "demand", policy="milp", counts={}, objective=1.0, proven=False, seconds=0.004)
+    journal.write(10.0, "fragment_started", "a", generation=1, nodes=["n0"])
+    journal.write(12.0, "checkpoint", "a", step=10)
+    journal.write(20.0, "fragment_ended", "a", generation=1, nodes=["n0"], lost=False)
+    journal.write(21.0, "fragment_started", "a", generation=2, nodes=["n0", "n1"])
+    journal.write(21.5, "fragment_resumed", "a", step=10)
+    journal.write(30.0, "fragment_ended", "a", generation=2, nodes=["n0", "n1"], lost=True)
+    journal.write(31.0, "fragment_started", "a", generation=3, nodes=["n0"])
+    journal.write(31.5, "fragment_resumed", "a", step=20)
+    journal.write(33.0, "training_failed", "b", error="ValueError: no")
+    journal.keep_progress(34.0, "a", PROGRESS)
+    journal.close()
+    return RunState(journal.path).refresh()
+
+
+def test_fragments_rescales_resumes_and_losses_are_counted(run: RunState) -> None:
+    a = run.trainings["a"]
+    assert (a.fragments, a.rescales, a.resumes, a.checkpoints) == (3, 2, 2, 1)
+    assert [fragment.lost for fragment in run.fragments] == [False, True, False]
+    assert a.state == "running"
+    assert a.nodes == ("n0",)
+    assert a.share_done == 0.8
+    assert run.trainings["b"].error == "ValueError: no"
+
+
+def test_reading_on_adds_only_what_is_new(run: RunState, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.write(40.0, "training_finished", "a")
+    journal.close()
+    run.refresh()
+    assert run.completed == 1
+    assert run.trainings["a"].fragments == 3
+
+
+def test_a_run_without_a_journal_yet_is_empty(tmp_path: Path) -> None:
+    assert RunState(tmp_path / "nowhere.sqlite").refresh().trainings == {}
+
+
+def test_figures_add_up(run: RunState) -> None:
+    figures = run_figures(
+        run,
+        usage={"elapsed": 50.0, "idle_node_seconds": 80.0, "preemptible_node_seconds": 60.0},
+        delays=[{"delay": 0.2}, {"delay": 1.5}],
+        main_jobs=3,
+        results={"a": {"loss": 0.1}},
+        delay_tolerance=1.0,
+        slots_per_node=2,
+    )
+    assert figures["trainings_completed"] == 0
+    assert (figures["fragments"], figures["rescales"], figures["resumes_from_checkpoint"]) == (3, 2, 2)
+    assert figures["useful_node_seconds"] == 15.0
+    assert figures["useful_share_of_used"] == 0.25
+    assert (figures["main_jobs_delayed"], figures["main_job_delay_seconds_max"]) == (1, 1.5)
+    assert figures["duplicate_samples"] == 1
+    assert figures["solver"] == {"median_ms": 3.0, "max_ms": 4.0, "solves": 2, "proven": 1}
+
+
+def test_the_live_view_tells_who_has_each_node_and_what_is_open(run: RunState) -> None:
+    nodes = {
+        "n0": {"kind": "preemptible", "job": "2"},
+        "n1": {"kind": "idle", "job": None},
+        "n2": {"kind": "main", "job": "7"},
+    }
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115 - drawn, not shown
+    console.print(live_view(run, nodes, now=40.0, elapsed=39.0, title="Demo"))
+    console.file.close()
+    text = console.export_text()
+    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│   n")}
+    assert "■ a" in rows["n0"]
+    assert "idle" in rows["n1"]
+    assert "closes in 20 s" in rows["n1"]
+    assert "main job 7" in rows["n2"]
+    assert "0 of 2 trainings done" in text
+    assert "0.2500" in text
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_the_timeline_is_drawn_in_the_format_of_its_name(
+    run: RunState, tmp_path: Path, suffix: str, magic: bytes
+) -> None:
+    path = tmp_path / f"timeline{suffix}"
+    draw_timeline(run, HISTORY, path, title="A run")
+    assert path.read_bytes().startswith(magic)
+    if suffix == ".svg":
+        text = path.read_text()
+        assert "#e69f00" in text, "the first training's colour"
+        assert "#8a8a8a" in text, "main jobs"
