@@ -111,13 +111,12 @@ def _workload(
         return generate_workload(
             nodes=nodes, duration=_QUEUE_LENGTH, seed=seed, load=0.85, mean_run=timedelta(seconds=12)
         )
-    length = timedelta(seconds=time_limit)
     return read_workload(
         job_log,
         nodes=nodes,
         compression=compression,
         start=timedelta(hours=log_start),
-        duration=length * compression,
+        duration=_QUEUE_LENGTH * compression,
         seed=seed,
         lenient=True,
     )

@@ -271,7 +271,7 @@ class Driver(threading.Thread):
         elif message.type == "kv":
             self._conductor.rendezvous.handle(name, message, self._clock())
         elif message.type == "notice":
-            self._on_notice(slot, message["closes_in"])
+            self._on_notice(slot, message["closes_in"], gone=message["gone"])
         elif message.type == "progress":
             self._conductor.on_progress(message)
         elif message.type in ("ended", "task_ended"):
@@ -297,12 +297,12 @@ class Driver(threading.Thread):
             self._events.append(ev.NodesJoined(self._clock(), block.name, (node,)))
             self._write("node_joined", slot.node, block=block.name, closes=closes)
 
-    def _on_notice(self, slot: Slot, closes_in: float) -> None:
+    def _on_notice(self, slot: Slot, closes_in: float, *, gone: bool) -> None:
         slot.leaving = True
         self._events.append(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + closes_in))
         self._write("notice", slot.node, closes_in=closes_in)
         self._desk.survey_soon()
-        if slot.busy is None:
+        if gone:
             self._lose(slot, "the batch system takes its node", crash=False)
 
     def _find_silent(self) -> None:

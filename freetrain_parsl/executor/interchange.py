@@ -1,6 +1,7 @@
-"""HTEX's interchange, which ends itself when the driver is gone, however it went.
+"""HTEX's interchange, which ends when the driver does, however that went.
 
-Parsl's own outlives a driver that is killed. Started as ``python -m freetrain_parsl.executor.interchange``.
+Parsl's own answers Ctrl-C with a traceback, and outlives a driver that is killed. Started as
+ ``python -m freetrain_parsl.executor.interchange``.
 """
 
 from __future__ import annotations
@@ -19,5 +20,6 @@ def _end_with(parent: int, period: float = 1.0) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us in order
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     runpy.run_module("parsl.executors.high_throughput.interchange", run_name="__main__")

@@ -8,7 +8,8 @@ slot -> driver
 ====================  ================================================================================
 ``hello``             I exist: slot, token, node, block, host, pid
 ``beat``              I am alive (answered by ``beat``)
-``notice``            my node will be taken in ``closes_in`` seconds (a signal of the batch system)
+``notice``            my node will be taken in ``closes_in`` seconds (a signal of the batch system); ``gone``: I
+                      have nothing to save and leave at once
 ``progress``          how far the training is (first rank only)
 ``ended``             this generation's fragment is over for me; payload: value or exception
 ``task_ended``        an ordinary task is over; payload: value or exception

@@ -169,6 +169,7 @@ class Channel(threading.Thread):
         self._outbox: deque[Message] = deque()
         self._waker = Waker()
         self._closing = threading.Event()
+        self._ends_process = False
 
     def send(self, message: Message) -> None:
         """Send to the driver, soon; may be called from any thread."""
@@ -181,6 +182,12 @@ class Channel(threading.Thread):
         self._waker.wake()
         if self is not threading.current_thread():
             self.join(timeout)
+
+    def end_process(self) -> None:
+        """Send what is left, then end this process, whatever its other threads do; returns at once."""
+        self._ends_process = True
+        self._closing.set()
+        self._waker.wake()
 
     def run(self) -> None:
         """Exchange messages until closed."""
@@ -212,6 +219,8 @@ class Channel(threading.Thread):
         link.close()
         self._waker.close()
         self._context.destroy()  # waits, as long as the socket lingers, until what was sent has left this process
+        if self._ends_process:
+            os._exit(0)
 
     def _reachable(self, addresses: Sequence[str], port: int, timeout: float = 30.0) -> str:
         """Find the first of the driver's addresses that answers: a login node has several."""

@@ -172,12 +172,16 @@ class _Slot:
     # Any thread, and the signal handler.
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's own signature
-        self._channel.send(Message("notice", {"closes_in": self._settings.grace}))
-        self._leave()
+        notice = self._notice  # no lock: this very thread may hold it; reading a reference is atomic
+        gone = notice is None or not notice.underway.is_set()
+        self._channel.send(Message("notice", {"closes_in": self._settings.grace, "gone": gone}))
+        if gone:
+            self._channel.end_process()  # nothing would be lost, and somebody waits for this node
+        else:
+            self._leave()
 
     def _leave(self) -> None:
         self._leaving = True
-        # No lock here: a signal handler may run while this very thread holds it. Reading a reference is atomic.
         if (notice := self._notice) is not None:
             notice.pause_requested.set()
         self._inbox.put(Message("leave"))

@@ -209,6 +209,7 @@ class Engine:
             seconds = self._clock() - self._boundary_time
             self._pace.add(self.books.samples - self._paced_samples, seconds)
             self.books.slot_seconds += seconds * self.group.size
+            self._notice.underway.set()
             self._paced_samples = self.books.samples
         reason, save_due = self._decide()
         if reason is not None:

@@ -117,7 +117,7 @@ class Membership:
 class Notice:
     """What the slot tells the training while it runs: pause, and when the node closes.
 
-    Thread-safe; the training only reads it, at step boundaries.
+    Thread-safe; the training reads it at step boundaries.
 
     Parameters
     ----------
@@ -130,6 +130,8 @@ class Notice:
         self._closes: float | None = None
         self.pause_requested = threading.Event()
         """Set it to end the fragment at the next step boundary, after a checkpoint."""
+        self.underway = threading.Event()
+        """Set by the training after its first step: until then the fragment can be dropped and nothing is lost."""
 
     def close_after(self, remaining: timedelta | None) -> None:
         """Say that the node closes that long from now; ``None`` if that is not known (any more)."""

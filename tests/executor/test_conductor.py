@@ -216,7 +216,7 @@ def test_crashes_between_two_checkpoints_end_in_a_message_and_a_checkpoint_forgi
     assert not future.done()
     stage.lose("s2", "segmentation fault")
     stage.on("n3")
-    with pytest.raises(TooManyRestarts, match="2 of its processes died.*segmentation fault"):
+    with pytest.raises(TooManyRestarts, match=r"2 of its processes died.*segmentation fault"):
         future.result(0)
 
 
