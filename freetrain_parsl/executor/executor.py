@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
 import typeguard
@@ -26,6 +27,7 @@ from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, 
 from freetrain_parsl.executor.conductor import TrainingSettings
 from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.protocol import pack_training
 from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest
@@ -288,11 +290,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             )
         assert self._driver is not None, "Parsl starts an executor before it submits to it"
         kwargs.pop("parsl_resource_specification", None)
-        try:
-            payload = pack_apply_message(func, args, kwargs, buffer_threshold=1 << 20)
-        except TypeError as error:
-            raise SerializationError(getattr(func, "__name__", repr(func))) from error
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
+        pack = _pack_task if request is None else pack_training
+        try:
+            payload = pack(func, args, kwargs)
+        except (TypeError, PicklingError) as error:
+            raise SerializationError(getattr(func, "__name__", repr(func))) from error
         future: Future[Any] = Future()
         with self._lock:
             self._futures.add(future)
@@ -406,6 +409,10 @@ _JOB_STATES = {
     "NODE_FAILED": JobState.FAILED,
     "UNKNOWN": JobState.UNKNOWN,
 }
+
+
+def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    return bytes(pack_apply_message(func, args, kwargs, buffer_threshold=1 << 20))
 
 
 def _log_to(path: Path) -> logging.Handler:

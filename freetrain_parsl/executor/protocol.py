@@ -35,6 +35,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import dill
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize
 from parsl.serialize.errors import DeserializationError
@@ -42,6 +43,7 @@ from parsl.serialize.errors import DeserializationError
 from freetrain_parsl.errors import FreeTrainError, TrainingError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
 Header = dict[str, Any]
@@ -81,6 +83,21 @@ class Message:
             return cls(header.pop("type"), header, payload)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ProtocolError(f"received {len(frames)} frames that are no message: {error}") from None
+
+
+def pack_training(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Serialise a call of a training function.
+
+    With the globals that it uses, unlike Parsl's own serialisation: a script or notebook may define its network and
+    its data beside the function. What lives in an importable module goes by reference.
+    """
+    return bytes(dill.dumps((function, args, kwargs), recurse=True))
+
+
+def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return the function, its arguments and its keyword arguments."""
+    function, args, kwargs = dill.loads(payload)  # noqa: S301 - from the driver, over the authenticated channel
+    return function, args, kwargs
 
 
 def settle_with_payload(future: Future[Any], payload: bytes) -> None:

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.executors.execute_task import execute_task
-from parsl.serialize import serialize, unpack_apply_message
+from parsl.serialize import serialize
 
 from freetrain_parsl.errors import PeerLost
-from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.protocol import Message, unpack_training
 from freetrain_parsl.executor.rendezvous import ChannelKeyValue
 from freetrain_parsl.executor.slots import Channel
 from freetrain_parsl.training.terms import Finished, Membership, Notice, SessionOptions
@@ -222,7 +222,7 @@ class _Slot:
         outcome: dict[str, Any] = {"outcome": "failed"}
         payload = b""
         try:
-            function, args, kwargs = unpack_apply_message(message.payload)
+            function, args, kwargs = unpack_training(message.payload)
             ended = run_fragment(
                 function,
                 args,

@@ -72,46 +72,43 @@ def test_check_asks_for_all_keys_and_delete_removes_one(wire: _Wire) -> None:
     assert not a.delete("x")
 
 
-def test_a_get_beyond_its_time_is_refused_by_the_desk(wire: _Wire) -> None:
-    a = wire.client("a")
-    errors: list[Exception] = []
+class _HopelessGet:
+    """A get, in a thread of its own, of a key that nobody sets."""
 
-    def get() -> None:
+    def __init__(self, wire: _Wire, client: ChannelKeyValue) -> None:
+        self.error: TimeoutError | None = None
+        self.thread = threading.Thread(target=self._get, args=(client,))
+        self.thread.start()
+        while not wire.desk._waiting["t/1"]:
+            pass
+
+    def _get(self, client: ChannelKeyValue) -> None:
         try:
-            a.get("never", 30.0)
+            client.get("never", 30.0)
         except TimeoutError as error:
-            errors.append(error)
+            self.error = error
 
-    waiter = threading.Thread(target=get)
-    waiter.start()
-    while not wire.desk._waiting["t/1"]:
-        pass
+    def refused(self) -> str:
+        self.thread.join(5)
+        assert self.error is not None
+        return str(self.error)
+
+
+def test_a_get_beyond_its_time_is_refused_by_the_desk(wire: _Wire) -> None:
+    get = _HopelessGet(wire, wire.client("a"))
     with wire.lock:
         wire.desk.expire(29.0)
         assert wire.desk._waiting["t/1"]
         wire.desk.expire(30.0)
-    waiter.join(5)
-    assert "never" in str(errors[0])
+    assert "never" in get.refused()
 
 
 def test_dropping_a_generation_frees_who_waits_and_refuses_who_comes_late(wire: _Wire) -> None:
     a = wire.client("a")
-    errors: list[Exception] = []
-
-    def get() -> None:
-        try:
-            a.get("never", 30.0)
-        except TimeoutError as error:
-            errors.append(error)
-
-    waiter = threading.Thread(target=get)
-    waiter.start()
-    while not wire.desk._waiting.get("t/1"):
-        pass
+    get = _HopelessGet(wire, a)
     with wire.lock:
         wire.desk.drop("t/1")
-    waiter.join(5)
-    assert len(errors) == 1
+    assert get.refused()
     with pytest.raises(TimeoutError):
         a.set("x", b"")
 
