@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -74,6 +75,7 @@ def demo(
     from freetrain_parsl.planning.policies import resolve_policy
 
     console = Console()
+    _check_extras()
     resolve_policy(policy)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
@@ -86,6 +88,12 @@ def demo(
     if figures["trainings_completed"] < len(_CAMPAIGN):
         console.print(f"[bold red]{len(_CAMPAIGN) - figures['trainings_completed']} trainings did not complete[/]")
         raise typer.Exit(1)
+
+
+def _check_extras() -> None:
+    missing = [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'freetrain-parsl[examples,report]'")
 
 
 def _new_run_directory(wanted: Path | None) -> Path:

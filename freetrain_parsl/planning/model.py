@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -93,7 +93,7 @@ class Pool(Mapping[str, PoolNode]):
     def __getitem__(self, name: str) -> PoolNode:
         return self._nodes[name]
 
-    def __iter__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204 - the mapping's own Iterator[str]
+    def __iter__(self) -> Iterator[str]:
         return iter(self._nodes)
 
     def __len__(self) -> int:
