@@ -1,0 +1,67 @@
+"""What a slot sends, and which network it uses; its life is tested with the executor."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import psutil
+import pytest
+from parsl.serialize import serialize
+
+from freetrain_parsl.executor.protocol import error_in, pack_training, settle_with_payload, unpack_training
+from freetrain_parsl.executor.worker import _interface_to, _serialized_exception
+
+
+class _Unsendable(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.generator = (x for x in ())
+
+
+def _raised(error: Exception) -> bytes:
+    try:
+        raise error
+    except type(error):
+        return _serialized_exception()
+
+
+def test_an_exception_arrives_with_its_type_its_words_and_the_line_that_raised_it() -> None:
+    error = error_in(_raised(KeyError("missing")))
+    assert isinstance(error, KeyError)
+    assert error.args == ("missing",)
+    assert error.__traceback__ is not None
+    assert error.__traceback__.tb_frame.f_code.co_name == "_raised"
+
+
+def test_an_exception_that_cannot_be_sent_is_replaced_by_one_that_tells_its_type_and_words() -> None:
+    error = error_in(_raised(_Unsendable("out of luck")))
+    assert isinstance(error, RuntimeError)
+    assert "_Unsendable: out of luck" in str(error)
+
+
+def test_a_payload_that_is_no_exception_still_becomes_one() -> None:
+    assert "42" in str(error_in(serialize(42)))
+    assert "cannot be read here" in str(error_in(b"nonsense"))
+
+
+def test_a_future_that_is_settled_stays_as_it_is() -> None:
+    future: Future[int] = Future()
+    future.set_result(1)
+    settle_with_payload(future, serialize(2))
+    assert future.result() == 1
+
+
+def test_a_training_takes_along_the_globals_that_it_uses_and_no_others() -> None:
+    namespace = {"FACTOR": 3, "unused": threading.Lock(), "__name__": "__main__"}
+    exec("def train(session, x):\n    return FACTOR * x", namespace)
+    function, args, kwargs = unpack_training(pack_training(namespace["train"], (2,), {"y": None}))
+    assert function(None, *args) == 6
+    assert kwargs == {"y": None}
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:55000", "tcp://[::1]:55000"])
+def test_the_interface_is_the_one_that_reaches_the_driver(url: str) -> None:
+    if "[" in url and not any(a.address == "::1" for a in psutil.net_if_addrs().get("lo", ())):
+        pytest.skip("this machine has no IPv6 loopback")
+    assert _interface_to(url) == "lo"
