@@ -213,6 +213,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         provider: Any = self.provider
         if hasattr(provider, "ensure_started"):
             provider.ensure_started()
+        run_dir = Path(self.run_dir).absolute()
+        if run_dir != Path.cwd():  # which it is only without a DataFlowKernel, and then it is not Parsl's to close
+            run_dir.chmod(0o700)  # Parsl makes it readable to all; what passes through it is the user's
         Path(self.logdir).mkdir(mode=0o700, parents=True, exist_ok=True)
         root = Path(self.checkpoint_dir) if self.checkpoint_dir is not None else Path(self.run_dir) / "checkpoints"
         root = root.absolute()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import parsl
 import pytest
@@ -65,6 +66,14 @@ def test_other_executors_of_the_same_config_are_untouched(start) -> None:
     assert {future.result(timeout=20) for future in [pid() for _ in range(5)]} == {os.getpid()}
     assert site.run.blocks_requested == 0
     assert make_app()(epochs=1).result(timeout=60)["metrics"]["epochs"] == 1
+
+
+def test_what_a_run_leaves_is_private_to_the_user(start) -> None:
+    site = start(nodes=1)
+    make_app()(epochs=1).result(timeout=60)
+    for path in (site.executor.run_dir, site.executor.logdir, site.executor.cert_dir, site.executor.checkpoint_dir):
+        assert Path(path).stat().st_mode & 0o077 == 0, path
+    assert site.executor.journal_path.stat().st_mode & 0o077 == 0
 
 
 def test_a_block_that_nothing_wants_ends_by_itself_early(start) -> None:
