@@ -222,8 +222,7 @@ class Driver(threading.Thread):
             return
         logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
         self._write("block_ended", name, nodes=list(block.nodes), reason=reason)
-        if block.job is not None:
-            self._desk.forget(block.job)
+        self._desk.forget(block.job)
         for slot in self._roster.of_block(name):
             self._lose(slot, f"its block {reason}", crash=False)
         self._events.append(ev.BlockEnded(self._clock(), name))
@@ -232,11 +231,10 @@ class Driver(threading.Thread):
         slot = self._roster.by_token(ended.token)
         if slot is not None:
             self._lose(slot, f"its process ended: {ended.error}", crash=True)
-        elif ended.token in self._greeted:
-            return  # lost long ago; HTEX has only now noticed
+        elif ended.token in self._greeted or isinstance(ended.error, ManagerLost):
+            # Lost long ago, or with a block that ended before it could say hello: HTEX has only now noticed.
+            return
         else:
-            if isinstance(ended.error, ManagerLost):
-                return  # its block ended before it could say hello, and was accounted for then
             self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
             self._failed_starts += 1
             logger.warning("a slot could not start: %s", ended.error)
