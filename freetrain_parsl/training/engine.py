@@ -189,7 +189,8 @@ class Engine:
         else:
             rng.seed_all(self.options.seed, self.books.step, self.group.rank)
         self._restored = None  # everything in it is in place now
-        self._boundary_time = self._clock()
+        # From here on: the time before the loop made nothing that a periodic checkpoint could save.
+        self._boundary_time = self._save_time = self._clock()
         self._tell(at_once=True)
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
