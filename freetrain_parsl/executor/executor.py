@@ -301,16 +301,15 @@ class FreeTrainExecutor(HighThroughputExecutor):
             raise SerializationError(getattr(func, "__name__", repr(func))) from error
         future: Future[Any] = Future()
         with self._lock:
-            self._futures.add(future)
             if request is None:
                 self._task_number += 1
                 item: Training | Task = Task(self._task_number, payload, future)
+            elif request.name in self._names:
+                raise InvalidTrainer(f"a training named {request.name!r} is running; give this one another name")
             else:
-                if request.name in self._names:
-                    self._futures.discard(future)
-                    raise InvalidTrainer(f"a training named {request.name!r} is running; give this one another name")
                 self._names.add(request.name)
                 item = Training(request, payload, future)
+            self._futures.add(future)
         future.add_done_callback(lambda done: self._forget(done, request))
         self._driver.post(item)
         return future

@@ -6,7 +6,7 @@ serialisation, the same trust as HTEX's own task and result messages; nothing el
 ====================  ================================================================================
 slot -> driver
 ====================  ================================================================================
-``hello``             I exist: slot, token, node, block, host, pid
+``hello``             I exist: token, node, block, pid
 ``beat``              I am alive (answered by ``beat``)
 ``notice``            my node will be taken in ``closes_in`` seconds (a signal of the batch system); ``gone``: I
                       have nothing to save and leave at once

@@ -119,11 +119,9 @@ class _Slot:
             Message(
                 "hello",
                 {
-                    "slot": self._name,
                     "token": self._token,
                     "node": self._node,
                     "block": os.environ.get("PARSL_WORKER_BLOCK_ID", ""),
-                    "host": platform.node(),
                     "pid": os.getpid(),
                 },
             )

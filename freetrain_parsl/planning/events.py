@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -187,5 +186,4 @@ class Lend(Action):
     nodes: frozenset[str]
 
 
-Events = Sequence[Event]
 Actions = list[Action]

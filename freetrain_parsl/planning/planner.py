@@ -101,7 +101,6 @@ class PlannerStatistics:
     """Figures of the solves so far."""
 
     solve_seconds: list[float] = field(default_factory=list)
-    proven: int = 0
     refused: int = 0
 
 
@@ -345,7 +344,6 @@ class Planner:
             self.statistics.refused += 1
             return None
         self.statistics.solve_seconds.append(decision.solve_seconds)
-        self.statistics.proven += decision.proven_optimal
         if self._on_decision is not None:
             self._on_decision(now, purpose, decision)
         return decision
