@@ -26,6 +26,7 @@ ROOMS = {
     "cluster": {"planning", "windows"},
     "executor": {"planning", "windows", "training", "storage", "cluster"},
     "report": {"executor"},
+    "replay": {"planning", "cluster", "report"},
     "testing": {"planning"},
     "cli": {
         "executor",

@@ -12,10 +12,10 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.cluster.nodesets import take_from
+from freetrain_parsl.cluster.nodesets import take
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 @dataclass(frozen=True)
@@ -59,29 +59,26 @@ class Plan:
                 self._times.append(time)
                 self._free.append(self._free[-1])
             self._free[-1] |= nodes
+        self._counts = [nodes.bit_count() for nodes in self._free]
         self._soft = sorted(soft_releases, reverse=True)
+        self._starts: list[tuple[int, float, float]] = []  # (count, walltime, start) of the jobs planned so far
 
     def reserve(self, job_id: str, count: int, walltime: float) -> Reservation:
         """Plan a job behind all that were planned before; `count` must not exceed the cluster."""
         times, free = self._times, self._free
-        first = 0
-        while True:
-            end = times[first] + walltime
-            candidates, slot = free[first], first + 1
-            while candidates.bit_count() >= count and slot < len(times) and times[slot] < end:
-                candidates &= free[slot]
-                slot += 1
-            if candidates.bit_count() >= count:
-                break
-            first += 1
+        first, candidates = self._earliest(count, walltime)
         nodes = self._choose(candidates, count, first)
+        start, end = times[first], times[first] + walltime
         last = bisect_left(times, end)
         if last == len(times) or times[last] != end:
             times.insert(last, end)
             free.insert(last, free[last - 1])
+            self._counts.insert(last, self._counts[last - 1])
         for slot in range(first, last):
             free[slot] &= ~nodes
-        return Reservation(job_id, times[first], nodes)
+            self._counts[slot] -= count
+        self._starts.append((count, walltime, start))
+        return Reservation(job_id, start, nodes)
 
     def closings(self, nodes: int) -> list[tuple[float | None, int]]:
         """List when the plan first needs which of `nodes`, earliest first; ``None`` for never."""
@@ -95,16 +92,41 @@ class Plan:
             closings.append((None, nodes))
         return closings
 
+    def _earliest(self, count: int, walltime: float) -> tuple[int, int]:
+        """Find the first slot from which `count` nodes are free for the walltime, and all that are."""
+        times, free, counts = self._times, self._free, self._counts
+        # Reservations only take nodes away, so no job starts before a smaller and shorter one planned earlier.
+        smaller = (start for nodes, time, start in self._starts if nodes <= count and time <= walltime)
+        first = bisect_left(times, max(smaller, default=times[0]))
+        while True:
+            end = times[first] + walltime
+            candidates, slot = free[first], first
+            while counts[slot] >= count and candidates.bit_count() >= count:
+                slot += 1
+                if slot == len(times) or times[slot] >= end:
+                    return first, candidates
+                candidates &= free[slot]
+            first = slot + 1 if counts[slot] < count else first + 1
+
     def _choose(self, candidates: int, count: int, slot: int) -> int:
-        """Take the nodes that become free last, so that those idle now stay out of the reservation."""
-        start, latest_first = self._times[slot], []
+        """Take `count` of the candidates in order of preference."""
+        chosen = 0
+        for nodes in self._preferences(candidates, slot):
+            chosen |= take(nodes & ~chosen, count - chosen.bit_count())
+            if chosen.bit_count() == count:
+                break
+        return chosen
+
+    def _preferences(self, candidates: int, slot: int) -> Iterator[int]:
+        """Yield those that become free last first, so that those idle now stay out of the reservation."""
         rest = candidates
         for before in range(slot - 1, -1, -1):
-            latest_first.append(rest & ~self._free[before])
+            yield rest & ~self._free[before]
             rest &= self._free[before]
         held = 0
         for end, nodes in self._soft:
             held |= nodes
-            if end <= start:
-                latest_first.append(rest & nodes)
-        return take_from(count, *latest_first, rest & ~held, rest)
+            if end <= self._times[slot]:
+                yield rest & nodes
+        yield rest & ~held
+        yield rest

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from freetrain_parsl.planning.model import PoolNode, Trainer, Window
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Grow",
     "Lend",
     "NodesClosing",
+    "NodesForecast",
     "NodesJoined",
     "NodesLeft",
     "Reassign",
@@ -28,6 +31,7 @@ __all__ = [
     "Tick",
     "TrainerFailed",
     "TrainerFinished",
+    "TrainerLearned",
     "TrainerProgressed",
     "TrainerSubmitted",
     "WindowsSeen",
@@ -93,6 +97,13 @@ class NodesClosing(Event):
 
 
 @dataclass(frozen=True)
+class NodesForecast(Event):
+    """When the batch system now plans to take these nodes, ``None`` for no plan; replaces what was known."""
+
+    closes: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
 class TrainerSubmitted(Event):
     """A training wants nodes."""
 
@@ -105,6 +116,13 @@ class TrainerProgressed(Event):
 
     trainer: str
     work_left: float
+
+
+@dataclass(frozen=True)
+class TrainerLearned(Event):
+    """More is known of a training that is alive: `trainer` replaces what was told of it."""
+
+    trainer: Trainer
 
 
 @dataclass(frozen=True)

@@ -73,21 +73,45 @@ class PoolNode:
         The node's batch-system name.
     closes
         When we lose it, seconds; ``None`` if unknown.
+    expected
+        When we are likely to lose it if that is unknown, by how long such nodes lasted so far, seconds.
+    closing_rate
+        Closings per second to be expected of such a node, if its closing is unknown.
     """
 
     name: str
     closes: float | None = None
+    expected: float = math.inf
+    closing_rate: float = 0.0
 
     @property
     def closes_or_inf(self) -> float:
-        """The closing time for sorting: unknown counts as never."""
+        """When it is known to close: unknown counts as never."""
         return math.inf if self.closes is None else self.closes
+
+    @property
+    def lasts_until(self) -> float:
+        """When it closes, as far as is known or expected."""
+        return self.expected if self.closes is None else self.closes
+
+
+DEFAULT_HORIZON = 120.0
+"""Seconds that a decision is taken to last where nothing was seen of a pool's past."""
 
 
 class Pool(Mapping[str, PoolNode]):
-    """The nodes to share out, by name, in order of name."""
+    """The nodes to share out, by name, in order of name.
 
-    def __init__(self, nodes: Iterable[PoolNode] = ()) -> None:
+    Parameters
+    ----------
+    nodes
+        The nodes.
+    horizon
+        How long a decision about them is expected to last, seconds.
+    """
+
+    def __init__(self, nodes: Iterable[PoolNode] = (), horizon: float = DEFAULT_HORIZON) -> None:
+        self.horizon = horizon
         self._nodes = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
 
     def __getitem__(self, name: str) -> PoolNode:
@@ -148,6 +172,9 @@ class Trainer:
         When it should be done, seconds; ``None`` if it need not.
     submitted
         When it was submitted, seconds; first come, first served among equals.
+    since
+        When it last got its first node or lost its last, seconds: since when it runs, or waits; ``None`` means
+        since it was submitted.
     """
 
     name: str
@@ -159,6 +186,7 @@ class Trainer:
     priority: float = 1.0
     deadline: float | None = None
     submitted: float = 0.0
+    since: float | None = None
 
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"

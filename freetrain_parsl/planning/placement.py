@@ -19,7 +19,7 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     """Choose nodes for decided counts, without moving anyone from node to node.
 
     A trainer keeps as many of its nodes as it may, those that close last; growers, by name, take the free
-    nodes that close last. An unknown closing counts as never, and ties go by node name.
+    nodes that close last. Where closings are unknown the expected ones count, and ties go by node name.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     """
     _check_counts(counts, pool)
     held = _holders(current, pool)
-    order = sorted(pool, key=lambda name: (-pool[name].closes_or_inf, name))
+    order = sorted(pool, key=lambda name: (-pool[name].lasts_until, name))
     kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
     free: list[str] = []
     for node in order:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.outlook import Outlook
 from freetrain_parsl.planning.placement import check_allocation
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class Planner:
         self.policy = policy
         self.settings = settings or PlannerSettings()
         self.statistics = PlannerStatistics()
+        self.outlook = Outlook()
         self._on_decision = on_decision
         self._trainers: dict[str, Trainer] = {}
         self._members: dict[str, _Member] = {}
@@ -214,7 +216,8 @@ class Planner:
     @_take.register
     def _(self, event: ev.BlockEnded) -> None:
         self._blocks.pop(event.block, None)
-        self._drop(name for name, member in self._members.items() if member.block == event.block)
+        gone = [name for name, member in self._members.items() if member.block == event.block]
+        self._drop(gone, event.time)
 
     @_take.register
     def _(self, event: ev.NodesJoined) -> None:
@@ -222,6 +225,7 @@ class Planner:
             self._members[node.name] = _Member(node, event.block)
             if (block := self._blocks.get(event.block)) is not None:
                 block.missing_since.pop(node.name, None)
+        self.outlook.opened(event.time, (node.name for node in event.nodes))
         if self._settle_until is None and self._still_joining():
             self._settle_until = event.time + self.settings.settle
         self._dirty = True
@@ -231,13 +235,20 @@ class Planner:
         for name in event.nodes:
             if (member := self._members.get(name)) is not None and member.block in self._blocks:
                 self._blocks[member.block].missing_since[name] = event.time
-        self._drop(event.nodes)
+        self._drop(event.nodes, event.time)
 
     @_take.register
     def _(self, event: ev.NodesClosing) -> None:
         for name in event.nodes:
             if (member := self._members.get(name)) is not None:
                 member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
+                self._dirty = True
+
+    @_take.register
+    def _(self, event: ev.NodesForecast) -> None:
+        for name, closes in event.closes.items():
+            if (member := self._members.get(name)) is not None and member.node.closes != closes:
+                member.node = replace(member.node, closes=closes)
                 self._dirty = True
 
     @_take.register
@@ -251,6 +262,11 @@ class Planner:
     def _(self, event: ev.TrainerProgressed) -> None:
         if (trainer := self._trainers.get(event.trainer)) is not None:
             self._trainers[event.trainer] = replace(trainer, work_left=event.work_left)
+
+    @_take.register
+    def _(self, event: ev.TrainerLearned) -> None:
+        if (trainer := self._trainers.get(event.trainer.name)) is not None:
+            self._trainers[trainer.name] = replace(event.trainer, since=trainer.since)
 
     @_take.register(ev.TrainerFinished)
     @_take.register(ev.TrainerFailed)
@@ -267,9 +283,11 @@ class Planner:
         )
         self._tasks = event
 
-    def _drop(self, names: Iterable[str]) -> None:
-        for name in list(names):
-            self._members.pop(name, None)
+    def _drop(self, names: Iterable[str], now: float) -> None:
+        for name in names:
+            member = self._members.pop(name, None)
+            if member is not None:
+                self.outlook.closed(now, [name], foreseen=member.node.closes_or_inf <= now)
         self._dirty = True
 
     def _still_joining(self) -> bool:
@@ -284,12 +302,29 @@ class Planner:
             if member.node.closes_or_inf - now > self.settings.closing_margin
         }
         actions = self._lend(usable)
-        pool = Pool(node for name, node in usable.items() if name not in self._lent)
+        pool = self._pool((node for name, node in usable.items() if name not in self._lent), now)
         if self._settle_until is not None and (now >= self._settle_until or not self._still_joining()):
             self._settle_until = None
         actions += self._reassign(pool, now)
         actions += self._adjust_blocks(pool, now)
         return actions
+
+    def _pool(self, nodes: Iterable[PoolNode], now: float) -> Pool:
+        """Make a pool whose nodes say how long they are likely to last, if that is not known."""
+        outlook = self.outlook
+        return Pool(
+            (
+                replace(
+                    node,
+                    expected=now + outlook.remaining(node.name, now),
+                    closing_rate=outlook.closing_rate(node.name, now),
+                )
+                if node.closes is None
+                else node
+                for node in nodes
+            ),
+            outlook.horizon,
+        )
 
     def _lend(self, usable: dict[str, PoolNode]) -> ev.Actions:
         """Ordinary tasks are short and go first; nodes without a trainer, then those that close first, are lent."""
@@ -321,6 +356,9 @@ class Planner:
             before, after = self._assigned.get(name, frozenset()), allocation.get(name, frozenset())
             if before != after:
                 actions.append(_reassignment(name, before, after))
+        for name, trainer in self._trainers.items():
+            if bool(self._assigned.get(name)) != bool(allocation.get(name)):
+                self._trainers[name] = replace(trainer, since=now)
         self._assigned = {name: nodes for name, nodes in allocation.items() if nodes}
         # Nodes are given up before they are taken, so that a driver can act in this order.
         return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
@@ -355,6 +393,8 @@ class Planner:
 
     def _adjust_blocks(self, pool: Pool, now: float) -> ev.Actions:
         """Request what is wanted beyond the nodes we hold or await; release what nothing wants."""
+        if not (self._blocks or self._windows or self._tasks.nodes_wanted):
+            return []  # the nodes are not had by blocks: there is nothing to request or to release
         lost = self._give_up(now)
         awaited = [
             PoolNode(name, block.ends)
@@ -393,7 +433,7 @@ class Planner:
         waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
         if not self._trainers:
             return waiting_tasks
-        everything = Pool([*pool.values(), *awaited, *offered])
+        everything = self._pool([*pool.values(), *awaited, *offered], now)
         current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
         trainers = [self._worth_growing(t, len(current.get(t.name, ()))) for t in self.trainers]
         decision = self._decide("demand", everything, trainers, current, now)
@@ -455,6 +495,7 @@ class Planner:
                 released = self._blocks.pop(action.block)
                 for node in released.nodes:
                     self._members.pop(node, None)
+                self.outlook.closed(now, released.nodes, foreseen=True)
         return actions
 
 

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning import objectives
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.deadlines import Job, rates_now
+from freetrain_parsl.planning.fairness import Claim, fair_levels, seated
+from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
 from freetrain_parsl.planning.objectives import (
+    CONTEXTUAL,
+    OBJECTIVES,
+    Deadline,
+    MaxMin,
+    Moment,
+    WithBonus,
+    at_moment,
+    charged,
     objective_table,
     register_objective,
     resolve_objective,
     value_table,
 )
+from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy
 from freetrain_parsl.planning.scaling import ScalingCurve
-from freetrain_parsl.testing.exact import value
+from freetrain_parsl.testing.exact import best_value, value
 from freetrain_parsl.testing.instances import random_instance
+from freetrain_parsl.testing.policy_suite import PolicyConformance
 
 TRAINER = Trainer("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), RescaleCosts(10, 5, 3), priority=3.0)
 
@@ -69,7 +83,9 @@ def test_what_a_function_returns_is_checked(bad):
 
 
 def test_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidSettings, match="no objective 'speed'; known are priority, speedup, throughput"):
+    with pytest.raises(
+        InvalidSettings, match="no objective 'speed'; known are deadline, max-min, priority, speedup, throughput"
+    ):
         resolve_objective("speed")
     with pytest.raises(InvalidSettings, match="got 42"):
         resolve_objective(42)
@@ -77,14 +93,19 @@ def test_unknown_name_is_refused_with_the_known_ones():
 
 def test_registered_objective_is_found_and_names_are_not_taken_twice(monkeypatch):
     monkeypatch.setattr(objectives, "OBJECTIVES", dict(objectives.OBJECTIVES))
+    monkeypatch.setattr(objectives, "CONTEXTUAL", dict(objectives.CONTEXTUAL))
 
     def constant(trainer, nodes):
         return 1.0
 
     register_objective("constant", constant)
     assert resolve_objective("constant") is constant
-    with pytest.raises(InvalidSettings, match="'constant' exists already"):
-        register_objective("constant", constant)
+    patient = MaxMin(turn=timedelta(hours=1))
+    register_objective("patient", patient)
+    assert resolve_objective("patient") is patient
+    for name in ("constant", "patient", "deadline"):
+        with pytest.raises(InvalidSettings, match=f"'{name}' exists already"):
+            register_objective(name, constant)
 
 
 @pytest.mark.parametrize("current", range(9))
@@ -110,3 +131,280 @@ def test_trainer_larger_than_the_pool_is_worth_nothing_there():
     assert table.tolist() == [0.0, -math.inf]
     lost = value_table(resolve_objective("throughput"), TRAINER, 1, 1, horizon=60.0)
     assert lost.tolist() == [-5 * 200.0, -math.inf]
+
+
+class TestDeadlinePolicy(PolicyConformance):
+    def make_policy(self):
+        return MilpPolicy("deadline")
+
+
+class TestMaxMinPolicy(PolicyConformance):
+    def make_policy(self):
+        return MilpPolicy("max-min")
+
+
+# The trades, through the policy.
+
+LINEAR = ScalingCurve({1: 100.0, 64: 6400.0})
+
+
+def pool(nodes):
+    return Pool(PoolNode(f"n{i:02}") for i in range(nodes))
+
+
+def decide(objective, nodes, *trainers, now=0.0, **held):
+    """Return the optimal policy's counts, in the trainers' order; `held` are their numbers of nodes before."""
+    names = iter(f"n{i:02}" for i in range(nodes))
+    current = {trainer: frozenset(next(names) for _ in range(count)) for trainer, count in held.items()}
+    counts = MilpPolicy(objective).allocate(pool(nodes), trainers, current, now).counts
+    return [counts.get(trainer.name, 0) for trainer in trainers]
+
+
+def saturating(name, one, serial, most=16, **options):
+    rates = {n: one / (serial + (1 - serial) / n) for n in range(1, most + 1)}
+    return Trainer(name, 1, most, ScalingCurve(rates), **options)
+
+
+def test_throughput_goes_to_the_quick_and_speedup_to_those_that_scale():
+    quick, scaling = saturating("quick", 1000.0, 0.3), saturating("scaling", 10.0, 0.01)
+    assert decide("throughput", 12, quick, scaling) == [12, 0]
+    assert decide("speedup", 12, quick, scaling)[1] > 6
+
+
+def test_priority_buys_nodes():
+    first, second = saturating("first", 100.0, 0.1), saturating("second", 100.0, 0.1)
+    assert decide("priority", 10, first, second) == [5, 5]
+    assert decide("priority", 10, first, replace(second, priority=3.0))[1] > 5
+
+
+def test_a_users_function_decides():
+    def even(trainer, nodes):
+        return float(nodes % 2 == 0)
+
+    assert decide(even, 5, saturating("a", 1.0, 0.1), saturating("b", 1.0, 0.1)) == [2, 2]
+
+
+def test_deadline_is_met_before_throughput_and_with_no_more_nodes_than_that_takes():
+    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = Trainer("urgent", 1, 16, LINEAR, work_left=47_000.0, deadline=100.0)
+    assert decide("throughput", 12, quick, urgent) == [12, 0]
+    assert decide("deadline", 12, quick, urgent) == [7, 5]  # 470 samples per second
+    assert decide("deadline", 12, quick, urgent, now=50.0) == [2, 10]
+    assert decide("deadline", 12, quick, replace(urgent, deadline=None)) == [12, 0]
+
+
+def test_a_deadline_that_cannot_be_met_counts_for_nothing():
+    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = Trainer("urgent", 1, 16, LINEAR, work_left=47_000.0, deadline=100.0)
+    for late in (replace(urgent, max_nodes=4), replace(urgent, deadline=-1.0), replace(urgent, work_left=math.inf)):
+        assert decide("deadline", 12, quick, late) == [12, 0]
+    # Starting takes time too: with 60 s for it 40 are left, and 16 nodes do not do it.
+    assert decide("deadline", 16, quick, replace(urgent, costs=RescaleCosts(start=60.0), work_left=65e3)) == [16, 0]
+    assert decide("deadline", 16, quick, replace(urgent, costs=RescaleCosts(start=60.0), work_left=60e3)) == [1, 15]
+
+
+def test_a_deadline_that_a_larger_pool_would_meet_gets_what_there_is():
+    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = Trainer("urgent", 1, 16, LINEAR, work_left=100_000.0, deadline=100.0)
+    assert decide("deadline", 8, quick, urgent) == [0, 8]
+
+
+def test_nodes_beyond_the_need_are_given_back_whatever_the_bonus():
+    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = Trainer("urgent", 1, 16, LINEAR, RescaleCosts(10, 5), work_left=47_500.0, deadline=100.0)
+    assert decide("deadline", 12, quick, urgent, urgent=12) == [7, 5]
+    # With 4750 samples a second to lose, and 100 each to win, changing would not pay for what comes second.
+    slow = replace(quick, curve=ScalingCurve({1: 4.0, 16: 64.0}))
+    assert decide("deadline", 12, slow, urgent, urgent=12) == [0, 12]
+
+
+def test_later_deadlines_wait_if_they_can():
+    """Both fit one after the other, not side by side: the first goes first."""
+    first = Trainer("first", 1, 10, LINEAR, work_left=100e3, deadline=100.0)
+    later = Trainer("later", 1, 10, LINEAR, work_left=500e3, deadline=1000.0)
+    assert decide("deadline", 10, first, later) == [10, 0]
+    # With more work the later one needs some nodes already now; then only one can be met, and the smaller is.
+    assert decide("deadline", 10, replace(first, work_left=70e3), replace(later, work_left=930e3)) == [7, 3]
+    assert decide("deadline", 10, first, replace(later, work_left=950e3)) == [10, 0]
+    # Unless priority says otherwise.
+    assert decide("deadline", 10, first, replace(later, work_left=950e3, priority=20.0)) == [0, 10]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_deadlines_that_fit_side_by_side_are_all_on_their_way(seed):
+    """Whatever the curves, the costs, and what is held: nobody is given less than it needs."""
+    case = random_instance(seed)
+    rng = np.random.default_rng(seed)
+    left = len(case.pool)
+    trainers, needs = [], set()
+    for t in case.trainers:
+        held = len(case.current.get(t.name, frozenset()) & case.pool.keys())
+        count = int(rng.integers(t.min_nodes, t.max_nodes + 1))
+        changes = t.costs.up + t.costs.down if held else t.costs.start
+        if rng.random() < 0.7 and count <= left and t.rate(count) > 0:
+            left -= count
+            seconds = float(rng.uniform(10, 1000))
+            needs.add(t.name)
+            work = 0.99 * t.rate(count) * seconds
+            trainers.append(replace(t, work_left=work, deadline=case.now + changes + seconds))
+        else:
+            trainers.append(t)
+    counts = MilpPolicy("deadline").allocate(case.pool, trainers, case.current, case.now).counts
+    for t in trainers:
+        if t.name in needs:
+            assert t.rate(counts.get(t.name, 0)) * (t.deadline - case.now) >= t.work_left
+
+
+def run(trainers, nodes, objective, *, step=20.0, steps=200):
+    """Play a constant pool with changes that cost time; when each trainer was done, and the decisions' counts."""
+    policy = MilpPolicy(objective)
+    alive = {t.name: t for t in trainers}
+    current, done, history, now = {}, {}, [], 0.0
+    for _ in range(steps):
+        decision = policy.allocate(pool(nodes), list(alive.values()), current, now)
+        history.append((now, decision.counts))
+        for name, trainer in list(alive.items()):
+            before, count = len(current.get(name, ())), decision.counts.get(name, 0)
+            costs = trainer.costs
+            lost = 0.0 if count == before else costs.start if not before else costs.up if count > before else costs.down
+            work_left = max(trainer.work_left - trainer.rate(count) * (step - lost), 0.0)
+            since = now if bool(count) != bool(before) else trainer.since
+            alive[name] = replace(trainer, work_left=work_left, since=since)
+            if work_left == 0:
+                done[name] = now + step
+                del alive[name]
+        current = {name: held for name, held in decision.allocation.items() if name in alive}
+        now += step
+    return done, history
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_deadlines_that_fit_are_met_while_time_goes_by(seed):
+    """Each takes up to its share of the pool for 90 % of its time, and nobody is late, where throughput is."""
+    rng = np.random.default_rng(seed)
+    costs = RescaleCosts(up=3.0, down=2.0, start=4.0)
+    deadlines = rng.choice(np.arange(600.0, 3600.0, 20.0), size=4, replace=False)
+    shares = [3, 4, 5, 4]
+    urgent = []
+    for index, (deadline, share) in enumerate(zip(deadlines.tolist(), shares, strict=True)):
+        curve = saturating("x", float(rng.uniform(50, 200)), 0.02).curve
+        work = 0.9 * curve(share) * deadline
+        urgent.append(Trainer(f"u{index}", 1, 16, curve, costs, work_left=work, deadline=deadline))
+    greedy = Trainer("greedy", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}), costs)
+    done, _ = run([*urgent, greedy], 16, "deadline")
+    assert all(done.get(t.name, math.inf) <= t.deadline for t in urgent), (done, deadlines)
+    late, _ = run([*urgent, greedy], 16, "throughput")
+    assert any(late.get(t.name, math.inf) > t.deadline for t in urgent)
+
+
+def test_max_min_raises_the_smallest_speedup_at_the_price_of_the_sum():
+    trainers = [saturating("flat", 100.0, 0.3), saturating("middle", 100.0, 0.1), saturating("steep", 100.0, 0.0)]
+
+    def speedups(objective):
+        return [t.rate(n) / t.rate(1) for t, n in zip(trainers, decide(objective, 12, *trainers), strict=True)]
+
+    best, fair = speedups("speedup"), speedups("max-min")
+    assert min(fair) > min(best)
+    assert sum(fair) < sum(best)
+
+
+def test_max_min_changes_nothing_for_a_gain_that_does_not_pay():
+    a, b = (Trainer(name, 1, 16, LINEAR, RescaleCosts(18, 12)) for name in "ab")
+    assert decide("max-min", 21, a, b, a=10, b=10) == [10, 10]
+    assert decide("max-min", 24, a, b, a=10, b=10) == [12, 12]
+    assert decide("max-min", 16, a, b, a=13, b=3) == [8, 8]
+
+
+def brute_force_smallest(tables, nodes):
+    best = 0.0
+    for count in np.ndindex(*[nodes + 1] * len(tables)):
+        if sum(count) <= nodes:
+            best = max(best, min(float(t[n]) for t, n in zip(tables, count, strict=True)))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_counts_have_a_higher_smallest_level(seed):
+    rng = np.random.default_rng(seed)
+    tables = [np.concatenate([[0.0], rng.integers(0, 6, size=7).astype(float)]) for _ in range(3)]
+    assert min(fair_levels(tables, 7)) == brute_force_smallest(tables, 7)
+
+
+def test_when_nodes_are_too_few_trainers_take_turns_and_none_waits_longer_than_the_bound():
+    """With k others waiting, a wait lasts at most (k + 1) turns and as many times from decision to decision."""
+    turn, step, nodes = 100.0, 20.0, 6
+    costs = RescaleCosts(18, 12, 10)
+    trainers = [Trainer(f"t{i}", low, 6, LINEAR, costs, submitted=float(i)) for i, low in enumerate([1, 4, 2, 6, 3, 1])]
+    _, history = run(trainers, nodes, MaxMin(turn=timedelta(seconds=turn)), step=step, steps=300)
+    served: dict[str, list[float]] = {t.name: [0.0] for t in trainers}
+    for now, counts in history:
+        for name in counts:
+            served[name].append(now)
+    longest = {name: max(np.diff([*times, history[-1][0]])) for name, times in served.items()}
+    assert max(longest.values()) <= len(trainers) * (turn + step)
+    assert min(longest.values()) >= turn  # everybody has waited
+    _, greedy = run(trainers, nodes, "speedup", step=step, steps=300)
+    assert len({name for _, counts in greedy for name in counts}) < len(trainers)
+
+
+def test_who_waits_is_not_overtaken_and_who_runs_keeps_its_turn():
+    small, large, running = Claim("s", 1, 5.0, False), Claim("l", 4, 0.0, False), Claim("r", 2, 3.0, True)
+    assert seated([small, large, running], 5, now=10.0, turn=60.0) == {"r"}
+    assert seated([small, large, running], 6, now=10.0, turn=60.0) == {"r", "l"}
+    assert seated([small, large, running], 5, now=90.0, turn=60.0) == {"l", "s"}
+    assert seated([small, large, running], 3, now=10.0, turn=60.0) == {"r", "s"}  # l is larger than the pool
+
+
+def test_deadlines_that_do_not_fit_together_cost_the_most_demanding():
+    rates = np.arange(11) * 100.0
+    jobs = [Job("a", 60e3, 100.0, rates), Job("b", 50e3, 100.0, rates), Job("c", 20e3, 100.0, rates)]
+    assert rates_now(jobs, 10) == {"b": 500.0, "c": 200.0}
+    assert rates_now([replace(jobs[0], priority=5.0), *jobs[1:]], 10) == {"a": 600.0, "c": 200.0}
+    assert rates_now(jobs[:1], 3) == {}
+    # The most demanding is not given up for one that does not fit without it either.
+    steep = np.where(np.arange(11) >= 10, 1000.0, 0.0)
+    assert rates_now([jobs[1], Job("d", 95e3, 100.0, steep)], 10) == {"b": 500.0}
+
+
+def test_a_bonus_is_earned_but_not_charged():
+    base = resolve_objective("throughput")
+    extra = WithBonus(base, {"t": np.array([0.0, 0, 0, 0, 1000, 1000, 1000])})
+    assert charged(extra) is base
+    more = np.array([0, 0, 0, 0, 60e3, 60e3, 60e3])
+    np.testing.assert_array_equal(
+        value_table(extra, TRAINER, 4, 6, 60.0), value_table(base, TRAINER, 4, 6, 60.0) + more
+    )
+    assert extra(TRAINER, 5) == base(TRAINER, 5) + 1000
+    # One that has lost nodes is charged at its smallest allowed count, even if the pool has less.
+    lost = replace(TRAINER, min_nodes=5)
+    short = WithBonus(base, {"t": np.array([0.0, 0.0])})
+    assert value_table(short, lost, 1, 1, 60.0).tolist() == [-5 * 350.0, -math.inf]
+
+
+@pytest.mark.parametrize("objective", sorted(CONTEXTUAL))
+@pytest.mark.parametrize("seed", range(30))
+def test_contextual_objectives_are_solved_to_the_optimum(objective, seed):
+    case = random_instance(seed)
+    rng = np.random.default_rng(seed)
+    trainers = [
+        replace(t, work_left=float(rng.uniform(0, 1e6)), deadline=case.now + float(rng.uniform(-10, 2000)))
+        for t in case.trainers
+    ]
+    held = {t.name: len(case.current.get(t.name, frozenset()) & case.pool.keys()) for t in trainers}
+    worth = at_moment(resolve_objective(objective), Moment(trainers, held, len(case.pool), case.now))
+    values = [value_table(worth, t, held[t.name], len(case.pool), 120.0) for t in trainers]
+    best = best_value(np.array(values)) if values else 0.0
+    patient = MilpPolicy(objective, time_limit=timedelta(minutes=1))
+    decision = patient.allocate(case.pool, trainers, case.current, case.now)
+    assert decision.objective == pytest.approx(best, rel=1e-9, abs=1e-6)
+    assert decision.bound == pytest.approx(best, rel=1e-9, abs=1e-6)
+    shares = EqualSharePolicy(objective).allocate(case.pool, trainers, case.current, case.now)
+    assert shares.objective <= best + 1e-6 * max(1.0, abs(best))
+
+
+def test_settings_of_contextual_objectives_are_checked():
+    with pytest.raises(InvalidSettings, match="turn must be positive"):
+        MaxMin(turn=timedelta(0))
+    with pytest.raises(InvalidSettings, match="must be a function"):
+        Deadline("speedup")
+    assert Deadline(OBJECTIVES["speedup"]).objective is OBJECTIVES["speedup"]

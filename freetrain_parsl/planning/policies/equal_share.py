@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
-from freetrain_parsl.planning.objectives import ObjectiveLike, resolve_objective, value_table
+from freetrain_parsl.planning.objectives import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
 
@@ -23,7 +23,7 @@ class EqualSharePolicy(Policy):
 
     With N nodes and J trainers each gets ``q = N // J``, up to its ``max_nodes``, or nothing if q is not more
     than its ``min_nodes`` (as published: a trainer whose ``min_nodes`` is just q gets nothing). What is left
-    goes to those who have a share, first come, first served, up to their ``max_nodes``.
+    goes out first come, first served, up to their ``max_nodes``.
 
     ``objective`` and ``bound`` of its decisions are in the value model of `MilpPolicy`, so that both can be
     compared. It proves nothing: its bound is what trainers would be worth if each had the pool to itself.
@@ -36,27 +36,22 @@ class EqualSharePolicy(Policy):
 
     name = "equal-share"
 
-    def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta = timedelta(seconds=120)) -> None:
-        if horizon <= timedelta(0):
-            raise InvalidSettings(f"policy 'equal_share': horizon must be positive, got {horizon}")
+    def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta | None = None) -> None:
+        if horizon is not None and horizon <= timedelta(0):
+            raise InvalidSettings(f"policy 'equal-share': horizon must be positive, got {horizon}")
         self._objective = resolve_objective(objective)
-        self._horizon = horizon.total_seconds()
+        self._horizon = None if horizon is None else horizon.total_seconds()
 
-    def allocate(
-        self,
-        pool: Pool,
-        trainers: Sequence[Trainer],
-        current: Allocation,
-        now: float,  # noqa: ARG002 - equal shares are the same at any time
-    ) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         counts = _equal_shares(ranked, len(pool))
         held = current_counts(ranked, pool, current)
+        worth = at_moment(self._objective, Moment(ranked, held, len(pool), now))
         objective = bound = 0.0
         for trainer in ranked:
-            values = value_table(self._objective, trainer, held[trainer.name], len(pool), self._horizon)
+            values = value_table(worth, trainer, held[trainer.name], len(pool), self._horizon or pool.horizon)
             objective += float(values[counts[trainer.name]])
             bound += float(values.max())
         allocation = place(counts, pool, current)
@@ -69,8 +64,8 @@ def _equal_shares(ranked: Sequence[Trainer], nodes: int) -> dict[str, int]:
     counts = {t.name: min(share, t.max_nodes) if share > t.min_nodes else 0 for t in ranked}
     left = nodes - sum(counts.values())
     for trainer in ranked:
-        if counts[trainer.name]:
-            extra = min(left, trainer.max_nodes - counts[trainer.name])
+        extra = min(left, trainer.max_nodes - counts[trainer.name])
+        if counts[trainer.name] + extra >= trainer.min_nodes:
             counts[trainer.name] += extra
             left -= extra
     return counts

@@ -11,7 +11,7 @@ import numpy as np
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.counts import Counts, Table, maximise_counts
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
-from freetrain_parsl.planning.objectives import ObjectiveLike, resolve_objective, value_table
+from freetrain_parsl.planning.objectives import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
 
@@ -33,9 +33,11 @@ class MilpPolicy(Policy):
     Parameters
     ----------
     objective
-        Value per second of a trainer on a number of nodes: a name of `OBJECTIVES` or a function of both.
+        Value per second of a trainer on a number of nodes: a name of `OBJECTIVES`, a function of both, or a
+        `Contextual`.
     horizon
-        How long a decision is expected to last: what a change may win against what it costs.
+        How long a decision is expected to last: what a change may win against what it costs. ``None`` takes what the
+        pool's past suggests (`Pool.horizon`).
     time_limit
         After this the best allocation so far is taken; ``proven_optimal`` is then false and ``bound`` tells
         how much better another could be.
@@ -49,35 +51,31 @@ class MilpPolicy(Policy):
         self,
         objective: ObjectiveLike = "speedup",
         *,
-        horizon: timedelta = timedelta(seconds=120),
+        horizon: timedelta | None = None,
         time_limit: timedelta = timedelta(seconds=1),
         gap: float = 0.0,
     ) -> None:
-        if horizon <= timedelta(0) or time_limit <= timedelta(0):
+        if (horizon is not None and horizon <= timedelta(0)) or time_limit <= timedelta(0):
             raise InvalidSettings(
                 f"policy 'milp': horizon and time_limit must be positive, got {horizon}, {time_limit}"
             )
         if not 0 <= gap < 1:
             raise InvalidSettings(f"policy 'milp': gap must lie in [0, 1), got {gap!r}")
         self._objective = resolve_objective(objective)
-        self._horizon = horizon.total_seconds()
+        self._horizon = None if horizon is None else horizon.total_seconds()
         self._time_limit = time_limit.total_seconds()
         self._gap = gap
 
-    def allocate(
-        self,
-        pool: Pool,
-        trainers: Sequence[Trainer],
-        current: Allocation,
-        now: float,  # noqa: ARG002 - the count model looks the same at any time
-    ) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         held = current_counts(ranked, pool, current)
         if not ranked:
             return Decision({}, 0.0, proven_optimal=True, bound=0.0)
-        values = np.stack([value_table(self._objective, t, held[t.name], len(pool), self._horizon) for t in ranked])
+        objective = at_moment(self._objective, Moment(ranked, held, len(pool), now))
+        horizon = self._horizon or pool.horizon
+        values = np.stack([value_table(objective, t, held[t.name], len(pool), horizon) for t in ranked])
         solution = maximise_counts(values, _as_it_is(values, held, ranked), time_limit=self._time_limit, gap=self._gap)
         counts = {t.name: int(count) for t, count in zip(ranked, solution.counts, strict=True)}
         return Decision(

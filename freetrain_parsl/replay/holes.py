@@ -1,0 +1,228 @@
+"""Holes of a recorded machine as a stream of changes: what every kind of log is turned into."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from freetrain_parsl.errors import InvalidInput, InvalidSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Change", "Hole", "HoleLog", "HoleTable", "numbered_lines", "refuse_forecasts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """An idle node, from when to when, as it really was.
+
+    Parameters
+    ----------
+    node
+        Its name.
+    start, end
+        Seconds on the log's clock.
+    """
+
+    node: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What changed at one instant.
+
+    Parameters
+    ----------
+    time
+        When, seconds on the log's clock.
+    opened
+        Holes that began.
+    closed
+        Nodes whose holes ended. A node may close and open at one instant: closing comes first.
+    expected
+        If forecasts were asked for: every node that is idle now -> when it was then expected to close, seconds,
+        always after `time`; ``None`` if nothing was known to need it, or it was due.
+    due
+        If forecasts were asked for: the nodes that are idle although by the plan a job should have them now. Most
+        close soon, whereas those that no job is known to need stay idle for long.
+    """
+
+    time: float
+    opened: tuple[Hole, ...]
+    closed: tuple[str, ...]
+    expected: Mapping[str, float | None] | None = None
+    due: frozenset[str] = frozenset()
+
+
+class HoleLog(ABC):
+    """The idle nodes of a machine over time, from a recorded log.
+
+    Attributes
+    ----------
+    name : str
+        The file's name.
+    nodes : int
+        Size of the machine.
+    start, end : float
+        The time that the log covers, seconds on its own clock; every hole lies within.
+    skipped : int
+        Malformed lines that were left out, if that was asked for.
+    clipped : int
+        Jobs that were given fewer nodes than recorded, because no more were free.
+    has_forecasts : bool
+        Whether the log can tell when holes were expected to close.
+    """
+
+    name: str
+    nodes: int
+    start: float
+    end: float
+    skipped: int = 0
+    clipped: int = 0
+    has_forecasts: bool = False
+
+    @abstractmethod
+    def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
+        """Yield what changed, in order of time, at most one change an instant; each call begins anew.
+
+        Times lie in [start, end): that the log ends, and with it every open hole, is no change.
+        With `forecasts`, instants at which only the queue changed are changes too.
+
+        Raises
+        ------
+        InvalidSettings
+            Forecasts are asked of a log that has none.
+        """
+
+    def mean_idle(self) -> float:
+        """Mean number of idle nodes over the log's time."""
+        held = sum(hole.end - hole.start for change in self.changes() for hole in change.opened)
+        return held / (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class HoleTable:
+    """Holes in compact arrays, one element a hole, in order of `starts`.
+
+    Parameters
+    ----------
+    names
+        Names of the nodes.
+    nodes
+        Whose hole: index into `names`.
+    starts, ends
+        Seconds.
+    """
+
+    names: Sequence[str]
+    nodes: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.float64]
+    ends: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @classmethod
+    def sorted(
+        cls,
+        names: Sequence[str],
+        nodes: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        ends: npt.ArrayLike,
+    ) -> HoleTable:
+        """Make a table of holes that come in any order; those of one instant go in order of node."""
+        nodes, starts = np.asarray(nodes, np.int32), np.asarray(starts, np.float64)
+        order = np.lexsort((nodes, starts))
+        return cls(names, nodes[order], starts[order], np.asarray(ends, np.float64)[order])
+
+    def times(self) -> npt.NDArray[np.float64]:
+        """When holes open or close, increasing."""
+        times: npt.NDArray[np.float64] = np.union1d(self.starts, self.ends)
+        return times
+
+    def changes(self, before: float = np.inf) -> Iterator[Change]:
+        """Yield what opens and closes earlier than `before`; a change is built when it is reached."""
+        by_end = np.argsort(self.ends, kind="stable")
+        times = self.times()
+        times = times[times < before]
+        opens = np.searchsorted(self.starts, times, side="right")
+        closes = np.searchsorted(self.ends, times, side="right", sorter=by_end)
+        opened = closed = 0
+        for time, opened_by_then, closed_by_then in zip(times, opens, closes, strict=True):
+            indices = slice(opened, opened_by_then)
+            yield Change(
+                float(time),
+                tuple(
+                    Hole(self.names[node], float(time), end)
+                    for node, end in zip(self.nodes[indices].tolist(), self.ends[indices].tolist(), strict=True)
+                ),
+                tuple(self.names[node] for node in self.nodes[by_end[closed:closed_by_then]].tolist()),
+            )
+            opened, closed = opened_by_then, closed_by_then
+
+    def within(self, start: float, end: float) -> HoleTable:
+        """Cut off what lies before `start` or after `end`."""
+        starts, ends = np.maximum(self.starts, start), np.minimum(self.ends, end)
+        kept = starts < ends
+        return HoleTable.sorted(self.names, self.nodes[kept], starts[kept], ends[kept])
+
+    def without(self, spans: Sequence[tuple[float, float]]) -> HoleTable:
+        """Cut out spans of time, which do not overlap; a hole that goes on after one becomes two."""
+        pieces = [(self.nodes, self.starts, ends := self.ends.copy())]
+        for start, end in sorted(spans, reverse=True):  # what follows the later ones is cut off already
+            hit = (self.starts < end) & (ends > start)
+            after = hit & (ends > end)
+            pieces.append((self.nodes[after], np.full(np.count_nonzero(after), end), ends[after]))
+            ends[hit] = start
+        nodes, starts, ends = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        kept = starts < ends
+        return HoleTable.sorted(self.names, nodes[kept], starts[kept], ends[kept])
+
+    def spans_above(self, idle: float, longer_than: float) -> list[tuple[float, float]]:
+        """Find the spans of at least `longer_than` seconds in which at least `idle` nodes are idle throughout."""
+        times = self.times()
+        counts = np.searchsorted(self.starts, times, side="right") - np.searchsorted(
+            np.sort(self.ends), times, side="right"
+        )
+        high = np.concatenate([[False], counts >= idle, [False]])
+        edges = np.flatnonzero(high[1:] != high[:-1]).reshape(-1, 2)  # index of the first high, of the first low
+        return [
+            (float(times[first]), float(times[last]))
+            for first, last in edges
+            if times[last] - times[first] >= longer_than
+        ]
+
+
+def refuse_forecasts(name: str) -> InvalidSettings:
+    """Make the error of a log that knows nothing of the queue."""
+    return InvalidSettings(
+        f"{name}: no forecasts of closings in this log; give a job log with requested walltimes, "
+        "or replay with knowledge 'none' or 'perfect'"
+    )
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (number, text) of a text file's lines that are not blank; unpacked if its name ends in ``.gz``.
+
+    Raises
+    ------
+    InvalidInput
+        The file cannot be read.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if text := raw.decode("utf-8-sig", errors="replace").strip():
+                    yield number, text
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInput(f"{path}: cannot be read: {error}") from error

@@ -1,0 +1,136 @@
+"""The policies side by side: what each did, and where the rest went."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.replay.page import charts
+from freetrain_parsl.replay.page.charts import Part, Series
+from freetrain_parsl.replay.page.markup import element, scrolling_table
+from freetrain_parsl.replay.page.wording import NO_FIGURE, count, duration, losses_met, milliseconds, percent
+from freetrain_parsl.report.colours import colour_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from xml.etree.ElementTree import Element
+
+__all__ = ["comparison"]
+
+_LINE_COLOURS = (4, 0, 2, 3, 5, 1, 7, 8)  # of the trainings' colours those that stand out as thin lines
+
+
+def comparison(policies: Sequence[Mapping[str, Any]], *, seconds: float) -> list[Element]:
+    """Compare the policies, the best first, over a log of this length."""
+    losses = losses_met(policies)
+    labels = [entry["label"] for entry in policies]
+    done = [[Part("done", "var(--solid)", entry["efficiency"] or 0.0)] for entry in policies]
+    lost = [[Part(loss.name, loss.colour, entry[key] or 0.0) for key, loss in losses.items()] for entry in policies]
+    most = max(map(_length, lost))
+    several = len(policies) > 1
+    made = [element("h2", "Policies side by side" if several else "What became of the idle nodes")]
+    if told := policies[0]["told"]:
+        made.append(element("p", f"{'All with' if several else 'With'} {told}.", class_="note"))
+    made.append(
+        charts.figure(
+            "Efficiency and what it lost",
+            "The whole bar is what as many dedicated nodes would do.",
+            _bars(labels, [mine + missing for mine, missing in zip(done, lost, strict=True)], whole=1.0),
+            charts.legend([("done", "var(--solid)"), *((loss.name, loss.colour) for loss in losses.values())]),
+        )
+    )
+    if most:
+        text = f"Enlarged: the widest bar is {percent(most)}."
+        made.append(charts.figure("The losses alone", text, _bars(labels, lost, whole=most)))
+    return [*made, _efficiency_over_time(policies, seconds=seconds), _table(policies)]
+
+
+def _length(parts: Sequence[Part]) -> float:
+    return sum(max(part.value, 0.0) for part in parts)
+
+
+def _bars(labels: Sequence[str], rows: Sequence[Sequence[Part]], *, whole: float) -> Element:
+    # A loss below 0 is a gain: what it pays back makes the other parts longer than the whole.
+    whole = max(whole, *map(_length, rows))
+    cells: list[Element] = []
+    for label, parts in zip(labels, rows, strict=True):
+        cells += [element("div", label, class_="name"), charts.share_bar(label, parts, whole=whole)]
+    return element("div", *cells, class_="bars")
+
+
+def _efficiency_over_time(policies: Sequence[Mapping[str, Any]], *, seconds: float) -> Element:
+    series = [Series("oracle", "var(--text)", policies[0]["series"]["oracle"], dashed=True)]
+    series += [
+        Series(
+            entry["label"],
+            colour_of(_LINE_COLOURS[i % len(_LINE_COLOURS)]),
+            entry["series"]["efficiency"],
+        )
+        for i, entry in enumerate(policies)
+    ]
+    summary = "; ".join(f"{one.name} ends at {percent(_last(one.values))}" for one in series)
+    names = [(f"{one.name}: {percent(_last(one.values))}", one.colour) for one in series]
+    title = "Efficiency as the log goes on"
+    return charts.figure(
+        title,
+        "Of everything up to that time. The beginning, with little behind it, may leave the picture.",
+        charts.lines(title, summary, series, seconds=seconds),
+        charts.legend(names),
+    )
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
+    groups: list[tuple[str, list[tuple[str, Callable[[Mapping[str, Any]], str]]]]] = [
+        (
+            "Result",
+            [
+                ("Efficiency U", lambda e: percent(e["efficiency"])),
+                ("Oracle", lambda e: percent(e["oracle"])),
+                ("Share of the oracle", lambda e: percent(e["oracle_ratio"])),
+            ],
+        ),
+        ("Lost to", [(loss.name, _loss_cell(key)) for key, loss in losses_met(policies).items()]),
+        (
+            "Trainings",
+            [
+                ("Finished", lambda e: count(e["jct"]["finished"])),
+                ("Mean time to finish", lambda e: duration(e["jct"]["mean"])),
+                ("Median", lambda e: duration(e["jct"]["median"])),
+                ("95 of 100 within", lambda e: duration(e["jct"]["p95"])),
+                ("Node-hours used", lambda e: count(e["node_hours"]["used"])),
+            ],
+        ),
+        (
+            "Planner",
+            [
+                ("Events", lambda e: count(e["events"])),
+                ("Decisions", lambda e: count(e["solves"])),
+                ("Median decision", lambda e: milliseconds(e["solve_ms"]["median"])),
+                ("99 of 100 within", lambda e: milliseconds(e["solve_ms"]["p99"])),
+                ("Longest", lambda e: milliseconds(e["solve_ms"]["max"])),
+                ("Proven optimal", lambda e: percent(e["proven_optimal_share"])),
+                ("Plans refused", lambda e: count(e["refused"])),
+                ("Replay took", lambda e: duration(e["wall_seconds"])),
+            ],
+        ),
+    ]
+    head = [element("th", e["label"], scope="col") for e in policies]
+    bodies = []
+    for group, rows in groups:
+        cells = [(name, [cell(entry) for entry in policies]) for name, cell in rows]
+        shown = [
+            element("tr", element("th", name, scope="row"), *(element("td", text) for text in texts))
+            for name, texts in cells
+            if set(texts) != {NO_FIGURE}
+        ]
+        title = element("th", group, scope="rowgroup", colspan=len(policies) + 1)
+        if shown:
+            bodies.append(element("tbody", element("tr", title), *shown))
+    return scrolling_table("Policies compared", element("thead", element("tr", element("td"), *head)), *bodies)
+
+
+def _loss_cell(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda entry: percent(entry[key])

@@ -1,0 +1,174 @@
+"""The report of a replay: one HTML page without scripts, fonts or anything else to load."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.replay.page.comparison import comparison
+from freetrain_parsl.replay.page.details import policy_by_policy
+from freetrain_parsl.replay.page.markup import document, element
+from freetrain_parsl.replay.page.wording import WORDS, count, describe, duration, losses_met, milliseconds, percent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from xml.etree.ElementTree import Element
+
+__all__ = ["write_page"]
+
+# Nothing may be loaded or run; the page's own style sheet and the places of its labels are all it needs.
+_CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def write_page(result: Mapping[str, Any], path: Path) -> None:
+    """Write the report of a replay as one self-contained HTML file.
+
+    Parameters
+    ----------
+    result
+        The replay's figures, as ``freetrain replay --json`` writes them, with ``series`` and ``solve_histogram``.
+        Figures that are None are shown as a dash.
+    path
+        Where to; a file that is there is replaced, once the new one is complete.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be written to.
+    """
+    text = document(_page(result))
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _page(result: Mapping[str, Any]) -> Element:
+    policies = sorted(_labelled(result["policies"]), key=lambda entry: entry["efficiency"] or 0.0, reverse=True)
+    style = files("freetrain_parsl.replay.page").joinpath("page.css").read_text(encoding="utf-8")
+    return element(
+        "html",
+        element(
+            "head",
+            element("meta", charset="utf-8"),
+            element("meta", http_equiv="Content-Security-Policy", content=_CONTENT_SECURITY_POLICY),
+            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            element("title", f"{result['log']['name']}: what idle nodes could have trained"),
+            element("style", style),
+        ),
+        element(
+            "body",
+            element(
+                "main",
+                *_opening(result, policies[0], len(policies)),
+                *comparison(policies, seconds=result["log"]["seconds"]),
+                *policy_by_policy(policies),
+                *_definitions(policies),
+                *_reproduction(result),
+            ),
+        ),
+        lang="en",
+    )
+
+
+def _labelled(policies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Give each policy a ``label`` that says in what it differs from the others, and ``told`` for what it does not."""
+    differing = [key for key in ("knowledge", "horizon") if len({entry[key] for entry in policies}) > 1]
+    common = [key for key in ("knowledge", "horizon") if key not in differing]
+    return [
+        {
+            **entry,
+            "label": ", ".join(part for part in (entry["policy"], describe(entry, differing)) if part),
+            "told": describe(entry, common),
+        }
+        for entry in policies
+    ]
+
+
+def _opening(result: Mapping[str, Any], best: Mapping[str, Any], candidates: int) -> list[Element]:
+    log, trainers = result["log"], result["trainers"]
+    span = duration(log["seconds"])
+    if not log["mean_idle"]:
+        return [
+            element("p", f"FreeTrain replay of {log['name']}", class_="eyebrow"),
+            element("h1", f"None of the {log['nodes']:,} nodes was idle"),
+            element("p", f"In {span} this log holds no idle node, so there was nothing to train in.", class_="lede"),
+        ]
+    chosen = f"planned by {best['label']}" + (f", the best of {candidates} plans compared" if candidates > 1 else "")
+    dedicated = max(round(log["mean_idle"]), 1)
+    return [
+        element("p", f"FreeTrain replay of {log['name']}", class_="eyebrow"),
+        element("h1", f"Your idle nodes: {log['mean_idle']:,.1f} of {log['nodes']:,} on average"),
+        element(
+            "p",
+            "Training in them would have done ",
+            element("strong", percent(best["efficiency"], 0)),
+            f" of what {_several(dedicated, 'dedicated node')} do in the same {span}: "
+            f"{_several(trainers['count'], 'training')} ({trainers['spec']}), {chosen}.",
+            class_="lede",
+        ),
+        element("dl", *_cards(log, best), class_="cards"),
+    ]
+
+
+def _cards(log: Mapping[str, Any], best: Mapping[str, Any]) -> list[Element]:
+    hours, cost, times = best["node_hours"], best["idle_cost"], best["jct"]
+    share = hours["used"] / hours["idle"] if hours["idle"] else None
+    cards = [
+        ("Efficiency", percent(best["efficiency"]), "of the same trainings on dedicated nodes"),
+        ("Of what is possible", percent(best["oracle_ratio"]), "no plan can do more than the oracle's 100 %"),
+        ("Node-hours used", count(hours["used"]), f"of {count(hours['idle'])} idle ({percent(share, 0)})"),
+        ("Half of the time", count(log["median_idle"]), "idle nodes or fewer (the median)"),
+    ]
+    if times["finished"]:
+        cards.append(("Trainings finished", count(times["finished"]), f"on average after {duration(times['mean'])}"))
+    if cost is not None:
+        price = f"of {count(cost['idle'])} idle, at {cost['price_per_node_hour']:g} a node-hour"
+        cards.append(("Worth put to use", count(cost["used"]), price))
+    if best["solves"]:
+        solve = best["solve_ms"]
+        cards.append(
+            ("A decision takes", milliseconds(solve["median"]), f"99 of 100 under {milliseconds(solve['p99'])}")
+        )
+    return [
+        element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
+        for name, value, note in cards
+    ]
+
+
+def _definitions(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
+    words = dict(WORDS)
+    words |= {f"Lost to {loss.name}": loss.meaning for loss in losses_met(policies).values()}
+    pairs = [part for word, meaning in words.items() for part in (element("dt", word), element("dd", meaning))]
+    return [element("h2", "What the words mean"), element("dl", *pairs, class_="words")]
+
+
+def _reproduction(result: Mapping[str, Any]) -> list[Element]:
+    log = result["log"]
+    skipped = f" {log['skipped']:,} lines of the log could not be read and were left out." if log["skipped"] else ""
+    accounting = {
+        "paper": "as published: starting a training costs nothing",
+        "full": "in full: starting a training is charged too",
+    }.get(result["cost"], result["cost"])
+    return [
+        element("h2", "To reproduce this page"),
+        element("pre", element("code", result["command"])),
+        element(
+            "p",
+            f"FreeTrain {result['version']}. Log: {log['name']}, {log['nodes']:,} nodes, {duration(log['seconds'])}, "
+            f"{log['events']:,} changes of the idle set.{skipped} Trainings: {result['trainers']['spec']}, objective "
+            f"{result['trainers']['objective']}. Costs are charged {accounting}.",
+            class_="note",
+        ),
+    ]
+
+
+def _several(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"

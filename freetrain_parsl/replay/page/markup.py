@@ -1,0 +1,54 @@
+"""HTML and SVG as trees, so that no text of a user's can ever become markup."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from xml.etree.ElementTree import Element, tostring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["document", "element", "scrolling_table"]
+
+
+def element(tag: str, /, *children: Element | str | None, **attributes: object) -> Element:
+    """Build an element of HTML or SVG.
+
+    Parameters
+    ----------
+    tag
+        The element's name.
+    *children
+        Elements, and text that is escaped when it is written; None stands for nothing.
+    **attributes
+        ``_`` becomes ``-`` and a trailing ``_`` is dropped (``class_``); None leaves the attribute out.
+    """
+    made = Element(tag, {_name(name): str(value) for name, value in attributes.items() if value is not None})
+    for child in children:
+        if isinstance(child, str):
+            _append_text(made, child)
+        elif child is not None:
+            made.append(child)
+    return made
+
+
+def document(root: Element) -> str:
+    """Write the ``<html>`` element `root` as a whole document."""
+    return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
+
+
+def _name(keyword: str) -> str:
+    return keyword.rstrip("_").replace("_", "-")
+
+
+def _append_text(parent: Element, text: str) -> None:
+    siblings: Sequence[Element] = list(parent)
+    if siblings:
+        siblings[-1].tail = (siblings[-1].tail or "") + text
+    else:
+        parent.text = (parent.text or "") + text
+
+
+def scrolling_table(name: str, *parts: Element) -> Element:
+    """Put a table into a box that scrolls by itself, by keyboard too, so that the page need not."""
+    return element("div", element("table", *parts), class_="scroll", tabindex=0, role="region", aria_label=name)

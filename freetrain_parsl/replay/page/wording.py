@@ -1,0 +1,141 @@
+"""How the report of a replay says things: figures in words, and what the words mean."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "LOSSES",
+    "NO_FIGURE",
+    "WORDS",
+    "Loss",
+    "count",
+    "describe",
+    "duration",
+    "milliseconds",
+    "percent",
+    "samples",
+]
+
+_SPACE = "\N{NO-BREAK SPACE}"
+NO_FIGURE = "\N{EN DASH}"
+
+
+class Loss(NamedTuple):
+    """One cause of what is missing from 100 %."""
+
+    name: str
+    colour: str
+    meaning: str
+
+
+# Key in the result -> cause. Okabe and Ito's colours, and a grey for what nobody used.
+LOSSES = {
+    "loss_concavity": Loss(
+        "uneven supply",
+        "#CC79A7",
+        "Idle nodes come and go, dedicated ones stay. A training gains less from its hundredth node than from its "
+        "first, so many nodes now do not make up for few before. No plan can win this back: it is 100 % less the "
+        "oracle.",
+    ),
+    "loss_unused": Loss(
+        "unused nodes", "#999999", "Idle nodes that the plan gave to no training although one could have used them."
+    ),
+    "loss_split": Loss(
+        "the split",
+        "#F0E442",
+        "Nodes in use, but shared among the trainings otherwise than would have been best at that moment.",
+    ),
+    "loss_rescale": Loss(
+        "rescaling", "#E69F00", "Time in which trainings stood still because the plan gave them more or fewer nodes."
+    ),
+    "loss_preemption": Loss(
+        "preemption", "#D55E00", "Time in which trainings stood still because nodes were taken from them."
+    ),
+    "loss_start": Loss("starting", "#009E73", "Time in which trainings were started or resumed."),
+}
+
+WORDS = {
+    "Efficiency (U)": "Samples that the trainings processed in the idle nodes, divided by what the same trainings "
+    "process in the same time on dedicated nodes: as many as were idle on average, split among the trainings once and "
+    "for all in the best way.",
+    "Oracle": "The same replay if every change were free: all idle nodes are split anew in the best way at every "
+    "event. It is the upper bound of the efficiency.",
+    "Share of the oracle": "Efficiency divided by the oracle's: how much of what is possible a plan reached.",
+    "Closing times": "What a plan was told about when idle nodes will be needed again: nothing (unknown), what "
+    "walltimes and the queue said at the time (estimated), or what the log shows afterwards (known).",
+    "Horizon": "How far a plan looks ahead when it weighs what a change costs now against what it gains later.",
+    "Node-hour": "One node for one hour.",
+}
+
+_KNOWLEDGE = {
+    "none": "closing times unknown",
+    "estimated": "closing times estimated",
+    "perfect": "closing times known",
+}
+
+
+def describe(entry: Mapping[str, Any], keys: Sequence[str] = ("knowledge", "horizon")) -> str:
+    """Say what a policy of a result was told and how far it looked ahead; of these, what `keys` name."""
+    parts = []
+    if "knowledge" in keys:
+        parts.append(_KNOWLEDGE.get(entry["knowledge"], str(entry["knowledge"])))
+    horizon = entry["horizon"]
+    if "horizon" in keys and horizon is not None:
+        ahead = f"{horizon} horizon" if isinstance(horizon, str) else f"horizon{_SPACE}{duration(horizon)}"
+        parts.append(ahead)
+    return ", ".join(parts)
+
+
+def losses_met(policies: Sequence[Mapping[str, Any]]) -> dict[str, Loss]:
+    """Return those of `LOSSES` that any of the policies has."""
+    return {key: loss for key, loss in LOSSES.items() if any(entry[key] for entry in policies)}
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """Write a share, 1 being the whole, in per cent."""
+    if share is None or math.isnan(share):
+        return NO_FIGURE
+    return f"{round(100 * share, digits) + 0.0:.{digits}f}{_SPACE}%"  # + 0.0: never "-0.0"
+
+
+def count(value: float | None) -> str:
+    """Write a number of things; whole ones, unless there are few."""
+    if value is None or math.isnan(value):
+        return NO_FIGURE
+    return f"{value:,.1f}" if abs(value) < 100 and value != round(value) else f"{value:,.0f}"
+
+
+def samples(value: float | None) -> str:
+    """Write a number of samples to three digits."""
+    if value is None or math.isnan(value):
+        return NO_FIGURE
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * size:
+            return f"{_three_digits(value / size)}{_SPACE}{letter}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Write a time as people say it."""
+    if seconds is None or math.isnan(seconds):
+        return NO_FIGURE
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{_three_digits(seconds / size)}{_SPACE}{unit}"
+    return f"{_three_digits(seconds)}{_SPACE}s"
+
+
+def milliseconds(value: float | None) -> str:
+    """Write a short time that is given in milliseconds."""
+    if value is None or math.isnan(value):
+        return NO_FIGURE
+    return f"{_three_digits(value)}{_SPACE}ms" if value < 1000 else duration(value / 1000)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,354 @@
+"""The planner driven by a recorded log: what a policy would have made of the idle nodes.
+
+The planner is the one that the executor drives. Here all idle nodes belong to its pool as soon as they are idle, and
+until they really are wanted again; time is the log's. The planner decides whenever nodes come or go, a trainer is
+submitted or done, or, if it is told forecasts, these change.
+"""
+
+from __future__ import annotations
+
+import math
+import time as wall_clock
+from collections import deque
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.model import PoolNode
+from freetrain_parsl.planning.planner import Planner, PlannerSettings
+from freetrain_parsl.planning.profiling import Profile, learned
+from freetrain_parsl.replay.accounts import Account, Losses
+from freetrain_parsl.replay.series import Bins
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from freetrain_parsl.planning.model import Decision, Trainer
+    from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.replay.holes import Change, HoleLog
+    from freetrain_parsl.replay.ideal import BestRates
+
+__all__ = ["Cost", "Curves", "Knowledge", "Outcome", "ReplaySettings", "replay"]
+
+_PLANNER = PlannerSettings(closing_margin=0.0, settle=0.0, replan_interval=1e12)
+_IDLE = "idle"  # the one block that all idle nodes belong to
+
+
+class Knowledge(str, Enum):
+    """What the planner is told of closings."""
+
+    NONE = "none"
+    ESTIMATED = "estimated"
+    """What the batch system planned at the time, by requested walltimes and its queue."""
+    PERFECT = "perfect"
+    """The true closings of the nodes that are idle."""
+
+
+class Cost(str, Enum):
+    """What is charged."""
+
+    PAPER = "paper"
+    FULL = "full"
+    """Starts are charged too."""
+
+
+class Curves(str, Enum):
+    """What the planner is told of scaling curves."""
+
+    KNOWN = "known"
+    LEARNED = "learned"
+    """Nothing; it learns them from what it sees."""
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How to replay.
+
+    Parameters
+    ----------
+    knowledge, cost, curves
+        See these.
+    start_seconds
+        What a start costs with `Cost.FULL`, for trainers whose own start costs nothing.
+    concurrent
+        How many trainers may be in the decision, first come, first served; ``None`` for all.
+    """
+
+    knowledge: Knowledge = Knowledge.NONE
+    cost: Cost = Cost.PAPER
+    curves: Curves = Curves.KNOWN
+    start_seconds: float = 30.0
+    concurrent: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start_seconds) and self.start_seconds >= 0):
+            raise InvalidSettings(f"what a start costs must be zero or more seconds, got {self.start_seconds}")
+        if self.concurrent is not None and self.concurrent < 1:
+            raise InvalidSettings(f"at least one trainer must be in the decision, got {self.concurrent}")
+
+
+@dataclass
+class Outcome:
+    """What a replay counted.
+
+    Parameters
+    ----------
+    value
+        Value of the samples processed, less what changes cost.
+    losses
+        Value that changes cost.
+    unused
+        Value that idle nodes without a trainer could have had.
+    idle_seconds, used_seconds
+        Node-seconds.
+    events
+        Instants at which nodes came or went, or a trainer.
+    decisions
+        What the policy decided, without the allocations: (solve seconds, proven optimal).
+    refused
+        Decisions that broke the contract of policies.
+    bins
+        Over time: ``idle`` and trainers' names (node-seconds), ``value``.
+    """
+
+    bins: Bins
+    value: float = 0.0
+    losses: Losses = field(default_factory=Losses)
+    unused: float = 0.0
+    idle_seconds: float = 0.0
+    used_seconds: float = 0.0
+    events: int = 0
+    decisions: list[tuple[float, bool]] = field(default_factory=list)
+    refused: int = 0
+    accounts: list[Account] = field(default_factory=list)
+    wall_seconds: float = 0.0
+
+
+def replay(
+    log: HoleLog,
+    rates: BestRates,
+    policy: Policy,
+    settings: ReplaySettings | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Outcome:
+    """Let a policy train in the holes of a log.
+
+    Parameters
+    ----------
+    log
+        The holes.
+    rates
+        The trainers and the value of their samples.
+    policy
+        Shares the idle nodes out.
+    settings
+        How to replay.
+    on_progress
+        Called now and then with the time reached on the log's clock.
+
+    Raises
+    ------
+    InvalidSettings
+        Forecasts are asked of a log that has none.
+    """
+    return _Replay(log, rates, policy, settings or ReplaySettings(), on_progress).run()
+
+
+class _Replay:
+    def __init__(
+        self,
+        log: HoleLog,
+        rates: BestRates,
+        policy: Policy,
+        settings: ReplaySettings,
+        on_progress: Callable[[float], None] | None,
+    ) -> None:
+        self._log = log
+        self._best = rates
+        self._settings = settings
+        self._on_progress = on_progress
+        self._planner = Planner(policy, _PLANNER, self._decided)
+        self._outcome = Outcome(Bins(log.start, log.end))
+        self._accounts = {
+            trainer.name: Account(trainer, log.start + trainer.submitted, self._weight(trainer))
+            for trainer in rates.trainers
+        }
+        self._index = {trainer.name: index for index, trainer in enumerate(rates.trainers)}
+        self._waiting = deque(sorted(self._accounts.values(), key=lambda account: account.submitted))
+        self._alive: dict[str, Account] = {}
+        self._profiles: dict[str, Profile] = {}
+        self._owners: dict[str, str] = {}
+        self._idle = 0
+        self._now = log.start
+
+    def run(self) -> Outcome:
+        """Go through the log once."""
+        began = wall_clock.perf_counter()
+        for number, change in enumerate(self._log.changes(forecasts=self._settings.knowledge is Knowledge.ESTIMATED)):
+            self._advance(change.time)
+            self._step(self._take(change))
+            if self._on_progress is not None and number % 50 == 0:
+                self._on_progress(change.time)
+        self._advance(self._log.end)
+        outcome = self._outcome
+        outcome.wall_seconds = wall_clock.perf_counter() - began
+        outcome.accounts = list(self._accounts.values())
+        outcome.refused = self._planner.statistics.refused
+        return outcome
+
+    def _weight(self, trainer: Trainer) -> float:
+        """Value of a sample: the objective is proportional to the rate."""
+        nodes = next((n for n, rate in trainer.curve.points if n >= trainer.min_nodes and rate > 0), trainer.max_nodes)
+        nodes = min(nodes, trainer.max_nodes)
+        rate = trainer.rate(nodes)
+        return self._best.objective(trainer, nodes) / rate if rate > 0 else 0.0
+
+    def _decided(self, _time: float, _purpose: str, decision: Decision) -> None:
+        self._outcome.decisions.append((decision.solve_seconds, decision.proven_optimal))
+
+    # Time.
+
+    def _advance(self, until: float) -> None:
+        """Let time pass; trainers are submitted and done on the way."""
+        while True:
+            ends = min((account.done_at(self._now) for account in self._alive.values()), default=math.inf)
+            submits = self._waiting[0].submitted if self._waiting and self._room() else math.inf
+            target = min(max(self._now, min(ends, submits)), until)
+            self._pass_to(target)
+            if target >= until:
+                return
+            self._step([])
+
+    def _room(self) -> bool:
+        concurrent = self._settings.concurrent
+        return concurrent is None or len(self._alive) < concurrent
+
+    def _pass_to(self, target: float) -> None:
+        seconds = target - self._now
+        if seconds <= 0:
+            return
+        outcome = self._outcome
+        used, value = 0, 0.0
+        for name, account in self._alive.items():
+            if not account.nodes:
+                continue
+            account.run(seconds)
+            used += len(account.nodes)
+            value += account.weight * account.rate
+            outcome.bins.add_rate(name, self._now, target, len(account.nodes))
+            if name in self._profiles:
+                self._profiles[name].observe(len(account.nodes), account.rate * seconds, seconds)
+        outcome.value += value * seconds
+        outcome.idle_seconds += self._idle * seconds
+        outcome.used_seconds += used * seconds
+        outcome.bins.add_rate("idle", self._now, target, self._idle)
+        outcome.bins.add_rate("value", self._now, target, value)
+        if used < self._idle:
+            alive = frozenset(self._index[name] for name in self._alive)
+            outcome.unused += seconds * (self._best(alive, self._idle) - self._best(alive, used))
+        self._now = target
+
+    # Events.
+
+    def _take(self, change: Change) -> list[ev.Event]:
+        """Turn a change of the log into what the planner is told."""
+        events: list[ev.Event] = []
+        if change.closed:
+            self._idle -= len(change.closed)
+            self._preempt(change.closed)
+            events.append(ev.NodesLeft(self._now, change.closed))
+        if change.opened:
+            self._idle += len(change.opened)
+            perfect = self._settings.knowledge is Knowledge.PERFECT
+            nodes = tuple(PoolNode(hole.node, hole.end if perfect else None) for hole in change.opened)
+            events.append(ev.NodesJoined(self._now, _IDLE, nodes))
+        if change.expected is not None:
+            events.append(ev.NodesForecast(self._now, change.expected))
+        return events
+
+    def _preempt(self, closed: Iterable[str]) -> None:
+        lost: dict[str, set[str]] = {}
+        for node in closed:
+            if (owner := self._owners.pop(node, None)) is not None:
+                lost.setdefault(owner, set()).add(node)
+        for name, nodes in lost.items():
+            cost = self._accounts[name].preempt(frozenset(nodes))
+            self._outcome.losses.preemption += cost
+            self._spend(cost)
+
+    def _step(self, events: list[ev.Event]) -> None:
+        """Tell the planner what happened at this instant, and do what it decides."""
+        self._outcome.events += 1
+        events += self._finish()
+        events += self._submit()
+        events += self._learn()
+        for name, account in self._alive.items():
+            if math.isfinite(account.trainer.work_left):
+                events.append(ev.TrainerProgressed(self._now, name, account.work_left))
+        if events:
+            self._planner.advance(*events)
+            self._reassign()
+
+    def _finish(self) -> Iterable[ev.Event]:
+        done = [account for account in self._alive.values() if account.done]
+        for account in done:
+            account.finished = self._now
+            for node in account.nodes:
+                del self._owners[node]
+            account.stop()
+            del self._alive[account.trainer.name]
+            self._profiles.pop(account.trainer.name, None)
+        return [ev.TrainerFinished(self._now, account.trainer.name) for account in done]
+
+    def _submit(self) -> Iterable[ev.Event]:
+        while self._waiting and self._room() and self._waiting[0].submitted <= self._now:
+            account = self._waiting.popleft()
+            trainer = account.trainer
+            self._alive[trainer.name] = account
+            if self._settings.curves is Curves.LEARNED:
+                self._profiles[trainer.name] = Profile()
+            yield ev.TrainerSubmitted(self._now, self._told(trainer))
+
+    def _told(self, trainer: Trainer) -> Trainer:
+        """Make the trainer as the planner sees it: its times on the log's clock, its costs as they are charged."""
+        costs = replace(trainer.costs, start=self._start_seconds(trainer))
+        deadline = None if trainer.deadline is None else self._log.start + trainer.deadline
+        submitted = self._log.start + trainer.submitted
+        return replace(trainer, costs=costs, deadline=deadline, submitted=submitted)
+
+    def _start_seconds(self, trainer: Trainer) -> float:
+        return (trainer.costs.start or self._settings.start_seconds) if self._settings.cost is Cost.FULL else 0.0
+
+    def _learn(self) -> Iterable[ev.Event]:
+        if not self._profiles:
+            return []
+        trainers = [self._told(account.trainer) for account in self._alive.values()]
+        return [ev.TrainerLearned(self._now, trainer) for trainer in learned(trainers, self._profiles)]
+
+    def _reassign(self) -> None:
+        assigned = self._planner.assigned
+        taken: dict[str, str] = {}
+        for name, account in self._alive.items():
+            nodes = assigned.get(name, frozenset())
+            if nodes == account.nodes:
+                continue
+            for node in account.nodes - nodes:
+                if self._owners.get(node) == name:
+                    del self._owners[node]
+            taken.update((node, name) for node in nodes - account.nodes)
+            losses = self._outcome.losses
+            if account.nodes:
+                cost = account.rescale(nodes)
+                losses.rescale += cost
+            else:
+                cost = account.start(nodes, self._now, self._start_seconds(account.trainer))
+                losses.start += cost
+            self._spend(cost)
+        self._owners.update(taken)
+
+    def _spend(self, cost: float) -> None:
+        if cost:
+            self._outcome.value -= cost
+            self._outcome.bins.add("value", self._now, -cost)

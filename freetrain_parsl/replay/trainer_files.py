@@ -1,0 +1,251 @@
+"""Reader of lists of trainers, YAML or CSV, that knows the line of every value."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import InvalidInput, UsageError
+from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.scaling import ScalingCurve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from freetrain_parsl.replay.models import Model
+
+__all__ = ["KEYS", "numbered", "read_trainers"]
+
+KEYS = ("name", "submit", "min", "max", "work", "curve", "rescale", "priority", "deadline", "count")
+_REQUIRED = ("name", "max", "curve")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A trainer as written: key -> (line, value), and where it begins."""
+
+    file: Path
+    line: int
+    values: Mapping[str, tuple[int, Any]]
+
+    def get(self, key: str, default: Any) -> Any:
+        return self.values[key][1] if key in self.values else default
+
+    def wrong(self, key: str, problem: str) -> InvalidInput:
+        line = self.values[key][0] if key in self.values else self.line
+        return InvalidInput(f"{self.file}:{line}: {problem}")
+
+    def number(self, key: str, default: float, *, positive: bool = False) -> float:
+        value = self.get(key, default)
+        number = _float(value)
+        if not math.isfinite(number) or number < 0 or (positive and number == 0):
+            least = "a positive number" if positive else "zero or more"
+            raise self.wrong(key, f"{key!r} must be {least}, got {value!r}")
+        return number
+
+    def count(self, key: str, default: int) -> int:
+        number = self.number(key, default, positive=True)
+        if number != int(number):
+            raise self.wrong(key, f"{key!r} must be a whole number, got {self.get(key, default)!r}")
+        return int(number)
+
+
+def read_trainers(path: Path, models: Mapping[str, Model]) -> tuple[Trainer, ...]:
+    """Read a list of trainers.
+
+    In YAML a list of mappings, in CSV a header and one line each, with the keys
+
+    - ``name``: different for each;
+    - ``submit``: seconds after the log's start (0);
+    - ``min`` (1), ``max``: numbers of nodes;
+    - ``work``: samples, or ``endless`` (the default);
+    - ``curve``: a model's name, a curve's file (relative to this one), or breakpoints: in YAML a mapping
+      ``{1: 100, 2: 190}``, in CSV ``1:100;2:190``, nodes and samples per second;
+    - ``rescale``: seconds lost at a change, ``{up: 18, down: 12, start: 10}`` or ``up:18;down:12;start:10``;
+      what is not given costs nothing, and without this key a model's own costs are taken;
+    - ``priority`` (1); ``deadline``: seconds after the log's start (none);
+    - ``count`` (1): so many of them, their names numbered.
+
+    Parameters
+    ----------
+    path
+        The list, ``.csv`` or YAML.
+    models
+        Those that a curve may name.
+
+    Raises
+    ------
+    InvalidInput
+        The file cannot be read, or something in it cannot be used; the message names the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path}: cannot read the trainers: {error}") from error
+    entries = _read_csv(path, text) if path.suffix.lower() == ".csv" else _read_yaml(path, text)
+    trainers: dict[str, Trainer] = {}
+    for entry in entries:
+        for trainer in _trainers(entry, models):
+            if trainer.name in trainers:
+                raise entry.wrong("name", f"a trainer {trainer.name!r} exists already; names must differ")
+            trainers[trainer.name] = trainer
+    if not trainers:
+        raise InvalidInput(f"{path}: no trainer in it; 'freetrain replay --example' writes a list to start from")
+    return tuple(trainers.values())
+
+
+def numbered(name: str, index: int, count: int) -> str:
+    """Name one of several: ``name-07``; with as many digits as all of them need."""
+    return f"{name}-{index:0{len(str(count - 1))}d}"
+
+
+def _trainers(entry: _Entry, models: Mapping[str, Model]) -> list[Trainer]:
+    for key in entry.values:
+        if key not in KEYS:
+            raise entry.wrong(key, f"unknown key {key!r}{_near(key, KEYS)}; known are {', '.join(KEYS)}")
+    for key in _REQUIRED:
+        if key not in entry.values:
+            raise entry.wrong(key, f"a trainer needs {key!r}")
+    name, count = str(entry.get("name", "")), entry.count("count", 1)
+    curve, costs = _curve(entry, models)
+    deadline = entry.number("deadline", 0.0) if "deadline" in entry.values else None
+    endless = entry.get("work", "endless") == "endless"
+    minimum, maximum = entry.count("min", 1), entry.count("max", 1)
+    if minimum > maximum:
+        raise entry.wrong("min", f"trainer {name!r}: min ({minimum}) is more than max ({maximum})")
+    if curve.first_nodes > minimum:
+        problem = f"trainer {name!r}: its curve starts at {curve.first_nodes} nodes, min is {minimum}"
+        raise entry.wrong("curve", f"{problem}; add a point at or below {minimum} nodes, or raise min")
+    costs = _costs(entry, costs)
+    work = math.inf if endless else entry.number("work", 0.0, positive=True)
+    priority, submit = entry.number("priority", 1.0, positive=True), entry.number("submit", 0.0)
+    try:
+        trainer = Trainer(name, minimum, maximum, curve, costs, work, priority, deadline, submit)
+    except UsageError as error:
+        raise entry.wrong("name", str(error)) from error
+    if count == 1:
+        return [trainer]
+    return [replace(trainer, name=numbered(name, index, count)) for index in range(count)]
+
+
+def _curve(entry: _Entry, models: Mapping[str, Model]) -> tuple[ScalingCurve, RescaleCosts]:
+    """Return the curve, and the costs that come with a model."""
+    value = entry.get("curve", None)
+    if isinstance(value, str) and value.lower() in models:
+        model = models[value.lower()]
+        return model.curve, model.costs
+    if isinstance(value, str) and Path(value).suffix.lower() in (".csv", ".yaml", ".yml"):
+        return ScalingCurve.from_file(entry.file.parent / value), RescaleCosts()
+    if isinstance(value, str):
+        value = _pairs(value)
+    if not isinstance(value, dict):
+        text = entry.get("curve", None)
+        near = _near(str(text), tuple(models))
+        raise entry.wrong(
+            "curve", f"no curve {text!r}{near}; give a file, breakpoints, or a model of {', '.join(models)}"
+        )
+    try:
+        points = {_whole(nodes): _float(rate) for nodes, rate in value.items()}
+        return ScalingCurve(points), RescaleCosts()
+    except UsageError as error:
+        raise entry.wrong("curve", str(error)) from error
+
+
+def _costs(entry: _Entry, default: RescaleCosts) -> RescaleCosts:
+    if "rescale" not in entry.values:
+        return default
+    value = entry.get("rescale", None)
+    if isinstance(value, str):
+        value = _pairs(value)
+    if not isinstance(value, dict) or not set(value) <= {"up", "down", "start"}:
+        raise entry.wrong(
+            "rescale", f"'rescale' gives seconds for up, down and start, got {entry.get('rescale', '')!r}"
+        )
+    try:
+        return RescaleCosts(**{name: _float(seconds) for name, seconds in value.items()})
+    except UsageError as error:
+        raise entry.wrong("rescale", str(error)) from error
+
+
+def _pairs(text: str) -> dict[str, str] | None:
+    """Split ``1:100;2:190``; ``None`` if it is something else, or a key comes twice."""
+    pairs = [item.partition(":") for item in text.split(";") if item.strip()]
+    split = {key.strip(): value.strip() for key, colon, value in pairs if colon}
+    return split if split and len(split) == len(pairs) else None
+
+
+def _whole(value: Any) -> Any:
+    """Turn a text of digits into a number; what is something else stays, for the curve to refuse."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+
+
+def _float(value: Any) -> float:
+    """Turn a number or its text into a number (YAML takes ``1e8`` for a text); NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word.lower(), known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _read_csv(file: Path, text: str) -> list[_Entry]:
+    reader = csv.reader(text.splitlines())
+    header: list[str] = []
+    entries = []
+    for row in reader:
+        if not any(field.strip() for field in row) or row[0].lstrip().startswith("#"):
+            continue
+        fields = [field.strip() for field in row]
+        if not header:
+            header = [name.lower() for name in fields]
+            if repeated := {name for name in header if header.count(name) > 1}:
+                raise InvalidInput(f"{file}:{reader.line_num}: column {min(repeated)!r} comes twice")
+            continue
+        if len(fields) != len(header):
+            raise InvalidInput(
+                f"{file}:{reader.line_num}: expected {len(header)} fields as in the header, got {len(row)}"
+            )
+        line = reader.line_num
+        entries.append(
+            _Entry(file, line, {key: (line, value) for key, value in zip(header, fields, strict=True) if value})
+        )
+    return entries
+
+
+def _read_yaml(file: Path, text: str) -> list[_Entry]:
+    """Entries by the node tree, which keeps lines and repeated keys."""
+    import yaml  # only a user's file needs it
+
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.SequenceNode):
+            raise InvalidInput(f"{file}:1: expected a list of trainers, each beginning with '- name: …'")
+        entries = []
+        for item in root.value:
+            line = item.start_mark.line + 1
+            if not isinstance(item, yaml.MappingNode):
+                raise InvalidInput(f"{file}:{line}: expected a trainer, such as '- name: a'")
+            values: dict[str, tuple[int, Any]] = {}
+            for key_node, value_node in item.value:
+                key = str(loader.construct_object(key_node, deep=True))
+                if key in values:
+                    raise InvalidInput(f"{file}:{key_node.start_mark.line + 1}: key {key!r} comes twice")
+                values[key] = (key_node.start_mark.line + 1, loader.construct_object(value_node, deep=True))
+            entries.append(_Entry(file, line, values))
+    except yaml.YAMLError as error:
+        raise InvalidInput(f"{file}: not YAML: {' '.join(str(error).split())}") from error
+    else:
+        return entries
+    finally:
+        loader.dispose()

@@ -1,0 +1,97 @@
+"""The trainers of a replay: built-in sets after the BFTrainer paper, and lists of a user's own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.replay.models import MODELS
+from freetrain_parsl.replay.trainer_files import numbered, read_trainers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from freetrain_parsl.replay.models import Model
+
+__all__ = ["TrainerSet", "trainer_set", "with_costs"]
+
+_MAX_NODES = 64
+"""Of each built-in trainer: as far as the models were measured."""
+
+_HPO = {"shufflenet": replace(MODELS["shufflenet"], costs=RescaleCosts(up=18.0, down=12.0))}
+"""In the paper's search over hyperparameters all jobs have these costs."""
+
+
+@dataclass(frozen=True)
+class TrainerSet:
+    """The trainers of a replay.
+
+    Parameters
+    ----------
+    name
+        What the user called it.
+    trainers
+        `Trainer.submitted` and `Trainer.deadline` are seconds after the log's start.
+    objective
+        Name of the objective that suits them, of `freetrain_parsl.planning.objectives.OBJECTIVES`.
+    """
+
+    name: str
+    trainers: tuple[Trainer, ...]
+    objective: str
+
+
+def trainer_set(spec: str) -> TrainerSet:
+    """Make a built-in set, or read one from a file.
+
+    Parameters
+    ----------
+    spec
+        ``hpo:N``: N ShuffleNets, as in a search over hyperparameters; objective throughput. ``mixed:N``: the
+        seven of `MODELS` in turn, N in all; objective speed-up. Both are endless, on 1 to 64 nodes each, and
+        there from the log's start. Anything else is the path of a list, see `read_trainers`; its objective is
+        priority if there are different priorities, else throughput if all have the same curve, else speed-up.
+
+    Raises
+    ------
+    InvalidSettings
+        There is no such set, or it would be empty.
+    InvalidInput
+        The file cannot be used; the message names the line.
+    """
+    if match := re.fullmatch(r"(hpo|mixed):(.*)", spec):
+        kind, number = match.groups()
+        if not re.fullmatch(r"[0-9]{1,6}", number) or int(number) == 0:
+            raise InvalidSettings(f"trainers {spec!r}: after the colon stands how many, as in {kind}:10")
+        if kind == "hpo":
+            return TrainerSet(spec, _endless(_HPO, int(number)), "throughput")
+        return TrainerSet(spec, _endless(MODELS, int(number)), "speedup")
+    path = Path(spec)
+    if path.suffix.lower() not in (".yaml", ".yml", ".csv"):
+        raise InvalidSettings(f"no trainers {spec!r}; give hpo:N, mixed:N, or the path of a .yaml or .csv list")
+    trainers = read_trainers(path, MODELS)
+    objective = "speedup"
+    if len({trainer.priority for trainer in trainers}) > 1:
+        objective = "priority"
+    elif len({trainer.curve for trainer in trainers}) == 1:
+        objective = "throughput"
+    return TrainerSet(path.name, trainers, objective)
+
+
+def with_costs(trainers: TrainerSet, up: float, down: float) -> TrainerSet:
+    """Let all trainers lose this many seconds when they grow or shrink; what a start costs stays."""
+    changed = (replace(item, costs=replace(item.costs, up=up, down=down)) for item in trainers.trainers)
+    return replace(trainers, trainers=tuple(changed))
+
+
+def _endless(models: Mapping[str, Model], count: int) -> tuple[Trainer, ...]:
+    turns = islice(cycle(models.items()), count)
+    return tuple(
+        Trainer(numbered(name, index, count), 1, _MAX_NODES, model.curve, model.costs)
+        for index, (name, model) in enumerate(turns)
+    )

@@ -1,0 +1,157 @@
+"""A headless Chromium, spoken to over its DevTools pipe: the standard library only, and no port is opened."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # names, separated by commas, of what must be there: then a test may not skip
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_ANSWER_SECONDS = 30.0
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",  # CI runs as root; the only page that is opened is our own
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
+
+
+def find() -> str | None:
+    """Return the path of a Chromium, if there is one."""
+    return next((path for name in _NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page of a headless Chromium.
+
+    `events` holds all messages that came without being asked for: network requests, log entries, exceptions.
+    """
+
+    def __init__(self, executable: str) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._profile = Path(tempfile.mkdtemp(prefix="ft-chromium-"))
+        self._numbers = itertools.count(1)
+        self._unread = b""
+        theirs_in, ours_out = _pipe()
+        ours_in, theirs_out = _pipe()
+        # Chromium reads from descriptor 3 and writes to 4.
+        command = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out} {theirs_in}<&- {theirs_out}>&-'
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, "bash", executable, *_FLAGS, f"--user-data-dir={self._profile}", "about:blank"],
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._read, self._write = ours_in, ours_out
+        self._session: str | None = None
+        pages = self.call("Target.getTargets")["targetInfos"]
+        target = next(page["targetId"] for page in pages if page["type"] == "page")
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def close(self) -> None:
+        """End Chromium and remove what it wrote."""
+        self._session = None
+        try:
+            self.call("Browser.close")
+            self._process.wait(10)
+        except (OSError, EOFError, TimeoutError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        os.close(self._read)
+        os.close(self._write)
+        shutil.rmtree(self._profile, ignore_errors=True)
+
+    def open(self, path: Path, *, width: int, height: int, dark: bool = False) -> None:
+        """Show a file in a window of this size, once all of it is there; `events` starts afresh."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.events.clear()
+        self.call("Page.navigate", url=path.as_uri())
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self._receive(deadline)
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def screenshot(self, path: Path) -> None:
+        """Save a picture (PNG) of the whole page."""
+        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def requests(self) -> list[str]:
+        """Return the addresses that the page asked for, its own among them."""
+        return [event["params"]["request"]["url"] for event in self._of("Network.requestWillBeSent")]
+
+    def complaints(self) -> list[str]:
+        """Return what the page put into the console: errors, warnings, violations of its policy."""
+        logged = [event["params"]["entry"]["text"] for event in self._of("Log.entryAdded")]
+        said = [json.dumps(event["params"]["args"]) for event in self._of("Runtime.consoleAPICalled")]
+        thrown = [event["params"]["exceptionDetails"]["text"] for event in self._of("Runtime.exceptionThrown")]
+        return logged + said + thrown
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command of the DevTools protocol and return its answer."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while (answer := self._receive(deadline)).get("id") != number:
+            pass
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        return answer["result"]
+
+    def _of(self, method: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["method"] == method]
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            ready, _, _ = select.select([self._read], [], [], max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                raise TimeoutError("Chromium did not answer")
+            chunk = os.read(self._read, 1 << 20)
+            if not chunk:
+                raise EOFError("Chromium ended")
+            self._unread += chunk
+        text, _, self._unread = self._unread.partition(b"\0")
+        message = json.loads(text)
+        if "method" in message:
+            self.events.append(message)
+        return message
+
+
+def _pipe() -> tuple[int, int]:
+    """Make a pipe whose descriptors are above 9, out of the way of the 3 and 4 that Chromium wants."""
+    low = os.pipe()
+    high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
+    for end in low:
+        os.close(end)
+    return high

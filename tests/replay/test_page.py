@@ -1,0 +1,402 @@
+"""The report of a replay: true to the figures, safe, self-contained, and readable on a phone."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from freetrain_parsl.replay.page import write_page
+from freetrain_parsl.replay.page.wording import count, duration, milliseconds, percent, samples
+from tests.replay import browser
+
+HOSTILE = "<script>alert('1')</script>&\"<img src=http://example.org/x onerror=alert(2)>"
+LOSSES = ("concavity", "unused", "split", "rescale", "preemption", "start")
+
+
+def make_policy(policy="milp", *, trainers=3, bins=60, seed=0, finite=False, knowledge="none", horizon=120.0):
+    """Make one policy's entry with figures of a plausible size."""
+    rng = random.Random(seed)
+    idle = [80 + 60 * math.sin(i / 9) + 40 * rng.random() for i in range(bins)]
+    names = [f"ShuffleNet-{i}" for i in range(trainers)]
+    used = {name: [0.9 * nodes / trainers for nodes in idle] for name in names}
+    efficiency = 0.85 + 0.05 * rng.random()
+    parts = dict(zip(LOSSES, (0.075, 0.01, 0.004, 0.02, 0.021, 0.0), strict=True))
+    rest = (1 - efficiency) / sum(parts.values())
+    hours = 1000.0 * bins / 3600
+    return {
+        "policy": policy,
+        "knowledge": knowledge,
+        "horizon": horizon,
+        "efficiency": efficiency,
+        "oracle": 0.925,
+        "oracle_ratio": efficiency / 0.925,
+        **{f"loss_{cause}": rest * share for cause, share in parts.items()},
+        "events": 7212,
+        "solves": 7100,
+        "solve_ms": {"median": 3.2, "p99": 21.0, "max": 1450.0},
+        "proven_optimal_share": 1.0,
+        "wall_seconds": 41.0,
+        "refused": 0,
+        "jct": {
+            "finished": trainers if finite else 0,
+            **dict.fromkeys(("mean", "median", "p95"), 8e4 if finite else None),
+        },
+        "node_hours": {"idle": sum(idle) * hours / bins, "used": 0.9 * sum(idle) * hours / bins},
+        "idle_cost": None,
+        "trainers": [
+            {
+                "name": name,
+                "submitted": 0.0,
+                "started": 12.0,
+                "finished": 8e4 if finite else None,
+                "samples": 3.2e8,
+                "work": 3.2e8 if finite else None,
+                "node_hours": 0.9 * sum(idle) * hours / bins / trainers,
+                "rescales": 400 + i,
+                "preemptions": 90,
+            }
+            for i, name in enumerate(names)
+        ],
+        "series": {
+            "time": [1000.0 * i for i in range(bins)],
+            "bin_seconds": 1000.0,
+            "idle": idle,
+            "used": used,
+            "efficiency": [None, *(efficiency + 0.3 * rng.uniform(-1, 1) / i for i in range(1, bins))],
+            "oracle": [None, *(0.925 + 0.2 * rng.uniform(-1, 1) / i for i in range(1, bins))],
+        },
+        "solve_histogram": {
+            "edges_ms": [2.0**i for i in range(-1, 12)],
+            "counts": [10, 300, 3000, 2500, 800, 300, 120, 40, 20, 6, 3, 1],
+        },
+    }
+
+
+def make_result(*policies, **log):
+    """Make a whole result of these policies' entries."""
+    entries = list(policies) or [make_policy()]
+    seconds = 1000.0 * len(entries[0]["series"]["time"])
+    return {
+        "log": {
+            "name": "idle-nodes.csv.gz",
+            "nodes": 1024,
+            "start": 0.0,
+            "end": seconds,
+            "seconds": seconds,
+            "events": 7212,
+            "mean_idle": 85.1,
+            "median_idle": 40,
+            "skipped": 0,
+        }
+        | log,
+        "trainers": {"spec": "hpo:3", "count": len(entries[0]["trainers"]), "objective": "throughput"},
+        "cost": "paper",
+        "version": "0.1.0",
+        "command": "freetrain replay idle-nodes.csv.gz --trainers hpo:3 --policy milp",
+        "policies": entries,
+    }
+
+
+class Reader(HTMLParser):
+    """Collects what a page is made of."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data.replace("\N{NO-BREAK SPACE}", " ")
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.tags)
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Write a result's page and return its text."""
+
+    def write(result) -> str:
+        write_page(result, tmp_path / "report.html")
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    return write
+
+
+def hostile_result():
+    """Put markup wherever a user's words may come to stand."""
+    entry = make_policy(HOSTILE)
+    entry["trainers"][0]["name"] = HOSTILE
+    entry["series"]["used"][HOSTILE] = entry["series"]["used"].pop("ShuffleNet-0")
+    result = make_result(entry, name=HOSTILE)
+    result["command"] = f"freetrain replay {HOSTILE}"
+    result["trainers"]["spec"] = result["trainers"]["objective"] = HOSTILE
+    return result
+
+
+def test_words_of_users_never_become_markup(page):
+    """Names of trainings, logs and policies are text wherever they appear."""
+    reader = Reader(page(hostile_result()))
+    assert reader.count("script") == reader.count("img") == 0
+    assert reader.text.count(HOSTILE) >= 6
+
+
+@pytest.mark.parametrize("result", [make_result(), hostile_result()], ids=["plain", "hostile"])
+def test_nothing_is_loaded(page, result):
+    """No element or style refers to anything outside, and the page's policy forbids it."""
+    text = page(result)
+    reader = Reader(text)
+    attributes = {name for _, attrs in reader.tags for name in attrs}
+    assert not attributes & {"src", "href", "srcset", "xlink:href", "action", "data", "poster", "onload", "onerror"}
+    assert not {tag for tag, _ in reader.tags} & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    assert not re.search(r"url\(|@import|@font-face|expression\(", style)
+    (policy,) = (attrs["content"] for _, attrs in reader.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none';")
+    assert "script-src" not in policy
+
+
+def test_the_headline_tells_the_result(page):
+    """An administrator reads the mean, the efficiency and the dedicated nodes in two sentences."""
+    entry = make_policy() | {"efficiency": 0.892}
+    text = " ".join(Reader(page(make_result(entry))).text.split())
+    assert "Your idle nodes: 85.1 of 1,024 on average" in text
+    assert "Training in them would have done 89 % of what 85 dedicated nodes do" in text
+
+
+def test_the_best_policy_leads(page):
+    """Key figures are the best policy's; every policy has its column, its bars and its part, one of them open."""
+    worse = make_policy("equal-share") | {"efficiency": 0.802}
+    better = make_policy("milp") | {"efficiency": 0.892}
+    reader = Reader(page(make_result(worse, better)))
+    assert "planned by milp, the best of 2 plans compared" in reader.text
+    parts = [attrs for tag, attrs in reader.tags if tag == "details"]
+    assert ["open" in attrs for attrs in parts] == [True, False]
+    assert sum(attrs.get("scope") == "col" for _, attrs in reader.tags) == 2 + 2 * 5
+    assert sum(attrs.get("class") == "bar" for _, attrs in reader.tags) == 4
+
+
+def test_bars_add_up_to_the_whole(page):
+    """Efficiency and losses fill the bar; a gain, a loss below 0, shortens nothing and overflows nothing."""
+    entry = make_policy()
+    entry["loss_split"] -= 0.01
+    entry["loss_concavity"] -= 0.05
+    entry["efficiency"] += 0.06
+    assert entry["loss_split"] < 0
+    text = page(make_result(entry))
+    for bar in re.findall(r'<svg[^>]*class="bar">.*?</svg>', text):
+        assert sum(float(width) for width in re.findall(r' width="([\d.]+)"', bar)) == pytest.approx(1000, abs=0.1)
+    assert "-" in percent(entry["loss_split"])
+    assert percent(entry["loss_split"]) in text
+
+
+def test_jobs_that_finish_have_times(page):
+    """Where there is work to finish, the report tells how much was done and how long it took."""
+    finite = Reader(page(make_result(make_policy(finite=True)))).text
+    assert "Trainings finished" in finite
+    assert "Mean time to finish" in finite
+    endless = Reader(page(make_result(make_policy()))).text
+    assert "None of them has an end" in endless
+    assert "Mean time to finish" not in endless
+
+
+def test_unfinished_work_shows_its_share(page):
+    """A training that did not finish shows how far it came."""
+    entry = make_policy(finite=True)
+    entry["trainers"][0] |= {"finished": None, "samples": 0.8e8}
+    assert "25 %" in Reader(page(make_result(entry))).text
+
+
+def test_price_of_idle_nodes_is_shown_if_there_is_one(page):
+    """The worth of idle node-hours appears with its price."""
+    entry = make_policy() | {"idle_cost": {"price_per_node_hour": 1.5, "idle": 21450.0, "used": 20100.0}}
+    text = Reader(page(make_result(entry))).text
+    assert "20,100" in text
+    assert "of 21,450 idle, at 1.5 a node-hour" in text
+
+
+@pytest.mark.parametrize("efficiency", [0.0, None])
+def test_a_log_without_idle_nodes_has_a_page(page, efficiency):
+    """Nothing idle, nothing trained: said in words, and no division by zero."""
+    entry = make_policy(trainers=2)
+    bins = len(entry["series"]["time"])
+    entry |= {"efficiency": efficiency, "oracle": efficiency, "oracle_ratio": None}
+    entry |= {f"loss_{cause}": 0.0 for cause in LOSSES}
+    entry |= {"node_hours": {"idle": 0.0, "used": 0.0}, "solves": 0, "proven_optimal_share": None}
+    entry |= {
+        "solve_ms": dict.fromkeys(("median", "p99", "max")),
+        "solve_histogram": {"edges_ms": [1, 2], "counts": [0]},
+    }
+    entry["series"] |= {"idle": [0.0] * bins, "efficiency": [None] * bins, "oracle": [None] * bins}
+    entry["series"]["used"] = {name: [0.0] * bins for name in entry["series"]["used"]}
+    for trainer in entry["trainers"]:
+        trainer |= {"samples": 0, "node_hours": 0.0, "started": None}
+    text = Reader(page(make_result(entry, mean_idle=0.0, median_idle=0, events=0))).text
+    assert "None of the 1,024 nodes was idle" in text
+    assert "nan" not in text.lower()
+
+
+def test_many_trainers_are_summed_up(page):
+    """Of a thousand trainings ten have a colour and fifty a row; the rest is counted, not forgotten."""
+    text = page(make_result(make_policy(trainers=1000)))
+    assert "990 others" in text
+    assert "the other 950 are in the JSON file" in text
+    assert len(text) < 200_000
+
+
+def test_a_week_of_five_policies_stays_small(page):
+    """Five policies of 20 trainings and 600 bins make a page below 500 kB."""
+    entries = [make_policy(f"policy-{i}", trainers=20, bins=600, seed=i) for i in range(5)]
+    assert len(page(make_result(*entries)).encode()) < 500_000
+
+
+def test_pictures_and_tables_can_be_heard(page):
+    """Each picture has a title and a description, each table its heads; boxes that scroll take the keyboard."""
+    reader = Reader(page(make_result(make_policy(), make_policy("equal-share"))))
+    pictures = [attrs for tag, attrs in reader.tags if tag == "svg"]
+    assert all(attrs.get("role") == "img" for attrs in pictures)
+    assert reader.count("desc") == len(pictures) > 0
+    assert reader.count("table") == 3
+    assert all("scope" in attrs for tag, attrs in reader.tags if tag == "th")
+    boxes = [attrs for _, attrs in reader.tags if attrs.get("class") == "scroll"]
+    assert all(attrs["tabindex"] == "0" and attrs["aria-label"] for attrs in boxes)
+    assert ("html", {"lang": "en"}) in reader.tags
+
+
+def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
+    """The page that is there stays until the new one is whole, and no remains are left beside it."""
+    path = tmp_path / "report.html"
+    path.write_text("old", encoding="utf-8")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_page(make_result(), path)
+    assert path.read_text(encoding="utf-8") == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (percent(0.8921), "89.2 %"),
+        (percent(-0.0001), "0.0 %"),
+        (percent(None), "\N{EN DASH}"),
+        (percent(float("nan")), "\N{EN DASH}"),
+        (count(14302.4), "14,302"),
+        (count(3.25), "3.2"),
+        (count(40), "40"),
+        (samples(999.6e3), "1 M"),
+        (samples(12345), "12.3 k"),
+        (samples(7), "7"),
+        (duration(604800), "7 days"),
+        (duration(1234 * 86400), "1,234 days"),
+        (duration(8e4), "22.2 h"),
+        (duration(600), "10 min"),
+        (duration(0.25), "0.25 s"),
+        (milliseconds(3.217), "3.22 ms"),
+        (milliseconds(1450), "1.45 s"),
+    ],
+)
+def test_figures_are_written_for_people(written, expected):
+    """Units, thousands and a dash where there is no figure."""
+    assert written.replace("\N{NO-BREAK SPACE}", " ") == expected
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """Start a browser, one for all tests here."""
+    executable = browser.find()
+    if executable is None:
+        reason = "no Chromium on PATH (Debian: apt-get install chromium)"
+        if "chromium" in os.environ.get(browser.REQUIRED, "").split(","):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    window = browser.Browser(executable)
+    yield window
+    window.close()
+
+
+PAGES = {
+    "plain": make_result(make_policy(bins=400), make_policy("equal-share", seed=1, bins=400)),
+    "finite": make_result(*(make_policy(f"policy-{i}", trainers=60, seed=i, finite=True) for i in range(5))),
+    "hostile": hostile_result(),
+    "long names": make_result(make_policy("a" * 90, horizon="adaptive"), name="b" * 200),
+}
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)], ids=["phone", "desktop"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_browser_shows_the_page(chromium, tmp_path, name, width, height):
+    """Nothing is asked for, nothing complained about; it fits the window's width, and all text can be read."""
+    path = tmp_path / "report.html"
+    write_page(PAGES[name], path)
+    chromium.open(path, width=width, height=height)
+    assert chromium.requests() == [path.as_uri()]
+    assert chromium.complaints() == []
+    chromium.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+    assert chromium.evaluate(_SMALLEST_TEXT) >= 14
+    assert chromium.evaluate(_OUTSIDE) == []
+    cards = chromium.evaluate(
+        "[...document.querySelectorAll('.cards .value')].map(e => e.checkVisibility() && e.innerText)"
+    )
+    assert percent(PAGES[name]["policies"][0]["efficiency"]) in cards or len(PAGES[name]["policies"]) > 1
+    assert len(cards) >= 4
+    assert all(cards)
+    heights = chromium.evaluate("[...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect().height)")
+    assert min(heights) >= 20
+
+
+# Size in px of the smallest letters of any text that is shown.
+_SMALLEST_TEXT = """
+(() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let smallest = Infinity;
+  while (walker.nextNode()) {
+    const parent = walker.currentNode.parentElement;
+    if (walker.currentNode.data.trim() && !parent.closest('svg') && parent.checkVisibility())
+      smallest = Math.min(smallest, parseFloat(getComputedStyle(parent).fontSize));
+  }
+  return smallest;
+})()
+"""
+
+# Elements with text of their own that reach out of the window, save those in a box that scrolls.
+_OUTSIDE = """
+[...document.querySelectorAll('main *')]
+  .filter(e => !e.closest('.scroll') && !e.closest('svg') && e.checkVisibility())
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 0.5 || e.getBoundingClientRect().left < -0.5)
+  .map(e => e.outerHTML.slice(0, 120))
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_stands_out_in_both_schemes(chromium, tmp_path, dark):
+    """The page follows the reader's colour scheme, and ordinary and quiet text keep a contrast of 4.5 to 1."""
+    path = tmp_path / "report.html"
+    write_page(make_result(), path)
+    chromium.open(path, width=1280, height=900, dark=dark)
+
+    def luminance(selector, what):
+        colour = chromium.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{what}")
+        channels = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    page, card = luminance("body", "backgroundColor"), luminance(".cards div", "backgroundColor")
+    assert (page < 0.1) == dark
+    for selector, behind in (("h1", page), ("figcaption", page), (".x span", page), (".cards dt", card)):
+        bright, dim = sorted((luminance(selector, "color"), behind), reverse=True)
+        assert (bright + 0.05) / (dim + 0.05) >= 4.5, selector

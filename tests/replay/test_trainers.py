@@ -1,0 +1,182 @@
+"""Built-in trainers and lists of a user's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from freetrain_parsl.errors import InvalidInput, InvalidSettings
+from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.replay.models import MODELS
+from freetrain_parsl.replay.trainers import trainer_set, with_costs
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="trainers.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_hpo_is_so_many_endless_shufflenets():
+    hpo = trainer_set("hpo:10")
+    assert (hpo.name, hpo.objective, len({trainer.name for trainer in hpo.trainers})) == ("hpo:10", "throughput", 10)
+    for trainer in hpo.trainers:
+        assert (trainer.min_nodes, trainer.max_nodes, trainer.work_left) == (1, 64, math.inf)
+        assert (trainer.curve, trainer.costs) == (MODELS["shufflenet"].curve, RescaleCosts(18, 12))
+    assert hpo.trainers[0].rate(64) == 145081.5
+
+
+def test_mixed_takes_the_models_in_turn():
+    mixed = trainer_set("mixed:9")
+    assert mixed.objective == "speedup"
+    assert [trainer.name.partition("-")[0] for trainer in mixed.trainers] == [*MODELS, "alexnet", "densenet"]
+    assert all(17.9 < trainer.costs.up < 18.1 and 11.9 < trainer.costs.down < 12.1 for trainer in mixed.trainers)
+    assert [t.submitted for t in mixed.trainers] == [0] * 9
+
+
+@pytest.mark.parametrize("spec", ["hpo:0", "hpo:", "mixed:-1", "hpo:ten", "mixed:1e3"])
+def test_a_set_needs_a_number(spec):
+    with pytest.raises(InvalidSettings, match="after the colon stands how many"):
+        trainer_set(spec)
+
+
+@pytest.mark.parametrize("spec", ["hpo", "imagenet:3", "trainers.txt"])
+def test_an_unknown_set_is_refused(spec):
+    with pytest.raises(InvalidSettings, match="give hpo:N, mixed:N, or the path"):
+        trainer_set(spec)
+
+
+def test_costs_can_be_given_for_all(write):
+    path = write("[{name: a, max: 2, curve: {1: 5}, rescale: {up: 9, start: 7}}, {name: b, max: 1, curve: vgg16}]")
+    changed = with_costs(trainer_set(path), 1, 2)
+    assert [trainer.costs for trainer in changed.trainers] == [RescaleCosts(1, 2, 7), RescaleCosts(1, 2, 0)]
+
+
+def test_yaml_and_csv_say_the_same(write, tmp_path):
+    (tmp_path / "own.csv").write_text("nodes,rate\n1,100\n4,300\n")
+    yaml = trainer_set(
+        write(
+            """
+            - {name: a, submit: 60, min: 2, max: 8, work: 1e6, curve: {2: 100, 4: 190.5}, rescale: {up: 3, start: 1}}
+            - {name: b, max: 4, work: endless, curve: VGG16, priority: 2, deadline: 3600, count: 2}
+            - name: c
+              max: 4
+              curve: own.csv
+            """
+        )
+    )
+    csv = trainer_set(
+        write(
+            "# with a comment\n"
+            "name,submit,min,max,work,curve,rescale,priority,deadline,count\n"
+            "a,60,2,8,1000000,2:100;4:190.5,up:3;start:1,,,\n"
+            "b,,,4,endless,vgg16,,2,3600,2\n"
+            "\n"
+            "c,,,4,,own.csv,,,,\n",
+            "trainers.csv",
+        )
+    )
+    assert yaml.trainers == csv.trainers
+    first, second, third, last = yaml.trainers
+    assert (first.name, first.submitted, first.min_nodes, first.max_nodes, first.work_left) == ("a", 60, 2, 8, 1e6)
+    assert (first.curve, first.costs) == (ScalingCurve({2: 100, 4: 190.5}), RescaleCosts(up=3, start=1))
+    assert (second.name, second.priority, second.deadline, second.costs) == ("b-0", 2, 3600, MODELS["vgg16"].costs)
+    assert (third.name, third.deadline, third.work_left) == ("b-1", 3600, math.inf)
+    assert (last.rate(4), last.costs, last.deadline) == (300, RescaleCosts(), None)
+
+
+@pytest.mark.parametrize(
+    ("second", "objective"),
+    [("curve: {1: 5}", "throughput"), ("curve: {1: 6}", "speedup"), ("curve: {1: 5}, priority: 2", "priority")],
+)
+def test_a_list_has_the_objective_that_suits_it(write, second, objective):
+    trainers = trainer_set(write(f"[{{name: a, max: 1, curve: {{1: 5}}}}, {{name: b, max: 1, {second}}}]"))
+    assert trainers.objective == objective
+    assert objective in OBJECTIVES
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("work: -5", "'work' must be a positive number, got -5"),
+        ("work: 0", "'work' must be a positive number"),
+        ("work: much", "'work' must be a positive number, got 'much'"),
+        ("submit: -1", "'submit' must be zero or more"),
+        ("min: 9", r"min \(9\) is more than max \(4\)"),
+        ("min: 1.5", "'min' must be a whole number"),
+        ("min: true", "'min' must be a positive number"),
+        ("curv: 3", r"unknown key 'curv' \(did you mean 'curve'\?\)"),
+        ("max: 4", "key 'max' comes twice"),
+        ("priority: 0", "'priority' must be a positive number"),
+        ("deadline: .inf", "'deadline' must be zero or more"),
+        ("rescale: {up: -1}", "rescale cost 'up' must be zero or more seconds"),
+        ("rescale: {sideways: 1}", "'rescale' gives seconds for up, down and start"),
+        ("rescale: fast", "'rescale' gives seconds for up, down and start"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_line(write, line, problem):
+    with pytest.raises(InvalidInput, match=rf"trainers\.yaml:4: .*{problem}"):
+        trainer_set(write(f"- name: a\n  max: 4\n  curve: vgg16\n  {line}\n"))
+
+
+@pytest.mark.parametrize(
+    ("curve", "problem"),
+    [
+        ("{2: 100}", "its curve starts at 2 nodes, min is 1; add a point"),
+        ("shuflenet", r"no curve 'shuflenet' \(did you mean 'shufflenet'\?\)"),
+        ("3", "no curve 3; give a file, breakpoints, or a model"),
+        ("'1:100;1:200'", "no curve '1:100;1:200'"),
+        ("{1: -5}", "a rate must be zero or more"),
+        ("{one: 5}", "a number of nodes must be a whole number"),
+    ],
+)
+def test_a_curve_that_cannot_be_used_is_refused_by_line(write, curve, problem):
+    with pytest.raises(InvalidInput, match=rf"trainers\.yaml:3: .*{problem}"):
+        trainer_set(write(f"- name: a\n  max: 4\n  curve: {curve}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "trainers.yaml: no trainer in it"),
+        ("name: a", "trainers.yaml:1: expected a list of trainers"),
+        ("- a", "trainers.yaml:1: expected a trainer"),
+        ("- {name: a", "trainers.yaml: not YAML"),
+        ("- name: a\n  curve: vgg16", "trainers.yaml:1: a trainer needs 'max'"),
+        (
+            "- {name: a, max: 1, curve: vgg16}\n- {name: a, max: 1, curve: vgg16}",
+            "trainers.yaml:2: .*names must differ",
+        ),
+        ("- {name: '', max: 1, curve: vgg16}", "trainers.yaml:1: a trainer needs a name"),
+    ],
+)
+def test_a_bad_list_is_refused(write, text, problem):
+    with pytest.raises(InvalidInput, match=problem):
+        trainer_set(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("name,max,curve,max\n", "trainers.csv:1: column 'max' comes twice"),
+        ("name,max,curve\na,4\n", "trainers.csv:2: expected 3 fields"),
+        ("name,max,curve\na,4,\n", "trainers.csv:2: a trainer needs 'curve'"),
+        ("name,max,curve,work\na,4,vgg16,-1\n", "trainers.csv:2: 'work' must be a positive number"),
+        ("name,max,curve\n", "trainers.csv: no trainer in it"),
+    ],
+)
+def test_a_bad_table_is_refused(write, text, problem):
+    with pytest.raises(InvalidInput, match=problem):
+        trainer_set(write(text, "trainers.csv"))
+
+
+def test_a_list_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="cannot read the trainers"):
+        trainer_set(str(tmp_path / "none.yaml"))
