@@ -9,9 +9,11 @@ The instants 0 < t_1 < t_2 < ... < T (closings, and the end of the start-up of b
 into intervals of lengths D_i, in which a_ji nodes of trainer j are alive: those of classes that have not closed,
 and of offered classes only after the start-up. Then::
 
-    V_j = sum_i D_i O_j(a_ji)  -  change_j  -  sum over closings with n_jk > 0 of (down_j + checkpoint_j) O_j(a_ji)
+    V_j = sum_i D_i O_j(a_ji)  -  change_j  -  sum over closings with n_jk > 0 of c_k (down_j + checkpoint_j) O_j(a_ji)
 
-with a_ji in the last term the nodes just before the closing, one term an instant however many nodes leave, and::
+with a_ji in the last term the nodes just before the closing, one term however many nodes leave, and c_k one for what
+closes before T and zero for the rest. Other c_k may be given: less than one if what lies ahead counts less, or if a
+closing is likely and no more. Classes of one time and one c close together, and if they differ the largest c first. ::
 
     change_j = up_j O_j(C_j)     if a class grows and the trainer runs,
                down_j O_j(C_j)   if none grows and one shrinks,
@@ -60,6 +62,8 @@ class WindowInstance:
         tau_k, seconds from now, positive, infinity if unknown; shape (K,).
     horizon
         T, seconds.
+    shares
+        c_k, how much of what a closing costs counts, from 0 to 1, shape (K,). None: as above.
     offered
         Whether a class is a window in which a block would have to be opened, shape (K,); else we hold its nodes.
         None: all are held.
@@ -85,6 +89,7 @@ class WindowInstance:
     sizes: Counts
     closings: Table
     horizon: float
+    shares: Table | None = None
     offered: Mask | None = None
     startup: float = 0.0
     min_useful: float = 0.0
@@ -97,6 +102,8 @@ class WindowInstance:
         for name, shape in shapes.items():
             if getattr(self, name).shape != shape:
                 raise PlanningError(f"window model: {name} has shape {getattr(self, name).shape}, expected {shape}")
+        if self.shares is not None and not (self.shares.shape == (classes,) and np.all(abs(2 * self.shares - 1) <= 1)):
+            raise PlanningError("window model: of every class's closing a share from 0 to 1 counts")
         if len(self.rates) != trainers or (self.offered is not None and self.offered.shape != (classes,)):
             raise PlanningError("window model: a row of rates a trainer, and one flag `offered` a class, are needed")
         if not (self.horizon > 0 and np.all(self.closings > 0)):
@@ -115,6 +122,11 @@ class WindowInstance:
     def ends(self) -> Table:
         """Closings, at most the horizon, shape (K,)."""
         return np.minimum(self.closings, self.horizon)
+
+    @cached_property
+    def counted(self) -> Table:
+        """c_k, shape (K,)."""
+        return (self.closings < self.horizon).astype(np.float64) if self.shares is None else self.shares
 
     @cached_property
     def capacities(self) -> Counts:
@@ -173,13 +185,14 @@ class WindowInstance:
         return counts
 
     def merged(self) -> tuple[WindowInstance, Counts]:
-        """Take held classes of the same end together, which loses nothing: the problem, and each class's number in it.
+        """Take held classes of one end and share together, which loses nothing: the problem, and each class's number.
 
         Those that close at the horizon or later have the same end. If some trainer grows more cheaply than it shrinks,
         it may want to swap nodes between such classes, and none are taken together.
         """
         alone = 1 + np.arange(len(self.sizes))
-        keys = np.stack([self.ends, np.where(self.is_offered | (not self.growing_costs_more), alone, 0)], axis=1)
+        apart = np.where(self.is_offered | (not self.growing_costs_more), alone, 0)
+        keys = np.stack([self.ends, self.counted, apart], axis=1)
         _, first, number = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         number = number.reshape(-1)
         merge = (number[:, None] == np.arange(len(first))).astype(np.int64)
@@ -188,6 +201,7 @@ class WindowInstance:
             current=self.current @ merge,
             sizes=self.sizes @ merge,
             closings=self.closings[first],
+            shares=self.counted[first],
             offered=self.is_offered[first],
         )
         return small, number
@@ -243,9 +257,15 @@ def trainer_values(instance: WindowInstance, rows: Counts, counts: Counts) -> Ta
     rates = instance.earned[rows[:, None], alive]
     values: Table = rates @ np.diff(times)
 
-    closing = (instance.closings[:, None] == times[1:]) & (times[1:] < instance.horizon)
-    leaves = (counts > 0).astype(np.int64) @ closing > 0
-    values -= (instance.down + instance.checkpoint)[rows] * np.where(leaves, rates, 0.0).sum(axis=1)
+    ends, shares = instance.ends, instance.counted
+    for end, share in {*zip(ends.tolist(), shares.tolist(), strict=True)}:
+        if share > 0:
+            leaves = counts[:, (ends == end) & (shares == share)].any(axis=1)
+            left = (ends > end) | ((ends == end) & (shares <= share))
+            left &= ~instance.is_offered | (end > instance.startup)
+            alive = np.minimum(counts @ left, top)
+            lost = share * (instance.down + instance.checkpoint)[rows] * instance.earned[rows, alive]
+            values -= np.where(leaves, lost, 0.0)
 
     change = counts - instance.current[rows]
     grows, shrinks = np.any(change > 0, axis=1), np.any(change < 0, axis=1)

@@ -77,12 +77,15 @@ class PoolNode:
         When we are likely to lose it if that is unknown, by how long such nodes lasted so far, seconds.
     closing_rate
         Closings per second to be expected of such a node, if its closing is unknown.
+    startup
+        Seconds until its slots are ready if a block is requested now; zero for a node that we hold or await.
     """
 
     name: str
     closes: float | None = None
     expected: float = math.inf
     closing_rate: float = 0.0
+    startup: float = 0.0
 
     @property
     def closes_or_inf(self) -> float:
@@ -108,10 +111,15 @@ class Pool(Mapping[str, PoolNode]):
         The nodes.
     horizon
         How long a decision about them is expected to last, seconds.
+    max_blocks
+        How many blocks may be requested for the nodes that need one; ``None`` for any number.
     """
 
-    def __init__(self, nodes: Iterable[PoolNode] = (), horizon: float = DEFAULT_HORIZON) -> None:
+    def __init__(
+        self, nodes: Iterable[PoolNode] = (), horizon: float = DEFAULT_HORIZON, max_blocks: int | None = None
+    ) -> None:
         self.horizon = horizon
+        self.max_blocks = max_blocks
         self._nodes = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
 
     def __getitem__(self, name: str) -> PoolNode:

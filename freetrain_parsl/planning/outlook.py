@@ -46,12 +46,12 @@ class Outlook:
         for node in nodes:
             self._since.setdefault(node, time)
 
-    def closed(self, time: float, nodes: Iterable[str], *, foreseen: bool = False) -> None:
-        """Note nodes that are gone; `foreseen` if that says nothing of others, as when we gave them back."""
+    def closed(self, time: float, nodes: Iterable[str], *, given_back: bool = False) -> None:
+        """Note nodes that are gone: closed, or given back by us, which says nothing of how long nodes last."""
         self._changed(time)
         for node in nodes:
             if (since := self._since.pop(node, None)) is not None:
-                self._count(time - since, closes=not foreseen)
+                self._count(time - since, closes=not given_back)
         self._rates = []
 
     def remaining(self, node: str, now: float) -> float:

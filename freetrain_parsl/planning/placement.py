@@ -19,7 +19,8 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     """Choose nodes for decided counts, without moving anyone from node to node.
 
     A trainer keeps as many of its nodes as it may, those that close last; growers, by name, take the free
-    nodes that close last. Where closings are unknown the expected ones count, and ties go by node name.
+    nodes that close last, those that are ready first. Where closings are unknown the expected ones count, and ties
+    go by node name.
 
     Parameters
     ----------
@@ -42,7 +43,7 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     """
     _check_counts(counts, pool)
     held = _holders(current, pool)
-    order = sorted(pool, key=lambda name: (-pool[name].lasts_until, name))
+    order = sorted(pool, key=lambda name: (pool[name].startup, -pool[name].lasts_until, name))
     kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
     free: list[str] = []
     for node in order:

@@ -285,9 +285,8 @@ class Planner:
 
     def _drop(self, names: Iterable[str], now: float) -> None:
         for name in names:
-            member = self._members.pop(name, None)
-            if member is not None:
-                self.outlook.closed(now, [name], foreseen=member.node.closes_or_inf <= now)
+            if self._members.pop(name, None) is not None:
+                self.outlook.closed(now, [name])
         self._dirty = True
 
     def _still_joining(self) -> bool:
@@ -324,6 +323,7 @@ class Planner:
                 for node in nodes
             ),
             outlook.horizon,
+            max(0, self.settings.max_pending_blocks - self._pending()),
         )
 
     def _lend(self, usable: dict[str, PoolNode]) -> ev.Actions:
@@ -342,6 +342,8 @@ class Planner:
         current = {
             name: kept for name, nodes in self._assigned.items() if (kept := frozenset(n for n in nodes if n in pool))
         }
+        for name in self._assigned.keys() - current.keys():
+            self._trainers[name] = replace(self._trainers[name], since=now)  # it waits again, behind who waits longer
         trainers = [self._pinned(trainer, len(current.get(trainer.name, ()))) for trainer in self.trainers]
         if self._settle_until is not None:
             # Neighbours are about to join: grow once for all of them; only those who run nowhere start now.
@@ -405,14 +407,17 @@ class Planner:
             and (block.ends is None or block.ends - now > self.settings.closing_margin)
         ]
         candidates = [(window, self._free(window)) for window in self._windows if self._pays(window, now)]
-        offered = [PoolNode(name, window.closes) for window, names in candidates for name in names]
-        wanted = self._wanted(pool, awaited, offered, now)
-        shortage = wanted - len(pool) - len(awaited)
-        if shortage > 0:
+        startup = self.settings.startup
+        offered = [PoolNode(name, window.closes, startup=startup) for window, names in candidates for name in names]
+        wanted = self._wanted([*pool.values(), *awaited], offered, now)
+        spare = len(pool) + len(awaited) - sum(node.name in wanted for node in chain(pool.values(), awaited))
+        waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
+        chosen = frozenset(node.name for node in offered) & wanted
+        if chosen or waiting_tasks > spare:
             for block in self._blocks.values():
                 block.unwanted_since = None
-            return lost + self._request(shortage, candidates, now)
-        return lost + self._release(-shortage, now)
+            return lost + self._request(chosen, max(0, waiting_tasks - spare), candidates, now)
+        return lost + self._release(spare - waiting_tasks, now)
 
     def _given_up(self, block: _Block, node: str, now: float) -> bool:
         return now - block.missing_since.get(node, math.inf) >= self.settings.join_timeout
@@ -428,17 +433,16 @@ class Planner:
             del self._blocks[name]
         return [ev.ReleaseBlock(name) for name in hopeless]
 
-    def _wanted(self, pool: Pool, awaited: list[PoolNode], offered: list[PoolNode], now: float) -> int:
-        """Nodes that trainers and tasks could use if every node that can be had were there."""
-        waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
+    def _wanted(self, had: list[PoolNode], offered: list[PoolNode], now: float) -> frozenset[str]:
+        """Nodes that trainers would use if every node that can be had were there."""
         if not self._trainers:
-            return waiting_tasks
-        everything = self._pool([*pool.values(), *awaited, *offered], now)
+            return frozenset()
+        everything = self._pool([*had, *offered], now)
         current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
         trainers = [self._worth_growing(t, len(current.get(t.name, ()))) for t in self.trainers]
         decision = self._decide("demand", everything, trainers, current, now)
-        counts = decision.counts if decision is not None else {n: len(nodes) for n, nodes in self._assigned.items()}
-        return waiting_tasks + sum(counts.values())
+        allocation = decision.allocation if decision is not None else self._assigned
+        return frozenset().union(*allocation.values())
 
     def _worth_growing(self, trainer: Trainer, nodes: int) -> Trainer:
         """Let a trainer ask for no more nodes that will be done before a new block is ready."""
@@ -456,13 +460,18 @@ class Planner:
         needed = self.settings.startup + self.settings.min_useful + self.settings.closing_margin
         return window.opens <= now and window.remaining(now) >= needed
 
-    def _request(self, shortage: int, candidates: list[tuple[Window, list[str]]], now: float) -> ev.Actions:
-        """Longest windows first; one block a window, unless blocks have a largest size."""
+    def _request(
+        self, chosen: frozenset[str], more: int, candidates: list[tuple[Window, list[str]]], now: float
+    ) -> ev.Actions:
+        """Request the chosen nodes and some more, longest windows first; one block a window, split if too large."""
         actions: ev.Actions = []
-        pending = sum(not block.started for block in self._blocks.values())
+        pending = self._pending()
         candidates = sorted(candidates, key=lambda item: (-item[0].remaining(now), item[0].nodes))
         for window, names in candidates:
-            wanted = names[: max(0, shortage)]
+            wanted = [name for name in names if name in chosen]
+            others = [name for name in names if name not in chosen][:more]
+            more -= len(others)
+            wanted += others
             size = self.settings.max_nodes_per_block or len(wanted) or 1
             for first in range(0, len(wanted), size):
                 if pending >= self.settings.max_pending_blocks:
@@ -474,8 +483,10 @@ class Planner:
                 self._blocks[name] = _Block(nodes, now + seconds)
                 actions.append(ev.RequestBlock(name, nodes, seconds, window))
                 pending += 1
-                shortage -= len(nodes)
         return actions
+
+    def _pending(self) -> int:
+        return sum(not block.started for block in self._blocks.values())
 
     def _release(self, surplus: int, now: float) -> ev.Actions:
         """Blocks whose nodes nobody uses, those that close first first, after `idle_timeout` without use."""
@@ -495,7 +506,7 @@ class Planner:
                 released = self._blocks.pop(action.block)
                 for node in released.nodes:
                     self._members.pop(node, None)
-                self.outlook.closed(now, released.nodes, foreseen=True)
+                self.outlook.closed(now, released.nodes, given_back=True)
         return actions
 
 

@@ -26,20 +26,23 @@ Layers = list[Table | None]  # value of every s, shape (R, S), in each layer; No
 
 @dataclass(frozen=True)
 class _Group:
-    """Classes that close at one time.
+    """Classes that close together.
 
     Parameters
     ----------
     classes
         Their indices.
-    closes
-        Whether they close before the horizon.
+    share
+        How much of what the closing costs counts.
+    started
+        Whether blocks opened now have started by then.
     early, late
         Seconds from the closing before to this one, before and after the end of a start-up.
     """
 
     classes: list[int]
-    closes: bool
+    share: float
+    started: bool
     early: float
     late: float
 
@@ -157,8 +160,12 @@ class Pricing:
         groups = []
         for end, until in zip(times, [*times[1:], 0.0], strict=True):
             early = max(min(instance.startup, end) - until, 0.0)
-            classes = np.flatnonzero((instance.ends == end) & (instance.capacities > 0)).tolist()
-            groups.append(_Group(classes, end < instance.horizon, early, end - until - early))
+            shares = np.unique(instance.counted[instance.ends == end]).tolist()
+            for share in shares:
+                same = (instance.ends == end) & (instance.counted == share) & (instance.capacities > 0)
+                first = share == shares[-1]  # of those to close: the time before is its
+                lasts = (early, end - until - early) if first else (0.0, 0.0)
+                groups.append(_Group(np.flatnonzero(same).tolist(), share, end > instance.startup, *lasts))
         return groups
 
     def _forward(self, rows: Counts, prices: Table, capacities: Counts) -> tuple[Layers, list[_Step], list[Layers]]:
@@ -183,10 +190,10 @@ class Pricing:
                     if (source := paid[move.source]) is not None:
                         moved[move.target] = _best(moved[move.target], move.apply(source) - pay)
                 steps.append(step)
-            left: Layers = [m if m is None or not group.closes else m - penalty for m in moved]
+            left: Layers = [m if m is None or not group.share else m - group.share * penalty for m in moved]
             gain = (group.early + group.late) * earned
             ahead = [None if (a := _best(s, m)) is None else a + gain for s, m in zip(stay, left, strict=True)]
-            if group.early > 0 and (stay[_OPENED] is not None or moved[_OPENED] is not None):
+            if (group.early > 0 or not group.started) and (stay[_OPENED] is not None or moved[_OPENED] is not None):
                 left[_OPENED], ahead[_OPENED] = self._before_start(rows, group, stay[_OPENED], moved[_OPENED])
             closed.append([*stay, *left])
             stay = ahead
@@ -196,9 +203,10 @@ class Pricing:
         self, rows: Counts, group: _Group, stay: Table | None, moved: Table | None
     ) -> tuple[Table | None, Table | None]:
         """Pass a closing and the interval before it, of which the opened blocks have missed some or all."""
-        if moved is not None and group.closes:
+        if moved is not None and group.share:
             # What has left by the end of the start-up are held nodes, and s does not tell how many of them there were.
-            moved = moved - self._leaving[rows] * (self._least[rows] if group.late == 0 else self._earned[rows])
+            lost = self._earned[rows] if group.started else self._least[rows]
+            moved = moved - group.share * self._leaving[rows] * lost
         ahead = _best(stay, moved)
         tangent = self._base + self._slope * self._nodes
         return moved, None if ahead is None else ahead + group.late * self._earned[rows] + group.early * tangent

@@ -47,13 +47,19 @@ def trainer_value(instance: WindowInstance, trainer: int, nodes: Sequence[int]) 
         return -math.inf
     times = sorted({0.0, instance.horizon, *instance.closings.tolist(), instance.startup})
     times = [time for time in times if time <= instance.horizon]
+    ends = [min(closes, instance.horizon) for closes in instance.closings.tolist()]
+    shares = [float(closes < instance.horizon) for closes in instance.closings.tolist()]
+    if instance.shares is not None:
+        shares = instance.shares.tolist()
     total = 0.0
     for start, end in itertools.pairwise(times):
         now = alive((start + end) / 2)
         total += (end - start) * rate(now)
-        closing = [n for n, closes in zip(nodes, instance.closings, strict=True) if closes == end]
-        if end < instance.horizon and sum(closing):
-            total -= (down + checkpoint) * rate(now)
+        closing = [k for k, closes in enumerate(ends) if closes == end]
+        for share in sorted({shares[k] for k in closing}, reverse=True):
+            together = [k for k in closing if shares[k] == share and nodes[k]]
+            total -= share * (down + checkpoint) * rate(now) if together else 0.0
+            now -= sum(nodes[k] for k in together if end > instance.startup or not instance.is_offered[k])
     if sum(has) == 0:
         return total - float(instance.start[trainer]) * rate(sum(nodes))
     possible = [n for n in range(1, len(rates)) if allowed(n)]

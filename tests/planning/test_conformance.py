@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings, PlanningError
@@ -11,6 +13,7 @@ from freetrain_parsl.planning.policies import (
     EqualSharePolicy,
     MilpPolicy,
     Policy,
+    WindowPolicy,
     resolve_policy,
 )
 from freetrain_parsl.testing.policy_suite import PolicyConformance
@@ -24,6 +27,13 @@ class TestMilp(PolicyConformance):
 class TestEqualShare(PolicyConformance):
     def make_policy(self):
         return EqualSharePolicy()
+
+
+class TestWindow(PolicyConformance):
+    test_nobody_is_moved = None  # it may exchange nodes that close soon for others
+
+    def make_policy(self):
+        return WindowPolicy(time_limit=timedelta(minutes=1))
 
 
 class _Broken(Policy):
@@ -61,13 +71,13 @@ def test_suite_refuses_false_bounds_and_migration(check, monkeypatch):
 
 
 def test_policies_are_found_by_name():
-    assert {type(resolve_policy(name)) for name in POLICIES} == {MilpPolicy, EqualSharePolicy}
+    assert {type(resolve_policy(name)) for name in POLICIES} == {MilpPolicy, EqualSharePolicy, WindowPolicy}
     policy = _Broken()
     assert resolve_policy(policy) is policy
 
 
 def test_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidSettings, match="no policy 'best'; known are equal-share, milp"):
+    with pytest.raises(InvalidSettings, match="no policy 'best'; known are equal-share, milp, window"):
         resolve_policy("best")
     with pytest.raises(InvalidSettings, match="got 42"):
         resolve_policy(42)

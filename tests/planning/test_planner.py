@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import Decision, PoolNode, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.objectives import MaxMin
 from freetrain_parsl.planning.planner import Planner, PlannerSettings
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.scaling import ScalingCurve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SETTINGS = PlannerSettings(
     startup=10,
@@ -314,3 +321,142 @@ def test_equal_histories_give_equal_actions() -> None:
         return actions + planner.advance(ev.NodesLeft(9, ("a", "c")))
 
     assert history(Planner(MilpPolicy(), SETTINGS)) == history(Planner(MilpPolicy(), SETTINGS))
+
+
+class _Spy(Policy):
+    """Asks the optimal policy and remembers what it was asked last."""
+
+    name = "spy"
+
+    def __init__(self, asked: Policy | None = None) -> None:
+        self.asked = asked or MilpPolicy()
+        self.calls = 0
+        self.pool = Pool()
+        self.trainers: dict[str, Trainer] = {}
+
+    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+        self.calls += 1
+        self.pool, self.trainers = pool, {t.name: t for t in trainers}
+        return self.asked.allocate(pool, trainers, current, now)
+
+
+AT_ONCE = PlannerSettings(closing_margin=0, settle=0, replan_interval=1e6)
+"""For a pool that is simply there, without blocks."""
+
+
+def test_a_forecast_replaces_what_was_known_in_both_directions() -> None:
+    spy = _Spy()
+    planner = Planner(spy, AT_ONCE)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")), joined(0, "b", "x", "y", closes=None))
+    for time, closes in [(1, 50.0), (2, 900.0), (3, 20.0), (4, None)]:
+        planner.advance(ev.NodesForecast(time, {"x": closes, "unknown": 7.0}))
+        assert {name: node.closes for name, node in spy.pool.items()} == {"x": closes, "y": None}
+
+
+def test_a_forecast_that_says_nothing_new_is_no_reason_to_decide() -> None:
+    spy = _Spy()
+    planner = Planner(spy, AT_ONCE)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")), joined(0, "b", "x", closes=80))
+    before = spy.calls
+    assert planner.advance(ev.NodesForecast(1, {"x": 80.0})) == []
+    assert spy.calls == before
+    planner.advance(ev.NodesForecast(2, {"x": 81.0}))
+    assert spy.calls > before
+
+
+def test_nodes_of_unknown_closing_come_with_what_is_expected_and_the_others_with_what_is_known() -> None:
+    spy = _Spy()
+    planner = Planner(spy, AT_ONCE)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    for index in range(50):  # such nodes last for 10 s
+        planner.advance(joined(20 * index, "b", f"n{index}", closes=None))
+        planner.advance(ev.NodesLeft(20 * index + 10, (f"n{index}",)))
+    planner.advance(joined(1000, "b", "known", closes=1500), joined(1000, "b", "unknown", closes=None))
+    known, unknown = spy.pool["known"], spy.pool["unknown"]
+    assert (known.lasts_until, known.closing_rate) == (1500, 0)
+    assert 1000 < unknown.lasts_until < 1100
+    assert unknown.closing_rate > 0
+    assert spy.pool.horizon == planner.outlook.horizon
+
+
+def test_nodes_that_we_give_back_say_nothing_of_how_long_nodes_last() -> None:
+    expected = []
+    for end in (ev.NodesLeft(1040, ("a",)), ev.Tick(1040)):
+        planner = Planner(MilpPolicy(), SETTINGS)
+        planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+        held(planner, "a", closes=5000)
+        planner.advance(ev.WindowsSeen(5, ()), ev.TrainerFinished(1000, "t"))
+        planner.advance(end)  # it closes, or it is released after its idle time
+        planner.advance(joined(1050, "b", "z", closes=None))
+        expected.append(planner.outlook.remaining("z", 1050))
+    closed, released = expected
+    assert released > closed
+
+
+def test_without_blocks_windows_and_tasks_only_who_runs_where_is_decided() -> None:
+    purposes: list[str] = []
+    planner = Planner(MilpPolicy(), AT_ONCE, lambda _time, purpose, _decision: purposes.append(purpose))
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")), joined(0, "b", "x"))
+    assert purposes == ["assign"]
+    planner.advance(ev.WindowsSeen(1, (window("y"),)))
+    assert purposes == ["assign", "assign", "demand"]
+
+
+def test_trainers_know_since_when_they_run_or_wait() -> None:
+    """Growing or shrinking is neither; losing all nodes ends a run, even if others come at once."""
+    spy = _Spy()
+    planner = Planner(spy, AT_ONCE)
+    sinces = []
+    for events in (
+        [ev.TrainerSubmitted(5, trainer("t", submitted=3))],
+        [joined(10, "b", "x", closes=None)],
+        [joined(20, "b", "y", closes=None)],
+        [ev.NodesLeft(30, ("x",))],
+        [ev.NodesLeft(40, ("y",))],
+        [joined(50, "b", "z", closes=None)],
+        [ev.NodesLeft(60, ("z",)), joined(60, "b", "x", closes=None)],
+    ):
+        planner.advance(*events)
+        (told,) = planner.trainers
+        sinces.append((spy.trainers["t"].since, told.since))
+    assert [after for _, after in sinces] == [None, 10, 10, 10, 40, 50, 60]
+    assert [before for before, _ in sinces] == [None, None, 10, 10, 40, 40, 60]
+
+
+def test_what_is_learned_of_a_trainer_replaces_what_was_told_but_not_since_when_it_runs() -> None:
+    spy = _Spy()
+    planner = Planner(spy, AT_ONCE)
+    flat = ScalingCurve({1: 10.0})
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=4)), ev.TrainerSubmitted(0, trainer("u", most=4)))
+    planner.advance(joined(1, "b", *"wxyz"))
+    assert len(planner.assigned["t"]) == 2
+    learned = replace(trainer("t", most=3), curve=flat)
+    planner.advance(ev.TrainerLearned(2, learned), ev.TrainerLearned(2, trainer("stranger")), ev.NodesLeft(2, ("w",)))
+    assert spy.trainers["t"] == replace(learned, since=1)
+    assert set(spy.trainers) == {"t", "u"}
+    planner.advance(joined(500, "b", "v", closes=None), ev.NodesForecast(500, dict.fromkeys("xyz")))
+    assert {name: len(nodes) for name, nodes in planner.assigned.items()} == {"t": 1, "u": 3}
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_with_max_min_none_waits_longer_than_the_bound(swaps: bool) -> None:
+    """Five trainers on two nodes that stay, or that are replaced, both at once, every 20 s."""
+    turn, step = 60.0, 20.0
+    planner = Planner(MilpPolicy(MaxMin(turn=timedelta(seconds=turn))), replace(AT_ONCE, replan_interval=step))
+    names = "pqrst"
+    planner.advance(*(ev.TrainerSubmitted(0, trainer(name, most=2)) for name in names))
+    nodes: tuple[str, ...] = ()
+    waited, longest = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for number in range(100):
+        now = number * step
+        events: list[ev.Event] = [ev.Tick(now)]
+        if swaps or not nodes:
+            new = (f"a{number}", f"b{number}")
+            events = [ev.NodesLeft(now, nodes), joined(now, "b", *new, closes=None)]
+            nodes = new
+        planner.advance(*events)
+        for name in names:
+            waited[name] = 0.0 if name in planner.assigned else waited[name] + step
+            longest[name] = max(longest[name], waited[name])
+    assert max(longest.values()) <= (len(names) - 2) * (turn + step)
+    assert min(longest.values()) > 0

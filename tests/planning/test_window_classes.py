@@ -40,6 +40,7 @@ def instances(draw, *, startup=None):
     for row in rates:
         row[draw(st.lists(st.integers(1, top), max_size=2))] = np.nan
     closing = st.sampled_from([5.0, 20.0, 20.5, 50.0, 100.0, 300.0, np.inf])
+    shares = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=classes, max_size=classes).map(np.array)
     costs = [np.array(draw(st.lists(seconds, min_size=trainers, max_size=trainers))) for _ in range(4)]
     return WindowInstance(
         rates,
@@ -48,6 +49,7 @@ def instances(draw, *, startup=None):
         sizes,
         np.array(draw(st.lists(closing, min_size=classes, max_size=classes))),
         horizon=draw(st.sampled_from([10.0, 100.0])),
+        shares=draw(st.none() | shares),
         offered=offered,
         startup=draw(st.sampled_from([0.0, 3.0, 20.0, 30.0, 150.0])) if startup is None else startup,
         min_useful=draw(st.sampled_from([0.0, 10.0])),
@@ -113,6 +115,7 @@ def test_one_class_that_never_closes_is_the_count_model(case, gap):
         sizes=case.sizes[:1],
         current=case.current[:, :1],
         closings=np.array([np.inf]),
+        shares=None,
         offered=np.array([False]),
     )
     values = case.horizon * one.rates[:, : int(one.sizes[0]) + 1]

@@ -6,10 +6,11 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
+from freetrain_parsl.planning.policies.window import WindowPolicy
 
-__all__ = ["POLICIES", "EqualSharePolicy", "MilpPolicy", "Policy", "PolicyLike", "resolve_policy"]
+__all__ = ["POLICIES", "EqualSharePolicy", "MilpPolicy", "Policy", "PolicyLike", "WindowPolicy", "resolve_policy"]
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (EqualSharePolicy, MilpPolicy)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (EqualSharePolicy, MilpPolicy, WindowPolicy)}
 """Name -> class."""
 
 PolicyLike = str | Policy

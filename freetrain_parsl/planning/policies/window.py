@@ -1,0 +1,277 @@
+"""The policy that knows when nodes close: the window-aware model of the planner, within a time cap."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.classes import Counts, Table, WindowInstance
+from freetrain_parsl.planning.counts import maximise_counts
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.objectives import (
+    Moment,
+    Objective,
+    ObjectiveLike,
+    at_moment,
+    charged,
+    objective_table,
+    resolve_objective,
+    value_table,
+)
+from freetrain_parsl.planning.placement import current_counts, place
+from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.window_counts import maximise_windows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["WindowPolicy"]
+
+_PROVEN = 1e-9  # relative distance from the bound that counts as none
+_AT_ONCE = 1e-3  # seconds: the least time that a node which is due is taken to last
+
+
+class WindowPolicy(Policy):
+    """Maximises the value of a decision over as long as it is expected to last, with the closings on the way.
+
+    A decision lasts until something unforeseen undoes it. That time is taken for exponentially distributed, with
+    mean T, the `horizon`: what happens after t seconds counts exp(-t/T). With nodes that never close this is the
+    count model of `MilpPolicy`.
+
+    Where a closing is known, its nodes earn until then, and whoever holds any of them pays for a shrink. Where it
+    is not, nodes as old as these close at the rate h that the pool's past suggests: they pay for a shrink times the
+    probability hT / (1 + hT) that it comes while the decision lasts. So nodes that close together, or that are
+    likely to close soon, go to the same trainers, and small ones.
+
+    The answer is never worth less in this model than the count model's, nor than leaving everything as it is.
+
+    Parameters
+    ----------
+    objective
+        Value per second of a trainer on a number of nodes, as in `MilpPolicy`.
+    horizon
+        T; ``None`` takes what the pool's past suggests (`Pool.horizon`).
+    time_limit
+        After this the best allocation so far is taken.
+    gap
+        Stop when no allocation is better by more than this, relative.
+    max_classes
+        Nodes that close at about the same time are taken together, into at most this many classes.
+    """
+
+    name = "window"
+
+    def __init__(
+        self,
+        objective: ObjectiveLike = "speedup",
+        *,
+        horizon: timedelta | None = None,
+        time_limit: timedelta = timedelta(seconds=1),
+        gap: float = 0.003,
+        max_classes: int = 12,
+    ) -> None:
+        if (horizon is not None and horizon <= timedelta(0)) or time_limit <= timedelta(0):
+            raise InvalidSettings(
+                f"policy 'window': horizon and time_limit must be positive, got {horizon}, {time_limit}"
+            )
+        if not 0 <= gap < 1:
+            raise InvalidSettings(f"policy 'window': gap must lie in [0, 1), got {gap!r}")
+        if max_classes < 1:
+            raise InvalidSettings(f"policy 'window': max_classes must be at least 1, got {max_classes!r}")
+        self._objective = resolve_objective(objective)
+        self._horizon = None if horizon is None else horizon.total_seconds()
+        self._time_limit = time_limit.total_seconds()
+        self._gap = gap
+        self._max_classes = max_classes
+
+    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+        """Decide; see `Policy.allocate`."""
+        started = time.perf_counter()
+        ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
+        if not ranked or not pool:
+            return Decision({}, 0.0, proven_optimal=True, bound=0.0)
+        held = current_counts(ranked, pool, current)
+        objective = at_moment(self._objective, Moment(ranked, held, len(pool), now))
+        horizon = self._horizon or pool.horizon
+        classes = _classes(pool, now, horizon, self._max_classes)
+        instance = _instance(classes, ranked, held, current, objective, horizon, pool)
+        counted = _count_model(pool, ranked, held, current, objective, horizon, self._time_limit / 2)
+        left = max(self._time_limit / 2, started + self._time_limit - time.perf_counter())
+        incumbent = _in_classes(classes, ranked, counted)
+        if not instance.feasible(incumbent):  # it needs more blocks than there may be
+            incumbent = instance.status_quo
+        solution = maximise_windows(instance, incumbent, time_limit=left, gap=self._gap)
+        return Decision(
+            _nodes(solution.counts, classes, ranked, current),
+            solution.objective,
+            proven_optimal=solution.bound - solution.objective <= _PROVEN * abs(solution.bound),
+            bound=solution.bound,
+            solve_seconds=time.perf_counter() - started,
+        )
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Nodes that close at about the same time.
+
+    Parameters
+    ----------
+    nodes
+        Names, those that last longest first.
+    lasts
+        Seconds that they last, each weighted by how much it counts; T if they never close.
+    share
+        How much of what their closing costs counts.
+    startup
+        Seconds until they are ready, if a block has to be requested for them, else zero.
+    """
+
+    nodes: tuple[str, ...]
+    lasts: float
+    share: float
+    startup: float
+
+
+def _classes(pool: Pool, now: float, horizon: float, most: int) -> list[_Class]:
+    """Put nodes of one closing together, then those of the nearest; apart those that we have and those on offer."""
+    ours = [node for node in pool.values() if node.startup == 0]
+    others = [node for node in pool.values() if node.startup > 0]
+    if not others:
+        return _nearest(ours, now, horizon, most)
+    return [*_nearest(ours, now, horizon, (most + 1) // 2), *_nearest(others, now, horizon, (most + 1) // 2)]
+
+
+def _nearest(nodes: Sequence[PoolNode], now: float, horizon: float, most: int) -> list[_Class]:
+    """Take the nearest closings together until there are not too many (Ward's method in one dimension)."""
+    groups: dict[tuple[float, float], list[PoolNode]] = {}
+    for node in nodes:
+        groups.setdefault(_closing(node, now, horizon), []).append(node)
+    # First come the known closings in order of time, then the unknown, the most likely first.
+    keys = sorted(groups, key=lambda key: (key[0], -key[1]))
+    members = [groups[key] for key in keys]
+    lasts, shares = np.array(keys, dtype=np.float64).reshape(-1, 2).T
+    sizes = np.array([len(nodes) for nodes in members], dtype=np.float64)
+    while len(members) > most:
+        ranks = lasts + np.where(lasts < horizon, 0.0, (1.0 - shares) * horizon)
+        spread = np.diff(ranks) ** 2 * sizes[1:] * sizes[:-1] / (sizes[1:] + sizes[:-1])
+        first = int(np.argmin(spread))
+        both = slice(first, first + 2)
+        weights = sizes[both] / sizes[both].sum()
+        lasts[first], shares[first], sizes[first] = weights @ lasts[both], weights @ shares[both], sizes[both].sum()
+        lasts, shares, sizes = (np.delete(column, first + 1) for column in (lasts, shares, sizes))
+        members[first] += members.pop(first + 1)
+    return [
+        _Class(
+            tuple(node.name for node in sorted(nodes, key=lambda node: (-node.lasts_until, node.name))),
+            float(last),
+            float(share),
+            nodes[0].startup,
+        )
+        for nodes, last, share in zip(members, lasts, shares, strict=True)
+    ]
+
+
+def _closing(node: PoolNode, now: float, horizon: float) -> tuple[float, float]:
+    """Seconds that a node lasts, each weighted by how much it counts, and how much its closing counts."""
+    if node.closes is None:
+        closings = node.closing_rate * horizon
+        return horizon, closings / (1.0 + closings)
+    weight = math.exp(-max(_AT_ONCE, node.closes - now) / horizon)
+    return horizon * (1.0 - weight), weight
+
+
+def _instance(
+    classes: Sequence[_Class],
+    ranked: Sequence[Trainer],
+    held: dict[str, int],
+    current: Allocation,
+    objective: Objective,
+    horizon: float,
+    pool: Pool,
+) -> WindowInstance:
+    # A count that a trainer may not have, such as one above its maximum, is charged at the nearest that it may.
+    widest = max(len(pool), *(min(max(held[t.name], t.min_nodes), t.max_nodes) for t in ranked if held[t.name]), 1)
+    rates = np.stack([objective_table(objective, trainer, widest) for trainer in ranked])
+    factor = _charged_share(rates, ranked, held, objective, widest)
+    return WindowInstance(
+        rates,
+        up=np.array([trainer.costs.up for trainer in ranked]) * factor,
+        down=np.array([trainer.costs.down for trainer in ranked]) * factor,
+        start=np.array([trainer.costs.start for trainer in ranked]) * factor,
+        checkpoint=np.zeros(len(ranked)),
+        current=_in_classes(classes, ranked, current),
+        sizes=np.array([len(item.nodes) for item in classes]),
+        closings=np.array([item.lasts if item.lasts < horizon else np.inf for item in classes]),
+        horizon=horizon,
+        shares=np.array([item.share for item in classes]),
+        offered=np.array([item.startup > 0 for item in classes]),
+        startup=horizon * (1.0 - math.exp(-max(item.startup for item in classes) / horizon)),
+        max_blocks=pool.max_blocks,
+    )
+
+
+def _charged_share(
+    rates: Table, ranked: Sequence[Trainer], held: dict[str, int], objective: Objective, widest: int
+) -> Table:
+    """Return which share of a trainer's value changes are charged at: less than one if it has a bonus."""
+    plain = charged(objective)
+    if plain is objective:
+        return np.ones(len(ranked))
+    shares = np.ones(len(ranked))
+    for row, trainer in enumerate(ranked):
+        last = min(trainer.max_nodes, widest)
+        at = min(max(held[trainer.name], trainer.min_nodes), last)
+        if at >= trainer.min_nodes and rates[row, at] > 0:
+            shares[row] = objective_table(plain, trainer, at)[at] / rates[row, at]
+    return shares
+
+
+def _count_model(
+    pool: Pool,
+    ranked: Sequence[Trainer],
+    held: dict[str, int],
+    current: Allocation,
+    objective: Objective,
+    horizon: float,
+    time_limit: float,
+) -> Allocation:
+    values = np.stack([value_table(objective, t, held[t.name], len(pool), horizon) for t in ranked])
+    none = np.zeros(len(ranked), dtype=np.int64)
+    solution = maximise_counts(values, none, time_limit=time_limit)
+    return place({t.name: int(n) for t, n in zip(ranked, solution.counts, strict=True)}, pool, current)
+
+
+def _in_classes(classes: Sequence[_Class], ranked: Sequence[Trainer], allocation: Allocation) -> Counts:
+    """Count the trainers' nodes of each class, shape (J, K)."""
+    kind = {node: index for index, item in enumerate(classes) for node in item.nodes}
+    counts = np.zeros((len(ranked), len(classes)), dtype=np.int64)
+    for row, trainer in enumerate(ranked):
+        for node in allocation.get(trainer.name, ()):
+            if node in kind:
+                counts[row, kind[node]] += 1
+    return counts
+
+
+def _nodes(
+    counts: Counts, classes: Sequence[_Class], ranked: Sequence[Trainer], current: Allocation
+) -> dict[str, frozenset[str]]:
+    """Choose nodes of the classes: trainers keep what they have, of that what lasts longest."""
+    given: dict[str, set[str]] = {trainer.name: set() for trainer in ranked}
+    for index, item in enumerate(classes):
+        free = list(item.nodes)
+        wanted = {trainer.name: int(counts[row, index]) for row, trainer in enumerate(ranked) if counts[row, index]}
+        for name, number in wanted.items():
+            own = current.get(name, frozenset())
+            given[name].update([node for node in free if node in own][:number])
+        free = [node for node in free if not any(node in given[name] for name in wanted)]
+        for name, number in wanted.items():
+            missing = number - sum(node in given[name] for node in item.nodes)
+            given[name].update(free[:missing])
+            del free[:missing]
+    return {name: frozenset(nodes) for name, nodes in given.items() if nodes}

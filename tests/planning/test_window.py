@@ -1,0 +1,137 @@
+"""The window policy: what knowing the closings, or how likely they are, changes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.placement import check_allocation
+from freetrain_parsl.planning.policies import MilpPolicy, WindowPolicy
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.testing.instances import random_instance
+
+COSTS = RescaleCosts(up=18.0, down=12.0)
+LINEAR = ScalingCurve({1: 10.0, 64: 640.0})
+
+
+def trainer(name, least=1, most=64, curve=LINEAR, costs=COSTS, **more):
+    return Trainer(name, least, most, curve, costs, **more)
+
+
+def nodes(prefix, number, closes=None, **more):
+    return [PoolNode(f"{prefix}{i}", closes, **more) for i in range(number)]
+
+
+def decide(pool, trainers, current=None, **settings):
+    policy = WindowPolicy("throughput", **{"time_limit": timedelta(minutes=1), "gap": 0.0} | settings)
+    decision = policy.allocate(pool, trainers, current or {}, 0.0)
+    check_allocation(decision.allocation, pool, trainers)
+    return decision
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_closings_it_is_the_count_model(seed):
+    case = random_instance(seed)
+    pool = Pool(PoolNode(name) for name in case.pool)
+    both = [
+        policy.allocate(pool, case.trainers, case.current, 0.0)
+        for policy in (WindowPolicy(gap=0.0, time_limit=timedelta(minutes=1)), MilpPolicy())
+    ]
+    assert both[0].objective == pytest.approx(both[1].objective)
+    assert both[0].bound == pytest.approx(both[1].bound)
+
+
+def test_nodes_that_close_together_go_to_one_trainer():
+    pool = Pool([*nodes("soon", 4, 100.0), *nodes("late", 4, 5000.0)])
+    allocation = decide(pool, [trainer("a", most=4), trainer("b", most=4)]).allocation
+    assert {frozenset(n[:4] for n in held) for held in allocation.values()} == {
+        frozenset({"soon"}),
+        frozenset({"late"}),
+    }
+
+
+def test_nodes_that_close_too_soon_to_pay_stay_free():
+    """Growing costs 18 s of eight nodes, and the closing 12 s of nine: one node does not earn that in 100 s."""
+    pool = Pool([*nodes("late", 8), PoolNode("soon", 100.0)])
+    current = {"a": frozenset(f"late{i}" for i in range(8))}
+    assert decide(pool, [trainer("a")], current).counts == {"a": 8}
+    without_knowledge = Pool([*nodes("late", 8), PoolNode("soon")])
+    assert decide(without_knowledge, [trainer("a")], current, horizon=timedelta(minutes=10)).counts == {"a": 9}
+
+
+def test_nodes_likely_to_close_go_to_the_small_trainer():
+    """Whoever gets the risky node pays at its rate when it closes, so it is not the large one."""
+    pool = Pool([*nodes("big", 30), *nodes("tiny", 2), PoolNode("risky", closing_rate=0.01)])
+    current = {"b": frozenset(f"big{i}" for i in range(30)), "t": frozenset({"tiny0", "tiny1"})}
+    free_growth = RescaleCosts(up=0.0, down=12.0)
+    trainers = [trainer("b", costs=free_growth), trainer("t", costs=free_growth)]
+    assert "risky" in decide(pool, trainers, current).allocation["t"]
+
+
+def test_is_never_worth_less_than_the_count_models_counts():
+    """With the closings known it is worth more, as the model itself says, than the count model's own placement."""
+    rng = np.random.default_rng(7)
+    for _ in range(5):
+        pool = Pool(PoolNode(f"n{i:02}", float(rng.choice([40.0, 90.0, 400.0, 3000.0]))) for i in range(24))
+        trainers = [trainer(f"t{i}", most=16, curve=ScalingCurve({1: 10.0, 4: 35.0, 16: 90.0})) for i in range(4)]
+        counted = MilpPolicy("throughput", horizon=timedelta(seconds=120)).allocate(pool, trainers, {}, 0.0)
+        rough = decide(pool, trainers, gap=0.9, horizon=timedelta(seconds=120))
+        exact = decide(pool, trainers, horizon=timedelta(seconds=120))
+        assert exact.bound >= exact.objective >= rough.objective > 0
+        assert counted.objective >= exact.objective  # the count model takes closings for never
+
+
+def test_windows_that_pay_for_their_block_are_used():
+    pool = Pool([PoolNode("here"), *nodes("long", 3, 4000.0, startup=30.0), *nodes("short", 3, 40.0, startup=30.0)])
+    allocation = decide(pool, [trainer("a")], horizon=timedelta(minutes=10)).allocation
+    assert allocation["a"] == {"here", "long0", "long1", "long2"}
+
+
+def test_no_more_windows_than_blocks():
+    offered = [*nodes("x", 3, 3000.0, startup=5.0), *nodes("y", 2, 4000.0, startup=5.0)]
+    trainers = [trainer("a", most=8)]
+    horizon = timedelta(minutes=10)
+    assert decide(Pool(offered), trainers, horizon=horizon).counts == {"a": 5}
+    assert decide(Pool(offered, max_blocks=1), trainers, horizon=horizon).allocation["a"] == {"x0", "x1", "x2"}
+    assert decide(Pool(offered, max_blocks=0), trainers, horizon=horizon).allocation == {}
+
+
+def test_many_closings_are_taken_together():
+    pool = Pool(PoolNode(f"n{i:03}", 50.0 + 7.0 * i) for i in range(100))
+    decision = decide(pool, [trainer("a"), trainer("b")], max_classes=5)
+    assert 90 < sum(decision.counts.values()) <= 100  # some close too soon to pay
+
+
+@pytest.mark.parametrize("objective", ["deadline", "max-min", "priority"])
+def test_every_objective_works_with_it(objective):
+    pool = Pool([*nodes("soon", 3, 200.0), *nodes("late", 3, 5000.0)])
+    trainers = [
+        trainer("urgent", work_left=18_000.0, deadline=600.0, most=6),
+        trainer("other", priority=2.0, most=6, curve=ScalingCurve({1: 100.0, 6: 600.0})),
+    ]
+    decision = WindowPolicy(objective, gap=0.0).allocate(pool, trainers, {}, 0.0)
+    check_allocation(decision.allocation, pool, trainers)
+    if objective == "deadline":
+        assert decision.counts["urgent"] >= 3  # 18,000 samples in 600 s at 10/s a node
+    if objective == "max-min":
+        assert min(decision.counts.values()) == 3
+    if objective == "priority":
+        assert decision.counts["other"] > decision.counts.get("urgent", 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"horizon": timedelta(0)},
+        {"time_limit": timedelta(0)},
+        {"gap": 1.0},
+        {"max_classes": 0},
+    ],
+)
+def test_bad_settings_are_refused(settings):
+    with pytest.raises(InvalidSettings, match="policy 'window'"):
+        WindowPolicy(**settings)
