@@ -42,11 +42,14 @@ class PublishedSolution:
         Wall time of the solve, without building the model.
     finished
         Whether it ended before the time limit.
+    allocation
+        Trainer -> its nodes, if there is a best allocation.
     """
 
     objective: float | None
     seconds: float
     finished: bool
+    allocation: dict[str, frozenset[str]]
 
 
 def solve_published(
@@ -59,9 +62,11 @@ def solve_published(
     held = current_counts(case.trainers, case.pool, case.current)
     terms = []
     taken: dict[str, list[mip.Var]] = {node: [] for node in case.pool}
+    given: dict[str, dict[str, mip.Var]] = {}
     for trainer in case.trainers:
         current = held[trainer.name]
         x = {node: model.add_var(var_type=mip.BINARY) for node in case.pool}
+        given[trainer.name] = x
         for node, var in x.items():
             taken[node].append(var)
         count = mip.xsum(x.values())
@@ -90,7 +95,13 @@ def solve_published(
     status = model.optimize(max_seconds=time_limit)
     seconds = time.perf_counter() - started
     value = float(model.objective_value) if model.num_solutions else None
-    return PublishedSolution(value, seconds, status == mip.OptimizationStatus.OPTIMAL)
+    nodes = (
+        {name: frozenset(node for node, var in x.items() if var.x > 0.5) for name, x in given.items()}
+        if (model.num_solutions)
+        else {}
+    )
+    allocation = {name: held for name, held in nodes.items() if held}
+    return PublishedSolution(value, seconds, status == mip.OptimizationStatus.OPTIMAL, allocation)
 
 
 def _breakpoints(trainer: Trainer, objective: Objective) -> list[tuple[int, float]]:

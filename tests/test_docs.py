@@ -31,6 +31,9 @@ SECONDS = 240  # a hang; each script takes less than a minute
 _RUNNABLE = re.compile(
     r"<!-- runnable: (\S+)(?: (cluster|pytest))? -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
+# "<!-- runnable: shell -->": lines of the block that begin with "$ " are run, those below are what they print, with
+# whatever figures; "…" stands for lines left out. The blocks of a page are run in order, in one directory.
+_SHELL = re.compile(r"<!-- runnable: shell -->\n```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
@@ -53,6 +56,18 @@ def scripts(page: Path) -> list[Script]:
 SCRIPTS = [script for page in PAGES for script in scripts(page)]
 
 
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Commands of a page's shell blocks, each with the pieces of output that the page shows."""
+    blocks = _SHELL.findall(page.read_text(encoding="utf-8"))
+    parts = [part.partition("\n") for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part]
+    return [(command, shown.split("…\n")) for command, _, shown in parts]
+
+
+def without_figures(output: str) -> str:
+    """Output as its words alone: figures, and the widths that depend on them, may differ."""
+    return re.sub(r"\s+", " ", re.sub(r"-?\d[\d.,]*", "#", output.replace("\N{NO-BREAK SPACE}", " "))).strip()
+
+
 def named(script: Script):
     marks = [pytest.mark.cluster] if script.kind == "cluster" else []
     return pytest.param(script, id=f"{script.page.stem}-{script.file}", marks=marks)
@@ -68,9 +83,9 @@ def directory(tmp_path, monkeypatch):
 
 
 def run(arguments: list[str], directory: Path) -> str:
-    """Run Python in a directory and return what it printed; what hangs is ended with all its processes."""
+    """Run a command in a directory and return what it printed; what hangs is ended with all its processes."""
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        arguments,
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -97,20 +112,34 @@ def test_code_in_the_docs_runs(script, directory):
     """Every block that is marked as runnable runs; those on the cluster print the loss of three trainings."""
     write_page(script.page, directory)
     if script.kind == "pytest":
-        run(["-m", "pytest", "-q", "-p", "no:cacheprovider", script.file], directory)
+        run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", script.file], directory)
         return
-    output = run([script.file], directory)
+    output = run([sys.executable, script.file], directory)
     if script.kind == "cluster":
         assert output.count("loss") == 3
     if script.file == "holes.py":  # the tutorial's next step reads this run's journal
         journal = output.split("journal: ")[1].strip()
-        assert run(["look.py", journal], directory).count("training_finished") == 3
+        assert run([sys.executable, "look.py", journal], directory).count("training_finished") == 3
+
+
+SHELL_PAGES = [page for page in PAGES if commands(page)]
+
+
+@pytest.mark.parametrize("page", SHELL_PAGES, ids=lambda page: page.stem)
+def test_commands_in_the_docs_run(page, directory, monkeypatch):
+    """Every command of a block that is marked as shell succeeds and prints what the page shows."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for command, shown in commands(page):
+        output = without_figures(run(["bash", "-c", command], directory))
+        for piece in shown:
+            assert without_figures(piece) in output, command
 
 
 def test_readme_and_tutorial_have_code_that_runs():
     """The pages that a newcomer reads are among those whose code is executed."""
     pages = {script.page.name for script in SCRIPTS}
     assert {"README.md", "tutorial.md"} <= pages
+    assert "idle-nodes.md" in {page.name for page in SHELL_PAGES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -126,7 +155,10 @@ def test_documentation_builds_without_warnings(tmp_path):
     """`sphinx-build -W` passes: no broken reference, no page outside the tables of contents."""
     pytest.importorskip("myst_parser", reason="needs the extra 'docs'")
     pytest.importorskip("furo", reason="needs the extra 'docs'")
-    run(["-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path / "html")], ROOT)
+    run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path / "html")],
+        ROOT,
+    )
 
 
 def _command_options() -> dict[str, set[str]]:

@@ -8,6 +8,7 @@ import typer
 
 from freetrain_parsl import __version__
 from freetrain_parsl.cli.demo import demo
+from freetrain_parsl.cli.replay import replay
 from freetrain_parsl.cli.windows import windows
 from freetrain_parsl.errors import FreeTrainError, UsageError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(replay)
 app.command()(windows)
 
 

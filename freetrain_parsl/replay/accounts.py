@@ -64,10 +64,11 @@ class Account:
         """Samples still to process."""
         return self.trainer.work_left - self.samples
 
-    @property
-    def done(self) -> bool:
-        """Whether all its work is done."""
-        return math.isfinite(self.trainer.work_left) and self.work_left <= _ROUNDING * self.trainer.work_left
+    def done(self, now: float) -> bool:
+        """Whether all its work is done, but for what rounding leaves: of the work, or of a clock with large times."""
+        if math.isinf(self.trainer.work_left):
+            return False
+        return self.work_left <= _ROUNDING * self.trainer.work_left or self.done_at(now) <= now
 
     def done_at(self, now: float) -> float:
         """When it will be done at its rate; infinity if never."""

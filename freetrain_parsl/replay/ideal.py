@@ -47,14 +47,8 @@ class BestRates:
     _known: dict[tuple[frozenset[int], int], tuple[float, dict[int, int]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        tables: dict[tuple[object, ...], npt.NDArray[np.float64]] = {}
-        self._tables = []
-        for trainer in self.trainers:
-            key = (trainer.curve, trainer.min_nodes, trainer.max_nodes, trainer.priority)
-            if key not in tables:
-                table = objective_table(self.objective, trainer, trainer.max_nodes)
-                tables[key] = np.where(np.isnan(table), -np.inf, table)
-            self._tables.append(tables[key])
+        tables = (objective_table(self.objective, trainer, trainer.max_nodes) for trainer in self.trainers)
+        self._tables = [np.where(np.isnan(table), -np.inf, table) for table in tables]
 
     def __call__(self, alive: frozenset[int], nodes: int) -> float:
         """Return the best total value per second of these trainers on that many nodes."""

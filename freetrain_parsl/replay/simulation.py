@@ -23,7 +23,7 @@ from freetrain_parsl.replay.accounts import Account, Losses
 from freetrain_parsl.replay.series import Bins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from freetrain_parsl.planning.model import Decision, Trainer
     from freetrain_parsl.planning.policies.base import Policy
@@ -180,6 +180,7 @@ class _Replay:
         self._alive: dict[str, Account] = {}
         self._profiles: dict[str, Profile] = {}
         self._owners: dict[str, str] = {}
+        self._expected: Mapping[str, float | None] = {}
         self._idle = 0
         self._now = log.start
 
@@ -188,10 +189,11 @@ class _Replay:
         began = wall_clock.perf_counter()
         for number, change in enumerate(self._log.changes(forecasts=self._settings.knowledge is Knowledge.ESTIMATED)):
             self._advance(change.time)
-            self._step(self._take(change))
+            self._step(change)
             if self._on_progress is not None and number % 50 == 0:
                 self._on_progress(change.time)
         self._advance(self._log.end)
+        self._finish()
         outcome = self._outcome
         outcome.wall_seconds = wall_clock.perf_counter() - began
         outcome.accounts = list(self._accounts.values())
@@ -219,7 +221,7 @@ class _Replay:
             self._pass_to(target)
             if target >= until:
                 return
-            self._step([])
+            self._step()
 
     def _room(self) -> bool:
         concurrent = self._settings.concurrent
@@ -265,8 +267,14 @@ class _Replay:
             nodes = tuple(PoolNode(hole.node, hole.end if perfect else None) for hole in change.opened)
             events.append(ev.NodesJoined(self._now, _IDLE, nodes))
         if change.expected is not None:
+            self._expected = change.expected
             events.append(ev.NodesForecast(self._now, change.expected))
         return events
+
+    def _late(self) -> list[ev.Event]:
+        """Withdraw forecasts that time has refuted since the log's last change: those nodes are idle still."""
+        late = [node for node, closes in self._expected.items() if closes is not None and closes <= self._now]
+        return [ev.NodesForecast(self._now, dict.fromkeys(late))] if late else []
 
     def _preempt(self, closed: Iterable[str]) -> None:
         lost: dict[str, set[str]] = {}
@@ -278,10 +286,11 @@ class _Replay:
             self._outcome.losses.preemption += cost
             self._spend(cost)
 
-    def _step(self, events: list[ev.Event]) -> None:
+    def _step(self, change: Change | None = None) -> None:
         """Tell the planner what happened at this instant, and do what it decides."""
-        self._outcome.events += 1
-        events += self._finish()
+        self._outcome.events += change is None or bool(change.opened or change.closed)
+        events = self._finish()  # first: who is done as its nodes are taken has lost nothing
+        events += self._late() if change is None else self._take(change)
         events += self._submit()
         events += self._learn()
         for name, account in self._alive.items():
@@ -291,8 +300,8 @@ class _Replay:
             self._planner.advance(*events)
             self._reassign()
 
-    def _finish(self) -> Iterable[ev.Event]:
-        done = [account for account in self._alive.values() if account.done]
+    def _finish(self) -> list[ev.Event]:
+        done = [account for account in self._alive.values() if account.done(self._now)]
         for account in done:
             account.finished = self._now
             for node in account.nodes:

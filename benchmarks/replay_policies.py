@@ -1,0 +1,146 @@
+"""Policies side by side on a recorded idle log: what they make of it, and what deciding takes.
+
+``python benchmarks/replay_policies.py LOG.csv.gz`` replays the whole log, and a slice of it with fewer nodes and
+hours in which the published node-level model is solved too, by CBC, as published: M = N + 1, and when a solve reaches
+the cap the old map stays. All replays run one after the other, in one process on one thread. The log is any idle
+log (CSV ``node,start,end``); times in it are seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _report import report
+
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.policies import POLICIES, Policy
+from freetrain_parsl.replay.comparison import Contestant, compare
+from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.replay.simulation import Knowledge
+from freetrain_parsl.replay.trainers import trainer_set
+from freetrain_parsl.testing.instances import Instance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from freetrain_parsl.replay.holes import HoleLog
+
+try:
+    from _published import solve_published
+except ImportError:  # python-mip is a development dependency; without it the published model is left out
+    solve_published = None  # type: ignore[assignment] # a missing baseline is no function
+
+CAP = 10.0  # seconds a solve, as published
+KEYS = (
+    "efficiency",
+    "oracle_ratio",
+    "loss_concavity",
+    "loss_rescale",
+    "loss_preemption",
+    "loss_unused",
+    "loss_split",
+)
+
+
+class PublishedPolicy(Policy):
+    """The published model; horizon and objective as in the replay."""
+
+    name = "published"
+
+    def __init__(self, objective: str, *, horizon: Any) -> None:
+        self._objective = OBJECTIVES[objective]
+        self._horizon = 120.0 if horizon is None else horizon.total_seconds()
+
+    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+        """Solve it, or leave everything as it is at the cap."""
+        started = time.perf_counter()
+        if not pool:
+            return Decision({}, 0.0, proven_optimal=True, bound=0.0)
+        held = {name: kept for name, nodes in current.items() if (kept := nodes & pool.keys())}
+        case = Instance(pool, tuple(trainers), held, now)
+        answer = solve_published(case, self._objective, self._horizon, len(pool) + 1, CAP)
+        seconds = time.perf_counter() - started
+        if not answer.finished:
+            return Decision(held, 0.0, proven_optimal=False, bound=float("inf"), solve_seconds=seconds)
+        value = answer.objective or 0.0
+        return Decision(answer.allocation, value, proven_optimal=True, bound=value, solve_seconds=seconds)
+
+
+def slice_of(log: HoleLog, nodes: int, hours: float, folder: Path) -> HoleLog:
+    """Write the holes of the first nodes by name, in the first hours, to a log of their own."""
+    end = min(log.end, log.start + 3600 * hours)
+    holes = [hole for change in log.changes() for hole in change.opened]
+    names = set(sorted({hole.node for hole in holes})[:nodes])
+    rows = [f"{h.node},{h.start},{min(h.end, end)}" for h in holes if h.node in names and h.start < end]
+    file = folder / f"{nodes}-nodes-{hours:g}-h.csv"
+    file.write_text("\n".join(["node,start,end", *rows, ""]), encoding="utf-8")
+    return open_log(file, nodes=nodes)
+
+
+def rows_of(log: HoleLog, spec: str, contestants: list[Contestant]) -> list[dict[str, Any]]:
+    """Replay and make one row a policy, and one for the oracle."""
+    result = compare(log, trainer_set(spec), contestants)
+    rows = [
+        {
+            "log": log.name,
+            "trainers": spec,
+            "policy": entry["policy"],
+            "knowledge": entry["knowledge"],
+            "events": entry["events"],
+            **{key: entry[key] for key in KEYS},
+            "solve_ms_median": entry["solve_ms"]["median"],
+            "solve_ms_max": entry["solve_ms"]["max"],
+            "proven": entry["proven_optimal_share"],
+            "wall_s": entry["wall_seconds"],
+        }
+        for entry in result["policies"]
+    ]
+    oracle = dict.fromkeys(rows[0]) | {"log": log.name, "trainers": spec, "policy": "oracle", "oracle_ratio": 1.0}
+    oracle |= {"efficiency": result["policies"][0]["oracle"], "loss_concavity": result["policies"][0]["loss_concavity"]}
+    return [*rows, oracle]
+
+
+def main() -> None:
+    """Replay and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("log", type=Path, help="idle log: CSV node,start,end, plain or .gz")
+    parser.add_argument("--nodes", type=int, help="size of the machine")
+    parser.add_argument("--trainers", nargs="+", default=["hpo:10"], help="sets, as for `freetrain replay`")
+    parser.add_argument("--slice", nargs=2, type=float, default=(128, 24), metavar=("NODES", "HOURS"))
+    parser.add_argument("--only-slice", action="store_true", help="leave the whole log out")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    options = parser.parse_args()
+
+    log = open_log(options.log, nodes=options.nodes)
+    ours = [
+        Contestant("milp"),
+        Contestant("window"),
+        Contestant("window", Knowledge.PERFECT),
+        Contestant("equal-share"),
+    ]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for spec in options.trainers:
+            objective = trainer_set(spec).objective
+            contestants = [Contestant(one.policy, one.knowledge, objective) for one in ours]
+            part = slice_of(log, int(options.slice[0]), options.slice[1], Path(folder))
+            first: list[Contestant] = []
+            if solve_published is None:
+                print("python-mip is not installed: the published model is left out", file=sys.stderr)
+            else:
+                POLICIES["published"] = PublishedPolicy
+                first = [Contestant("published", objective=objective)]
+            rows += rows_of(part, spec, [*first, *contestants])
+            if not options.only_slice:
+                rows += rows_of(log, spec, contestants)
+    report("Policies on a recorded log", rows, ["freetrain-parsl", "highspy", "numpy", "mip"], options.json)
+
+
+if __name__ == "__main__":
+    main()

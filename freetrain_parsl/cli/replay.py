@@ -1,0 +1,253 @@
+"""``freetrain replay``: what the idle nodes of a recorded log would have trained."""
+
+from __future__ import annotations
+
+import difflib
+import json as json_format
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from freetrain_parsl.errors import InvalidSettings, UsageError
+from freetrain_parsl.planning.objectives import CONTEXTUAL, OBJECTIVES
+from freetrain_parsl.planning.policies import POLICIES
+from freetrain_parsl.replay.comparison import Contestant, OnProgress, compare
+from freetrain_parsl.replay.example import write_example
+from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.replay.page import write_page
+from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
+from freetrain_parsl.replay.terminal import heading, result_table, summary
+from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
+
+__all__ = ["replay"]
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def replay(
+    log: Annotated[
+        Path | None, typer.Argument(metavar="LOG", help="Idle log (CSV), job log (SWF) or sacct's text; may end in .gz")
+    ] = None,
+    trainers: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="hpo:N, mixed:N, or a list (.yaml, .csv).")
+    ] = None,
+    policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="How nodes are shared out.")] = "milp",
+    knowledge: Annotated[
+        str, typer.Option(metavar="NAME[,NAME]", help="Told of closings: none, estimated or perfect.")
+    ] = "none",
+    cost: Annotated[str, typer.Option(metavar="NAME", help="paper, or full: starts are charged too.")] = "paper",
+    start_seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="What a start costs, with --cost full. Default: 30.")
+    ] = None,
+    horizon: Annotated[
+        str, typer.Option(metavar="SECONDS", help="How far decisions look ahead: seconds, or adaptive.")
+    ] = "adaptive",
+    objective: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What policies maximise. Default: what suits the trainers.")
+    ] = None,
+    curves: Annotated[str, typer.Option(metavar="NAME", help="Scaling curves: known, or learned.")] = "known",
+    concurrent: Annotated[
+        int | None, typer.Option(metavar="N", help="Trainers in a decision, first come, first served. Default: all.")
+    ] = None,
+    rescale_seconds: Annotated[
+        str | None, typer.Option(metavar="UP,DOWN", help="What a rescale costs, for all trainers.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="Size of the machine, if the log lacks it.")] = None,
+    lenient: Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of the log.")] = False,
+    mask_outages: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="Leave out 3 hours and more with this share of nodes idle.")
+    ] = None,
+    node_hour_price: Annotated[
+        float | None, typer.Option(metavar="PRICE", help="Of a node-hour, in any currency.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page (HTML) to this file.")] = None,
+    example: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write example inputs into this folder, and do nothing else.")
+    ] = None,
+) -> None:
+    """Replay a recorded log, and tell what its idle nodes would have trained."""
+    if example is not None:
+        for file in write_example(example):
+            typer.echo(file)
+        return
+    if log is None or trainers is None:
+        missing = "LOG" if log is None else "--trainers"
+        raise UsageError(f"replay: {missing} is missing; 'freetrain replay --example DIR' writes inputs to try it with")
+    try:
+        chosen = _trainers(trainers, rescale_seconds)
+        contestants = _contestants(policy, knowledge, objective or chosen.objective, horizon)
+        settings = _settings(cost, curves, start_seconds, concurrent)
+        _check_price(node_hour_price)
+        _check_targets([log, Path(trainers)], {"--json": json, "--report": report})
+        with _progress() as progress:
+            tell = _teller(progress)
+            tell(f"reading {log.name}", 0.0)
+            holes = open_log(log, nodes=nodes, lenient=lenient, mask_idle_above=mask_outages)
+            tell(f"reading {log.name}", 1.0)
+            result = compare(
+                holes, chosen, contestants, settings, price_per_node_hour=node_hour_price, on_progress=tell
+            )
+    except KeyboardInterrupt:
+        typer.echo("freetrain: interrupted; nothing was written", err=True)
+        raise typer.Exit(130) from None
+    result["command"] = shlex.join(["freetrain", *sys.argv[1:]])
+    _show(result)
+    _write(result, json, report)
+
+
+# What was asked for.
+
+
+def _trainers(spec: str, rescale_seconds: str | None) -> TrainerSet:
+    chosen = trainer_set(spec)
+    if rescale_seconds is None:
+        return chosen
+    seconds = [_number(part) for part in rescale_seconds.split(",")]
+    if len(seconds) != 2 or not all(math.isfinite(value) and value >= 0 for value in seconds):
+        raise InvalidSettings(
+            f"--rescale-seconds {rescale_seconds}: give UP,DOWN, seconds of zero or more, as in 18,12"
+        )
+    return with_costs(chosen, *seconds)
+
+
+def _contestants(policies: str, knowledge: str, objective: str, horizon: str) -> list[Contestant]:
+    """List every policy with every knowledge."""
+    _known("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
+    names = [_known("--policy", name, POLICIES) for name in _split("--policy", policies)]
+    told = [_choice("--knowledge", name, Knowledge) for name in _split("--knowledge", knowledge)]
+    ahead = None if horizon == "adaptive" else _seconds("--horizon", horizon)
+    contestants = [Contestant(name, item, objective, ahead) for name in names for item in told]
+    for one in contestants:
+        one.make()  # what a policy refuses is refused before the log is read
+    return contestants
+
+
+def _settings(cost: str, curves: str, start_seconds: float | None, concurrent: int | None) -> ReplaySettings:
+    charged = _choice("--cost", cost, Cost)
+    if start_seconds is not None and charged is not Cost.FULL:
+        raise InvalidSettings("--start-seconds: starts are charged with --cost full only; give both")
+    settings = ReplaySettings(cost=charged, curves=_choice("--curves", curves, Curves), concurrent=concurrent)
+    return settings if start_seconds is None else replace(settings, start_seconds=start_seconds)
+
+
+def _check_price(price: float | None) -> None:
+    if price is not None and not (math.isfinite(price) and price >= 0):
+        raise InvalidSettings(f"--node-hour-price must be zero or more, got {price:g}")
+
+
+def _check_targets(inputs: Sequence[Path], targets: Mapping[str, Path | None]) -> None:
+    """Refuse files that could not be written in the end."""
+    taken = {file.resolve(): "an input" for file in inputs}
+    for option, file in targets.items():
+        if file is None:
+            continue
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            raise UsageError(f"{option} {file}: there is no directory {folder}; make it, or choose another")
+        if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+            raise UsageError(f"{option} {file}: cannot be written; choose another file")
+        if (other := taken.setdefault(file.resolve(), option)) != option:
+            raise UsageError(f"{option} {file}: this is {other} already; choose another file")
+
+
+def _split(option: str, text: str) -> list[str]:
+    """Split a list of names; who comes twice counts once."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InvalidSettings(f"{option}: no name in {text!r}")
+    return list(dict.fromkeys(names))
+
+
+def _known(option: str, name: str, known: Iterable[str]) -> str:
+    """Return a name, or refuse it and tell which there are."""
+    names = sorted(known)
+    if name not in names:
+        near = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise InvalidSettings(f"{option}: no {name!r}{hint}; known are {', '.join(names)}")
+    return name
+
+
+def _choice(option: str, name: str, kind: type[_Choice]) -> _Choice:
+    return kind(_known(option, name, (str(item.value) for item in kind)))
+
+
+def _seconds(option: str, text: str) -> float:
+    value = _number(text)
+    if not 0 < value < timedelta.max.total_seconds():
+        raise InvalidSettings(f"{option} {text}: give a positive number of seconds, or adaptive")
+    return value
+
+
+def _number(text: str) -> float:
+    """Read a number; NaN for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+# What is shown and written.
+
+
+def _progress() -> Progress:
+    """Make the bars, on standard error and only if that is a terminal."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _teller(progress: Progress) -> OnProgress:
+    """Keep a bar for each thing that is done; at 0 it only shows that something is."""
+    tasks: dict[str, TaskID] = {}
+
+    def tell(doing: str, share: float) -> None:
+        if doing not in tasks:
+            tasks[doing] = progress.add_task(doing, total=None)
+        progress.update(tasks[doing], total=1.0 if share else None, completed=share)
+
+    return tell
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(heading(result), markup=False)
+    console.print()
+    console.print(result_table(result))
+    console.print()
+    console.print(summary(result), markup=False)
+    for entry in result["policies"]:
+        if entry["refused"]:
+            typer.echo(
+                f"freetrain: warning: policy {entry['policy']!r}, closings {entry['knowledge']}: "
+                f"{entry['refused']:,} of {entry['refused'] + entry['solves']:,} decisions refused, the last good "
+                f"allocation stayed; the first: {entry['first_refusal']}",
+                err=True,
+            )
+
+
+def _write(result: Mapping[str, Any], json: Path | None, report: Path | None) -> None:
+    for file, write in ((json, _write_json), (report, write_page)):
+        if file is None:
+            continue
+        try:
+            write(result, file)
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def _write_json(result: Mapping[str, Any], file: Path) -> None:
+    text = json_format.dumps(result, allow_nan=False, separators=(",", ":"))
+    file.write_text(f"{text}\n", encoding="utf-8")

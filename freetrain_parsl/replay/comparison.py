@@ -1,0 +1,171 @@
+"""Policies side by side: the same log and trainers for each, and all figures in one dictionary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl import __version__
+from freetrain_parsl.planning import planner
+from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.policies import POLICIES
+from freetrain_parsl.replay.holes import refuse_forecasts
+from freetrain_parsl.replay.ideal import BestRates
+from freetrain_parsl.replay.metrics import Yardstick, log_figures, policy_figures
+from freetrain_parsl.replay.simulation import Knowledge, ReplaySettings, replay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from freetrain_parsl.planning.policies import Policy
+    from freetrain_parsl.replay.holes import HoleLog
+    from freetrain_parsl.replay.trainers import TrainerSet
+
+__all__ = ["Contestant", "OnProgress", "compare"]
+
+OnProgress = Callable[[str, float], None]
+"""(what is done now, share of it that is done): called now and then."""
+
+_NOT_AT_TOP = ("trainers", "series", "solve_histogram")
+"""Keys of a policy that a result does not repeat: they are long, or mean something else there."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A policy, and what it is told.
+
+    Parameters
+    ----------
+    policy
+        Its name, of `POLICIES`.
+    knowledge
+        What it is told of closings.
+    objective
+        What it maximises: a name of `OBJECTIVES` or `CONTEXTUAL`.
+    horizon
+        How far it looks ahead, seconds; ``None`` for adaptive.
+    """
+
+    policy: str
+    knowledge: Knowledge = Knowledge.NONE
+    objective: str = "speedup"
+    horizon: float | None = None
+
+    def make(self) -> Policy:
+        """Make the policy.
+
+        Raises
+        ------
+        InvalidSettings
+            It refuses objective or horizon.
+        """
+        kind: Callable[..., Policy] = POLICIES[self.policy]
+        return kind(self.objective, horizon=None if self.horizon is None else timedelta(seconds=self.horizon))
+
+
+def compare(
+    log: HoleLog,
+    trainers: TrainerSet,
+    contestants: Sequence[Contestant],
+    settings: ReplaySettings | None = None,
+    *,
+    price_per_node_hour: float | None = None,
+    on_progress: OnProgress = lambda _doing, _share: None,
+) -> dict[str, Any]:
+    """Replay a log for each policy.
+
+    Parameters
+    ----------
+    log
+        The holes.
+    trainers
+        What is to be trained in them; their objective is what samples are worth, whatever policies maximise.
+    contestants
+        The policies.
+    settings
+        How to replay; `knowledge` is each contestant's own.
+    price_per_node_hour
+        In any currency.
+    on_progress
+        Told how far it is.
+
+    Returns
+    -------
+    dict
+        Plain values, as ``freetrain replay --json`` writes them. If there is one contestant, most of its figures
+        stand at the top too.
+
+    Raises
+    ------
+    InvalidSettings
+        Forecasts are asked of a log that has none.
+    InvalidInput
+        No node of the log is ever idle.
+    """
+    settings = settings or ReplaySettings()
+    if not log.has_forecasts and any(one.knowledge is Knowledge.ESTIMATED for one in contestants):
+        raise refuse_forecasts(log.name)
+    on_progress("oracle", 0.0)
+    rates = BestRates(trainers.trainers, OBJECTIVES[trainers.objective])
+    yardstick = Yardstick.of(rates, log, concurrent=settings.concurrent)
+    on_progress("oracle", 1.0)
+    entries = []
+    for one in contestants:
+        report = _progress_of(one, log, on_progress)
+        with _first_refusal() as refusal:
+            outcome = replay(log, rates, one.make(), replace(settings, knowledge=one.knowledge), report)
+        report(log.end)
+        entries.append(
+            {
+                "policy": one.policy,
+                "knowledge": one.knowledge.value,
+                "objective": one.objective,
+                "horizon": "adaptive" if one.horizon is None else one.horizon,
+                **policy_figures(outcome, yardstick, price_per_node_hour=price_per_node_hour),
+                "first_refusal": refusal.reason,
+            }
+        )
+    top = {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
+    return {
+        "version": __version__,
+        "log": log_figures(log),
+        "trainers": {"spec": trainers.name, "count": len(trainers.trainers), "objective": trainers.objective},
+        "dedicated_nodes": yardstick.nodes,
+        "cost": settings.cost.value,
+        "curves": settings.curves.value,
+        "concurrent": settings.concurrent,
+        **top,
+        "policies": entries,
+    }
+
+
+def _progress_of(one: Contestant, log: HoleLog, on_progress: OnProgress) -> Callable[[float], None]:
+    doing = f"{one.policy}, closings {one.knowledge.value}"
+    return lambda time: on_progress(doing, (time - log.start) / (log.end - log.start))
+
+
+class _FirstRefusal(logging.Handler):
+    """Keeps why the planner first refused a decision."""
+
+    reason: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.reason is None and record.exc_info is not None:
+            self.reason = str(record.exc_info[1])
+
+
+@contextmanager
+def _first_refusal() -> Iterator[_FirstRefusal]:
+    """Collect what the planner would log of a policy's mistakes: in a replay there may be thousands."""
+    logger, handler = logging.getLogger(planner.__name__), _FirstRefusal()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate

@@ -1,0 +1,252 @@
+"""What a replay's counts mean: efficiency, where the rest went, and the figures of log, decisions and trainers.
+
+Efficiency U is the value of what was trained in the holes, over the value that the same trainers reach in the same
+time on ``round(mean idle)`` dedicated nodes. Value is the objective per second, summed over time: with ``throughput``,
+samples. Efficiency and losses add up to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.replay.ideal import ideal_value
+from freetrain_parsl.replay.series import Bins
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from freetrain_parsl.replay.accounts import Account
+    from freetrain_parsl.replay.holes import HoleLog
+    from freetrain_parsl.replay.ideal import BestRates
+    from freetrain_parsl.replay.simulation import Outcome
+
+__all__ = ["Yardstick", "log_figures", "policy_figures"]
+
+_HOUR = 3600.0
+_FASTEST_MS = 2.0**-4  # of the histogram's first column; what was faster is counted there
+_NODE_DIGITS, _SHARE_DIGITS = 3, 5  # of the series: more than a picture shows, in a file of moderate size
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What policies are measured against, by the same trainers and on the same log.
+
+    Parameters
+    ----------
+    nodes
+        Dedicated nodes: the mean number of idle ones, rounded, at least one.
+    dedicated
+        Value that the trainers reach on them; rescaling is free, but only trainers that come or end give a reason.
+    oracle
+        Value that they reach in the holes if rescaling is free.
+    dedicated_bins, oracle_bins
+        ``value`` of both over time.
+    """
+
+    nodes: int
+    dedicated: float
+    oracle: float
+    dedicated_bins: Bins
+    oracle_bins: Bins
+
+    @classmethod
+    def of(cls, rates: BestRates, log: HoleLog, *, concurrent: int | None = None) -> Yardstick:
+        """Compute it.
+
+        Parameters
+        ----------
+        rates
+            The trainers and the value of their samples.
+        log
+            The holes.
+        concurrent
+            How many trainers may be in a decision, as in `ReplaySettings`.
+
+        Raises
+        ------
+        InvalidInput
+            No node was ever idle.
+        """
+        mean_idle = log.mean_idle()
+        if mean_idle <= 0:
+            raise InvalidInput(f"{log.name}: no node is idle in it, so there is nothing to train in")
+        nodes = max(1, round(mean_idle))
+        dedicated_bins, oracle_bins = Bins(log.start, log.end), Bins(log.start, log.end)
+        dedicated = ideal_value(rates, log, nodes=nodes, concurrent=concurrent, bins=dedicated_bins)
+        oracle = ideal_value(rates, log, concurrent=concurrent, bins=oracle_bins)
+        return cls(nodes, dedicated, oracle, dedicated_bins, oracle_bins)
+
+
+def log_figures(log: HoleLog) -> dict[str, Any]:
+    """Describe a log: its span in seconds, the changes of its idle nodes, and how many those are, by time."""
+    seconds_with: defaultdict[int, float] = defaultdict(float)
+    idle, since, events = 0, log.start, 0
+    for change in log.changes():
+        seconds_with[idle] += change.time - since
+        idle += len(change.opened) - len(change.closed)
+        since, events = change.time, events + 1
+    seconds_with[idle] += log.end - since
+    span = log.end - log.start
+    return {
+        "name": log.name,
+        "nodes": log.nodes,
+        "start": log.start,
+        "end": log.end,
+        "seconds": span,
+        "events": events,
+        "mean_idle": sum(count * seconds for count, seconds in seconds_with.items()) / span,
+        "median_idle": _weighted_median(seconds_with, span),
+        "skipped": log.skipped,
+        "clipped": log.clipped,
+    }
+
+
+def _weighted_median(seconds_with: Mapping[int, float], span: float) -> int:
+    passed = 0.0
+    for count, seconds in sorted(seconds_with.items()):
+        passed += seconds
+        if passed >= span / 2:
+            return count
+    return max(seconds_with)
+
+
+def policy_figures(
+    outcome: Outcome, yardstick: Yardstick, *, price_per_node_hour: float | None = None
+) -> dict[str, Any]:
+    """Measure what a policy reached.
+
+    Parameters
+    ----------
+    outcome
+        What its replay counted.
+    yardstick
+        Of the same trainers and log.
+    price_per_node_hour
+        In any currency, for what the idle node-hours would have cost.
+
+    Returns
+    -------
+    dict
+        Plain values, as in the JSON of ``freetrain replay``; efficiency and losses are ``None`` if the trainers can
+        do nothing on the dedicated nodes.
+    """
+    solves = np.array([seconds for seconds, _ in outcome.decisions]) * 1000
+    idle_hours, used_hours = outcome.idle_seconds / _HOUR, outcome.used_seconds / _HOUR
+    start = outcome.bins.start
+    return {
+        **_shares(outcome, yardstick),
+        "events": outcome.events,
+        "solves": len(solves),
+        "solve_ms": {
+            "median": float(np.median(solves)) if len(solves) else None,
+            "p99": float(np.percentile(solves, 99)) if len(solves) else None,
+            "max": float(solves.max()) if len(solves) else None,
+        },
+        "proven_optimal_share": sum(proven for _, proven in outcome.decisions) / len(solves) if len(solves) else None,
+        "refused": outcome.refused,
+        "wall_seconds": outcome.wall_seconds,
+        "jct": _completion_times(outcome.accounts),
+        "node_hours": {"idle": idle_hours, "used": used_hours},
+        "idle_cost": None
+        if price_per_node_hour is None
+        else {
+            "price_per_node_hour": price_per_node_hour,
+            "idle": price_per_node_hour * idle_hours,
+            "used": price_per_node_hour * used_hours,
+        },
+        "trainers": [_trainer_figures(account, start) for account in outcome.accounts],
+        "series": _series(outcome, yardstick),
+        "solve_histogram": _histogram(solves),
+    }
+
+
+def _shares(outcome: Outcome, yardstick: Yardstick) -> dict[str, float | None]:
+    """Split the whole, 1, into efficiency and losses."""
+    whole, oracle = yardstick.dedicated, yardstick.oracle
+    values = {
+        "efficiency": outcome.value,
+        "oracle": oracle,
+        "loss_concavity": whole - oracle,
+        "loss_unused": outcome.unused,
+        "loss_split": oracle - outcome.value - outcome.unused - _total(outcome),
+        "loss_rescale": outcome.losses.rescale,
+        "loss_preemption": outcome.losses.preemption,
+        "loss_start": outcome.losses.start,
+    }
+    shares = {name: value / whole if whole else None for name, value in values.items()}
+    return {**shares, "oracle_ratio": outcome.value / oracle if oracle else None}
+
+
+def _total(outcome: Outcome) -> float:
+    return outcome.losses.rescale + outcome.losses.preemption + outcome.losses.start
+
+
+def _completion_times(accounts: Sequence[Account]) -> dict[str, float | int | None]:
+    times = [account.finished - account.submitted for account in accounts if account.finished is not None]
+    if not times:
+        return {"finished": 0, "mean": None, "median": None, "p95": None}
+    return {
+        "finished": len(times),
+        "mean": float(np.mean(times)),
+        "median": float(np.median(times)),
+        "p95": float(np.percentile(times, 95)),
+    }
+
+
+def _trainer_figures(account: Account, start: float) -> dict[str, Any]:
+    work = account.trainer.work_left
+    return {
+        "name": account.trainer.name,
+        "submitted": account.submitted - start,
+        "started": None if account.started is None else account.started - start,
+        "finished": None if account.finished is None else account.finished - start,
+        "samples": account.samples,
+        "work": None if math.isinf(work) else work,
+        "node_hours": account.node_seconds / _HOUR,
+        "rescales": account.rescales,
+        "preemptions": account.preemptions,
+    }
+
+
+def _series(outcome: Outcome, yardstick: Yardstick) -> dict[str, Any]:
+    bins = outcome.bins
+    dedicated = np.cumsum(yardstick.dedicated_bins.sums("value"))
+    used = {account.trainer.name: bins.sums(account.trainer.name) for account in outcome.accounts}
+    return {
+        "time": [round(number * bins.seconds, _NODE_DIGITS) for number in range(bins.number)],
+        "bin_seconds": bins.seconds,
+        "idle": _rounded(bins.sums("idle") / bins.seconds),
+        "used": {name: _rounded(sums / bins.seconds) for name, sums in used.items() if sums.any()},
+        "efficiency": _running_shares(bins.sums("value"), dedicated),
+        "oracle": _running_shares(yardstick.oracle_bins.sums("value"), dedicated),
+    }
+
+
+def _rounded(values: npt.NDArray[np.float64]) -> list[float]:
+    rounded: list[float] = np.round(values, _NODE_DIGITS).tolist()
+    return rounded
+
+
+def _running_shares(values: npt.NDArray[np.float64], dedicated: npt.NDArray[np.float64]) -> list[float | None]:
+    """Return the share of everything up to the end of each bin."""
+    pairs = zip(np.cumsum(values).tolist(), dedicated.tolist(), strict=True)
+    return [round(value / whole, _SHARE_DIGITS) if whole else None for value, whole in pairs]
+
+
+def _histogram(solves: npt.NDArray[np.float64]) -> dict[str, list[float]]:
+    """Count solve times, milliseconds, in columns that double."""
+    if not len(solves):
+        return {"edges_ms": [], "counts": []}
+    times = np.maximum(solves, _FASTEST_MS)
+    first = math.floor(math.log2(times.min()))
+    last = max(math.ceil(math.log2(times.max())), first + 1)
+    edges = 2.0 ** np.arange(first, last + 1)
+    return {"edges_ms": edges.tolist(), "counts": np.histogram(times, edges)[0].tolist()}

@@ -1,0 +1,284 @@
+"""`freetrain replay`: its options, its refusals, and what it shows and writes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from freetrain_parsl.cli import main
+from freetrain_parsl.planning.model import Decision
+from freetrain_parsl.planning.policies import POLICIES, MilpPolicy, Policy
+
+IDLE = "node,start,end\na,0,600\nb,0,300\nc,100,200\nc,400,600\n"
+TRAINERS = """\
+- {name: one, max: 2, curve: {1: 10, 2: 16}, rescale: {up: 2, down: 1}}
+- {name: two, max: 2, curve: {1: 10, 2: 18}, rescale: {up: 2, down: 1}, work: 2000}
+"""
+KEYS = {
+    *("policy", "knowledge", "objective", "horizon", "efficiency", "oracle", "oracle_ratio"),
+    *(f"loss_{cause}" for cause in ("concavity", "unused", "split", "rescale", "preemption", "start")),
+    *("events", "solves", "solve_ms", "proven_optimal_share", "refused", "first_refusal", "wall_seconds"),
+    *("jct", "node_hours", "idle_cost", "trainers", "series", "solve_histogram"),
+}
+
+
+@pytest.fixture
+def freetrain(tmp_path, monkeypatch, capsys):
+    """Run the command as its entry point does, in a directory with a log and a list of trainers."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "idle.csv").write_text(IDLE)
+    (tmp_path / "trainers.yaml").write_text(TRAINERS)
+
+    def run(line):
+        monkeypatch.setattr(sys, "argv", ["freetrain", *shlex.split(line)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=end.value.code or 0, out=out.replace("\N{NO-BREAK SPACE}", " "), err=err)
+
+    return run
+
+
+@pytest.fixture
+def replay(freetrain, tmp_path):
+    """Replay with these options and return the JSON; nothing but a table may be said."""
+
+    def run(options="", inputs="idle.csv --trainers trainers.yaml"):
+        done = freetrain(f"replay {inputs} {options} --json out.json")
+        assert (done.code, done.err) == (0, "")
+        assert all(len(line) <= 80 for line in done.out.splitlines())
+        return json.loads((tmp_path / "out.json").read_text())
+
+    return run
+
+
+def test_the_exact_call(freetrain, tmp_path):
+    """A single policy's figures are in the list and at the top."""
+    call = "replay idle.csv --trainers hpo:10 --policy milp --knowledge none --cost paper --horizon 120 --json OUT.json"
+    done = freetrain(call)
+    result = json.loads((tmp_path / "OUT.json").read_text())
+    (entry,) = result["policies"]
+    assert entry.keys() == KEYS
+    assert (entry["policy"], entry["knowledge"], entry["horizon"]) == ("milp", "none", 120.0)
+    assert result["efficiency"] == entry["efficiency"] > 0
+    assert result["command"] == f"freetrain {call}"
+    assert (result["cost"], result["trainers"]["count"]) == ("paper", 10)
+    assert (done.code, done.err) == (0, "")
+    assert "of what 2 dedicated nodes do" in " ".join(done.out.split())
+    percents = [f"{100 * entry[key]:.1f} %" for key in ("efficiency", "oracle_ratio", "loss_preemption", "oracle")]
+    assert all(percent in done.out for percent in percents)
+
+
+def test_every_policy_with_every_knowledge(replay):
+    result = replay("--policy milp,equal-share,milp --knowledge none,perfect")
+    assert [(entry["policy"], entry["knowledge"]) for entry in result["policies"]] == [
+        ("milp", "none"),
+        ("milp", "perfect"),
+        ("equal-share", "none"),
+        ("equal-share", "perfect"),
+    ]
+    assert {entry["horizon"] for entry in result["policies"]} == {"adaptive"}
+    assert "efficiency" not in result
+
+
+def test_all_policies_can_be_replayed(replay):
+    result = replay(f"--policy {','.join(POLICIES)}")
+    assert all(entry["refused"] == 0 for entry in result["policies"])
+
+
+def test_options_reach_the_replay(replay):
+    paper = replay("--horizon 120 --cost paper")
+    assert paper["loss_start"] == 0
+    started = replay("--horizon 120 --cost full --start-seconds 5")["loss_start"]
+    assert 0 < started < replay("--horizon 120 --cost full")["loss_start"], "30 s unless said otherwise"
+    free = replay("--horizon 120 --rescale-seconds 0,0")
+    assert free["loss_rescale"] == free["loss_preemption"] == 0 < paper["loss_preemption"]
+    assert replay("--nodes 64")["log"]["nodes"] == 64
+    assert replay("--objective throughput")["objective"] == "throughput"
+    assert replay("--objective max-min")["trainers"]["objective"] == "speedup", "what it is measured by stays"
+    assert replay("--curves learned")["curves"] == "learned"
+    alone = replay("--concurrent 1")
+    assert alone["concurrent"] == 1
+    assert min(trainer["node_hours"] for trainer in alone["policies"][0]["trainers"]) == 0
+    assert replay("--node-hour-price 2.5")["idle_cost"]["price_per_node_hour"] == 2.5
+
+
+def test_the_horizon_is_the_policys(replay, monkeypatch):
+    made = []
+
+    class Seen(MilpPolicy):
+        def __init__(self, objective, *, horizon=None):
+            made.append((objective, None if horizon is None else horizon.total_seconds()))
+            super().__init__(objective, horizon=horizon)
+
+    monkeypatch.setitem(POLICIES, "milp", Seen)
+    replay("--horizon 45.5 --objective priority")
+    replay("--horizon adaptive")
+    assert set(made) == {("priority", 45.5), ("speedup", None)}
+
+
+def test_malformed_lines_are_skipped_and_counted_if_asked(freetrain, replay, tmp_path):
+    (tmp_path / "idle.csv").write_text(IDLE + "d,9,8\n")
+    assert replay("--lenient")["log"]["skipped"] == 1
+    assert "malformed lines left out: 1" in freetrain("replay idle.csv --trainers hpo:1 --lenient").out
+
+
+def test_outages_are_left_out_if_asked(replay, tmp_path):
+    (tmp_path / "idle.csv").write_text("a,0,40000\nb,20000,40000\n")
+    assert replay()["node_hours"]["idle"] == pytest.approx(60000 / 3600)
+    assert replay("--mask-outages 0.9")["node_hours"]["idle"] == pytest.approx(20000 / 3600)
+
+
+def test_the_page_is_written(freetrain, tmp_path):
+    done = freetrain("replay idle.csv --trainers trainers.yaml --policy milp,equal-share --report page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert done.code == 0
+    assert "Your idle nodes: 2.0 of 3 on average" in page
+    assert "freetrain replay idle.csv --trainers trainers.yaml" in page
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["idle.csv", "page.html", "trainers.yaml"]
+
+
+@pytest.mark.parametrize("log", ["idle.csv", "jobs.swf", "sacct.txt"])
+@pytest.mark.parametrize("trainers", ["trainers.yaml", "trainers.csv"])
+def test_examples_can_be_replayed(freetrain, replay, log, trainers):
+    """Each log with each list; a job log with estimates too."""
+    written = freetrain("replay --example ex")
+    assert (written.code, written.err) == (0, "")
+    assert {f"ex/{log}", f"ex/{trainers}"} <= set(written.out.split())
+    knowledge = "none,perfect" if log == "idle.csv" else "none,estimated,perfect"
+    result = replay(f"--nodes 32 --knowledge {knowledge} --horizon 120", f"ex/{log} --trainers ex/{trainers}")
+    assert [entry["knowledge"] for entry in result["policies"]] == knowledge.split(",")
+    assert all(entry["efficiency"] > 0.5 for entry in result["policies"])
+    assert result["trainers"]["count"] == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "LOG is missing; 'freetrain replay --example DIR'"),
+        ("idle.csv", "--trainers is missing"),
+        ("none.csv --trainers hpo:2", "none.csv: cannot be read"),
+        ("empty.csv --trainers hpo:2", "empty.csv: no idle interval"),
+        ("overlap.csv --trainers hpo:2", "overlap.csv:2: node 'a' is idle already by line 1"),
+        ("backwards.csv --trainers hpo:2", "backwards.csv:1: an interval ends after it starts"),
+        ("backwards.csv --lenient --trainers hpo:2", "no idle interval"),
+        ("sacct.txt --trainers hpo:2", "sacct.txt: 'sacct' does not tell the size of the machine"),
+        ("idle.csv --nodes 2 --trainers hpo:2", "3 different nodes, more than the 2 given"),
+        ("idle.csv --nodes 0 --trainers hpo:2", "at least one node"),
+        ("idle.csv --mask-outages 2 --trainers hpo:2", "lies in (0, 1]"),
+        ("idle.csv --trainers hpo:0", "after the colon stands how many"),
+        ("idle.csv --trainers best", "no trainers 'best'"),
+        ("idle.csv --trainers none.yaml", "none.yaml: cannot read the trainers"),
+        ("idle.csv --trainers curve.yaml", "curve.yaml:1: trainer 'a': its curve starts at 2 nodes, min is 1"),
+        ("idle.csv --trainers work.yaml", "work.yaml:1: 'work' must be a positive number, got -5"),
+        ("idle.csv --trainers hpo:2 --policy mlip", "--policy: no 'mlip' (did you mean 'milp'?); known are"),
+        ("idle.csv --trainers hpo:2 --policy ,", "--policy: no name in ','"),
+        ("idle.csv --trainers hpo:2 --knowledge prefect", "--knowledge: no 'prefect' (did you mean 'perfect'?)"),
+        ("idle.csv --trainers hpo:2 --knowledge none,estimated", "idle.csv: no forecasts of closings in this log"),
+        ("idle.csv --trainers hpo:2 --cost free", "--cost: no 'free'; known are full, paper"),
+        ("idle.csv --trainers hpo:2 --curves know", "--curves: no 'know' (did you mean 'known'?)"),
+        ("idle.csv --trainers hpo:2 --objective trouput", "--objective: no 'trouput' (did you mean 'throughput'?)"),
+        ("idle.csv --trainers hpo:2 --horizon soon", "--horizon soon: give a positive number of seconds, or adaptive"),
+        ("idle.csv --trainers hpo:2 --horizon -5", "--horizon -5: give"),
+        ("idle.csv --trainers hpo:2 --horizon nan", "--horizon nan: give"),
+        ("idle.csv --trainers hpo:2 --horizon 1e99", "--horizon 1e99: give"),
+        ("idle.csv --trainers hpo:2 --horizon 1e-9", "horizon"),
+        ("idle.csv --trainers hpo:2 --concurrent 0", "at least one trainer"),
+        ("idle.csv --trainers hpo:2 --cost full --start-seconds -1", "zero or more seconds"),
+        ("idle.csv --trainers hpo:2 --start-seconds 3", "--start-seconds: starts are charged with --cost full only"),
+        ("idle.csv --trainers hpo:2 --rescale-seconds 5", "--rescale-seconds 5: give UP,DOWN"),
+        ("idle.csv --trainers hpo:2 --rescale-seconds 5,-1", "--rescale-seconds 5,-1: give UP,DOWN"),
+        ("idle.csv --trainers hpo:2 --rescale-seconds 5,inf", "--rescale-seconds 5,inf: give UP,DOWN"),
+        ("idle.csv --trainers hpo:2 --node-hour-price -1", "--node-hour-price must be zero or more"),
+        ("idle.csv --trainers hpo:2 --json no/out.json", "--json no/out.json: there is no directory"),
+        ("idle.csv --trainers hpo:2 --report no/out.html", "--report no/out.html: there is no directory"),
+        ("idle.csv --trainers hpo:2 --json folder", "--json folder: cannot be written"),
+        ("idle.csv --trainers hpo:2 --json out --report ./out", "--report out: this is --json already"),
+        ("idle.csv --trainers hpo:2 --json idle.csv", "--json idle.csv: this is an input already"),
+        ("idle.csv --trainers work.yaml --report work.yaml", "work.yaml:1"),
+        ("--example .", "trainers.yaml exists already"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(freetrain, tmp_path, monkeypatch, arguments, message):
+    """And nothing is replayed, or written, before it is seen."""
+    files = {
+        "empty.csv": "node,start,end\n",
+        "overlap.csv": "a,0,9\na,5,12\n",
+        "backwards.csv": "a,9,5\n",
+        "sacct.txt": "JobID|Submit|Start|End|NNodes|Timelimit|State\n",
+        "curve.yaml": "- {name: a, max: 4, curve: {2: 10, 4: 18}}\n",
+        "work.yaml": "- {name: a, max: 4, curve: shufflenet, work: -5}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "folder").mkdir()
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    monkeypatch.setattr(MilpPolicy, "allocate", lambda *_: pytest.fail("it was replayed"))
+    done = freetrain(f"replay {arguments}")
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("freetrain: ")
+    assert done.err.count("\n") == 1
+    assert message in done.err
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_cannot_be_written_after_all_is_one_line(freetrain):
+    """The table has been shown by then."""
+    done = freetrain("replay idle.csv --trainers hpo:1 --json /dev/full")
+    assert done.code == 2
+    assert "dedicated node" in done.out
+    assert done.err == "freetrain: /dev/full: cannot be written: No space left on device\n"
+
+
+def test_a_policy_that_breaks_its_contract_is_named_and_the_last_good_allocation_stays(
+    freetrain, tmp_path, monkeypatch
+):
+    """Its first decision is good; after that it gives away nodes that are not there."""
+
+    class Bad(Policy):
+        name = "bad"
+
+        def __init__(self, objective, *, horizon=None):
+            self.asked = 0
+
+        def allocate(self, pool, trainers, current, now):
+            self.asked += 1
+            node = next(iter(pool)) if self.asked == 1 else "moon"
+            return Decision({trainers[0].name: frozenset([node])}, 0.0, proven_optimal=False, bound=0.0)
+
+    monkeypatch.setitem(POLICIES, "bad", Bad)
+    done = freetrain("replay idle.csv --trainers trainers.yaml --policy bad,milp --json out.json")
+    bad, good = json.loads((tmp_path / "out.json").read_text())["policies"]
+    assert done.code == 0
+    assert (bad["refused"], bad["solves"]) == (bad["events"] - 1, 1)
+    assert bad["node_hours"]["used"] == pytest.approx(600 / 3600), "the first node, to the end"
+    assert (good["refused"], good["first_refusal"]) == (0, None)
+    (warning,) = done.err.splitlines()
+    assert warning.startswith(
+        f"freetrain: warning: policy 'bad', closings none: {bad['refused']} of {bad['events']} decisions refused"
+    )
+    assert "'moon', which is not in the pool" in warning
+
+
+def test_interrupted_it_ends_without_a_traceback(freetrain, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MilpPolicy, "allocate", interrupt)
+    done = freetrain("replay idle.csv --trainers hpo:2 --json out.json")
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "freetrain: interrupted; nothing was written\n"
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_progress_is_shown_on_a_terminal(freetrain, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = freetrain("replay idle.csv --trainers hpo:2 --policy milp,equal-share")
+    assert done.code == 0
+    for bar in ("reading idle.csv", "oracle", "milp, closings none", "equal-share, closings none"):
+        assert bar in done.err
