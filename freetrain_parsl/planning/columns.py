@@ -102,6 +102,9 @@ class Master:
         self._passed = len(columns)
         _run(self._solver)
         if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            self._solver.clearSolver()  # a basis from before may be one from which it finds no way
+            _run(self._solver)
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             raise _failed(self._solver)
         solution = self._solver.getSolution()
         duals = np.array(solution.row_dual[self._trainers : self._trainers + self._classes])

@@ -98,9 +98,14 @@ class NodesClosing(Event):
 
 @dataclass(frozen=True)
 class NodesForecast(Event):
-    """When the batch system now plans to take these nodes, ``None`` for no plan; replaces what was known."""
+    """When the batch system now plans to take these nodes, by requested walltimes, ``None`` for no plan.
+
+    Those that are `due` should have been taken already, by the plan, and may be at any moment. It is a forecast: unlike
+    `PoolNode.closes`, which holds, it says which nodes are likely to close soon.
+    """
 
     closes: Mapping[str, float | None]
+    due: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

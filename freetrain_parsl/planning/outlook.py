@@ -4,75 +4,98 @@ The survival of a node by its age is the piecewise exponential estimate: in each
 node-seconds at risk. Nodes that left for another reason than a closing were at risk until then and no more, as in
 Kaplan and Meier (JASA 53, 1958), of whose estimate this is the smoothed form; nodes that are still there are not
 counted yet. A few closings at the overall rate are added to each bin, so that a bin without data says what all
-together say.
+together say. Nodes of different `Prospect` have a survival each; a node whose prospect changes is at risk in the one
+until then, and in the other from then on.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Outlook"]
+__all__ = ["Outlook", "Prospect"]
 
 _EDGES = [0.0, *(2.0 ** (half / 2) for half in range(2, 44))]  # ages, seconds; the last bin begins after a month
+_LENGTHS = np.diff(_EDGES)
 _PRIOR_CLOSINGS = 2.0  # in each bin, at the overall rate
 _FIRST_LIFE = 1200.0  # seconds that a node is taken to last before any has closed; counts as one closing
 _FIRST_GAP = 12.0  # seconds between changes of the pool before there were any; counts as one change
+
+
+class Prospect(Enum):
+    """What the batch system's plan says of a node."""
+
+    UNKNOWN = "unknown"
+    """There is no plan to look at."""
+    UNNEEDED = "unneeded"
+    """No job is known to need it."""
+    PLANNED = "planned"
+    """A job is going to need it."""
+    DUE = "due"
+    """By the plan a job should have it already."""
+
+
+class _Node(NamedTuple):
+    """When a node opened, what the plan says of it, and since when."""
+
+    opened: float
+    prospect: Prospect
+    seen: float
 
 
 class Outlook:
     """Learns from nodes that come and go; times in seconds on one clock."""
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}
-        self._at_risk = np.zeros(len(_EDGES))
-        self._closings = np.zeros(len(_EDGES))
-        self._rates: list[float] = []
-        self._tails: list[float] = []
+        self._nodes: dict[str, _Node] = {}
+        self._survivals = {prospect: _Survival() for prospect in Prospect}
         self._first: float | None = None
         self._last = 0.0
         self._changes = 0
+        self._closings = 0
         self._node_seconds = 0.0
 
     def opened(self, time: float, nodes: Iterable[str]) -> None:
         """Note nodes that can be used from now on."""
         self._changed(time)
         for node in nodes:
-            self._since.setdefault(node, time)
+            self._nodes.setdefault(node, _Node(time, Prospect.UNKNOWN, time))
+
+    def seen(self, time: float, node: str, prospect: Prospect) -> None:
+        """Note what the plan now says of a node; nothing if it has not opened."""
+        if node in self._nodes and self._nodes[node].prospect is not prospect:
+            self._leave(time, node, closes=False)
+            self._nodes[node] = _Node(self._nodes[node].opened, prospect, time)
 
     def closed(self, time: float, nodes: Iterable[str], *, given_back: bool = False) -> None:
         """Note nodes that are gone: closed, or given back by us, which says nothing of how long nodes last."""
         self._changed(time)
         for node in nodes:
-            if (since := self._since.pop(node, None)) is not None:
-                self._count(time - since, closes=not given_back)
-        self._rates = []
+            if node in self._nodes:
+                self._leave(time, node, closes=not given_back)
+                del self._nodes[node]
+                self._closings += not given_back
 
     def remaining(self, node: str, now: float) -> float:
         """Return the seconds that a node is expected to last; infinity for one that has not opened."""
-        if node not in self._since:
+        known = self._nodes.get(node)
+        if known is None:
             return math.inf
-        self._estimate()
-        age = now - self._since[node]
-        index = _bin(age)
-        rate = self._rates[index]
-        if index + 1 == len(_EDGES):
-            return 1.0 / rate
-        survives = math.exp(-rate * (_EDGES[index + 1] - age))
-        return (1.0 - survives) / rate + survives * self._tails[index + 1]
+        return self._survivals[known.prospect].remaining(now - known.opened, self._life)
 
     def closing_rate(self, node: str, now: float) -> float:
         """Return the expected closings per second of a node of this age; zero for one that has not opened."""
-        if node not in self._since:
+        known = self._nodes.get(node)
+        if known is None:
             return 0.0
-        self._estimate()
-        return self._rates[_bin(now - self._since[node])]
+        return self._survivals[known.prospect].closing_rate(now - known.opened, self._life)
 
     @property
     def horizon(self) -> float:
@@ -89,30 +112,63 @@ class Outlook:
     @property
     def _life(self) -> float:
         """Mean time that a node lasts: node-seconds, of those that are still there too, over closings."""
-        return (self._node_seconds + _FIRST_LIFE) / (float(self._closings.sum()) + 1)
+        return (self._node_seconds + _FIRST_LIFE) / (self._closings + 1)
 
     def _changed(self, time: float) -> None:
         if self._first is None:
             self._first = self._last = time
-        self._node_seconds += (time - self._last) * len(self._since)
+        self._node_seconds += (time - self._last) * len(self._nodes)
         self._changes += time > self._last
         self._last = time
 
-    def _count(self, age: float, *, closes: bool) -> None:
-        last = _bin(age)
-        self._at_risk[:last] += np.diff(_EDGES[: last + 1])
-        self._at_risk[last] += age - _EDGES[last]
-        self._closings[last] += closes
+    def _leave(self, time: float, node: str, *, closes: bool) -> None:
+        known = self._nodes[node]
+        self._survivals[known.prospect].count(known.seen - known.opened, time - known.opened, closes=closes)
 
-    def _estimate(self) -> None:
-        """Bring up to date: closings per second in each bin, and the expected time left at its beginning."""
+
+class _Survival:
+    """Closings and node-seconds at risk in bins of ages; what they say is computed when it is asked for."""
+
+    def __init__(self) -> None:
+        self._at_risk = np.zeros(len(_EDGES))
+        self._closings = np.zeros(len(_EDGES))
+        self._rates: list[float] = []
+        self._tails: list[float] = []
+
+    def count(self, young: float, old: float, *, closes: bool) -> None:
+        """Note a node at risk from one age to another, at which it closes or not."""
+        first, last = _bin(young), _bin(old)
+        self._at_risk[first:last] += _LENGTHS[first:last]
+        self._at_risk[first] -= young - _EDGES[first]
+        self._at_risk[last] += old - _EDGES[last]
+        self._closings[last] += closes
+        self._rates = []
+
+    def remaining(self, age: float, life: float) -> float:
+        self._estimate(life)
+        index = _bin(age)
+        rate = self._rates[index]
+        if index + 1 == len(_EDGES):
+            return 1.0 / rate
+        survives = math.exp(-rate * (_EDGES[index + 1] - age))
+        return (1.0 - survives) / rate + survives * self._tails[index + 1]
+
+    def closing_rate(self, age: float, life: float) -> float:
+        self._estimate(life)
+        return self._rates[_bin(age)]
+
+    def _estimate(self, life: float) -> None:
+        """Bring up to date: closings per second in each bin, and the expected time left at its beginning.
+
+        A bin without data says what all say together, and as long as there are none, that nodes last `life`.
+        """
         if self._rates:
             return
-        prior = _PRIOR_CLOSINGS * self._life
-        self._rates = ((self._closings + _PRIOR_CLOSINGS) / (self._at_risk + prior)).tolist()
+        overall = (float(self._closings.sum()) + 1) / (float(self._at_risk.sum()) + life)
+        self._rates = ((self._closings + _PRIOR_CLOSINGS) / (self._at_risk + _PRIOR_CLOSINGS / overall)).tolist()
         tail = 1.0 / self._rates[-1]
         self._tails = [tail]
-        for rate, length in zip(self._rates[-2::-1], np.diff(_EDGES)[::-1].tolist(), strict=True):
+        for rate, length in zip(self._rates[-2::-1], _LENGTHS[::-1].tolist(), strict=True):
             survives = math.exp(-rate * length)
             tail = (1.0 - survives) / rate + survives * tail
             self._tails.append(tail)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
-from freetrain_parsl.planning.outlook import Outlook
+from freetrain_parsl.planning.outlook import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
 
 if TYPE_CHECKING:
@@ -215,9 +215,10 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.BlockEnded) -> None:
-        self._blocks.pop(event.block, None)
+        block = self._blocks.pop(event.block, None)
         gone = [name for name, member in self._members.items() if member.block == event.block]
-        self._drop(gone, event.time)
+        ended = block is not None and block.ends is not None and event.time >= block.ends
+        self._drop(gone, event.time, given_back=ended)
 
     @_take.register
     def _(self, event: ev.NodesJoined) -> None:
@@ -246,10 +247,12 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.NodesForecast) -> None:
+        # Plans are made from requested walltimes: they tell who is likely to be wanted soon, but not when.
         for name, closes in event.closes.items():
-            if (member := self._members.get(name)) is not None and member.node.closes != closes:
-                member.node = replace(member.node, closes=closes)
-                self._dirty = True
+            if name in event.due:
+                self.outlook.seen(event.time, name, Prospect.DUE)
+            else:
+                self.outlook.seen(event.time, name, Prospect.UNNEEDED if closes is None else Prospect.PLANNED)
 
     @_take.register
     def _(self, event: ev.TrainerSubmitted) -> None:
@@ -283,10 +286,10 @@ class Planner:
         )
         self._tasks = event
 
-    def _drop(self, names: Iterable[str], now: float) -> None:
+    def _drop(self, names: Iterable[str], now: float, *, given_back: bool = False) -> None:
         for name in names:
             if self._members.pop(name, None) is not None:
-                self.outlook.closed(now, [name])
+                self.outlook.closed(now, [name], given_back=given_back)
         self._dirty = True
 
     def _still_joining(self) -> bool:

@@ -22,6 +22,7 @@ Barnhart et al. (1998) describe the method, Wentges (1997) the smoothing of pric
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,8 @@ from freetrain_parsl.planning.counts import maximise_counts
 from freetrain_parsl.planning.pricing import Pricing
 
 __all__ = ["WindowSolution", "maximise_windows"]
+
+logger = logging.getLogger(__name__)
 
 _CLOSED = 1e-9  # of the bound: a gap below is none
 _SPREAD, _SAMPLES = (0.8, 1.2), 16  # where the integer programme gets more columns from: factors of the prices
@@ -83,7 +86,7 @@ def maximise_windows(
     Raises
     ------
     PlanningError
-        The incumbent is not feasible, or the solver failed.
+        The incumbent is not feasible.
     """
     if incumbent is not None and not instance.feasible(incumbent):
         raise PlanningError("window model: the incumbent needs nodes that are not there, or a count not allowed")
@@ -140,15 +143,23 @@ class _Search:
         guess = _first_prices(instance)
         self._price(np.array(_FIRST_STEPS)[:, None] * guess)
         self.offer(choose_greedily(instance, self._pool, self._prices))
-        if not self._done():
-            master = Master(instance, max(abs(self._bound), abs(self._objective)))
-            self._generate(master)
-            if not self._done():
-                self._dive(master, self._trainers, _BOLD)
-            self._repair(master)
-            if not self._done():
-                self._restricted()
+        try:
+            self._improve()
+        except PlanningError as error:
+            # Counts and bound are right, if not as good as they could be: a decision is due all the same.
+            logger.warning("%s; the best counts so far are used", error)
         return WindowSolution(self._counts, self._objective, max(self._bound, self._objective))
+
+    def _improve(self) -> None:
+        if self._done():
+            return
+        master = Master(self._instance, max(abs(self._bound), abs(self._objective)))
+        self._generate(master)
+        if not self._done():
+            self._dive(master, self._trainers, _BOLD)
+        self._repair(master)
+        if not self._done():
+            self._restricted()
 
     def _generate(self, master: Master) -> None:
         """Look for columns until they hold the optimum of the relaxation, almost."""

@@ -219,7 +219,7 @@ def _trainer_figures(account: Account, start: float) -> dict[str, Any]:
 def _series(outcome: Outcome, yardstick: Yardstick) -> dict[str, Any]:
     bins = outcome.bins
     dedicated = np.cumsum(yardstick.dedicated_bins.sums("value"))
-    used = {account.trainer.name: bins.sums(account.trainer.name) for account in outcome.accounts}
+    used = {account.trainer.name: outcome.trainer_bins.sums(account.trainer.name) for account in outcome.accounts}
     return {
         "time": [round(number * bins.seconds, _NODE_DIGITS) for number in range(bins.number)],
         "bin_seconds": bins.seconds,

@@ -2,7 +2,7 @@
 
 The planner is the one that the executor drives. Here all idle nodes belong to its pool as soon as they are idle, and
 until they really are wanted again; time is the log's. The planner decides whenever nodes come or go, a trainer is
-submitted or done, or, if it is told forecasts, these change.
+submitted or done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from freetrain_parsl.replay.accounts import Account, Losses
 from freetrain_parsl.replay.series import Bins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from freetrain_parsl.planning.model import Decision, Trainer
     from freetrain_parsl.planning.policies.base import Policy
@@ -41,7 +41,8 @@ class Knowledge(str, Enum):
 
     NONE = "none"
     ESTIMATED = "estimated"
-    """What the batch system planned at the time, by requested walltimes and its queue."""
+    """What the batch system planned at the time, by requested walltimes and its queue: which nodes a job is going to
+    need, or should have already. When, such plans do not tell well, and the planner learns what they are worth."""
     PERFECT = "perfect"
     """The true closings of the nodes that are idle."""
 
@@ -110,10 +111,13 @@ class Outcome:
     refused
         Decisions that broke the contract of policies.
     bins
-        Over time: ``idle`` and trainers' names (node-seconds), ``value``.
+        Over time: ``idle`` (node-seconds) and ``value``.
+    trainer_bins
+        Over time: node-seconds of each trainer, by its name.
     """
 
     bins: Bins
+    trainer_bins: Bins
     value: float = 0.0
     losses: Losses = field(default_factory=Losses)
     unused: float = 0.0
@@ -170,7 +174,7 @@ class _Replay:
         self._settings = settings
         self._on_progress = on_progress
         self._planner = Planner(policy, _PLANNER, self._decided)
-        self._outcome = Outcome(Bins(log.start, log.end))
+        self._outcome = Outcome(Bins(log.start, log.end), Bins(log.start, log.end))
         self._accounts = {
             trainer.name: Account(trainer, log.start + trainer.submitted, self._weight(trainer))
             for trainer in rates.trainers
@@ -180,7 +184,6 @@ class _Replay:
         self._alive: dict[str, Account] = {}
         self._profiles: dict[str, Profile] = {}
         self._owners: dict[str, str] = {}
-        self._expected: Mapping[str, float | None] = {}
         self._idle = 0
         self._now = log.start
 
@@ -239,7 +242,7 @@ class _Replay:
             account.run(seconds)
             used += len(account.nodes)
             value += account.weight * account.rate
-            outcome.bins.add_rate(name, self._now, target, len(account.nodes))
+            outcome.trainer_bins.add_rate(name, self._now, target, len(account.nodes))
             if name in self._profiles:
                 self._profiles[name].observe(len(account.nodes), account.rate * seconds, seconds)
         outcome.value += value * seconds
@@ -267,14 +270,8 @@ class _Replay:
             nodes = tuple(PoolNode(hole.node, hole.end if perfect else None) for hole in change.opened)
             events.append(ev.NodesJoined(self._now, _IDLE, nodes))
         if change.expected is not None:
-            self._expected = change.expected
-            events.append(ev.NodesForecast(self._now, change.expected))
+            events.append(ev.NodesForecast(self._now, change.expected, change.due))
         return events
-
-    def _late(self) -> list[ev.Event]:
-        """Withdraw forecasts that time has refuted since the log's last change: those nodes are idle still."""
-        late = [node for node, closes in self._expected.items() if closes is not None and closes <= self._now]
-        return [ev.NodesForecast(self._now, dict.fromkeys(late))] if late else []
 
     def _preempt(self, closed: Iterable[str]) -> None:
         lost: dict[str, set[str]] = {}
@@ -290,7 +287,7 @@ class _Replay:
         """Tell the planner what happened at this instant, and do what it decides."""
         self._outcome.events += change is None or bool(change.opened or change.closed)
         events = self._finish()  # first: who is done as its nodes are taken has lost nothing
-        events += self._late() if change is None else self._take(change)
+        events += [] if change is None else self._take(change)
         events += self._submit()
         events += self._learn()
         for name, account in self._alive.items():

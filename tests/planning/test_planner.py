@@ -344,24 +344,33 @@ AT_ONCE = PlannerSettings(closing_margin=0, settle=0, replan_interval=1e6)
 """For a pool that is simply there, without blocks."""
 
 
-def test_a_forecast_replaces_what_was_known_in_both_directions() -> None:
+def test_a_forecast_tells_which_nodes_are_likely_to_close_soon() -> None:
+    """Nodes that were due lasted 10 s, those that nobody needed 1000 s: new ones are expected to do likewise."""
     spy = _Spy()
     planner = Planner(spy, AT_ONCE)
-    planner.advance(ev.TrainerSubmitted(0, trainer("t")), joined(0, "b", "x", "y", closes=None))
-    for time, closes in [(1, 50.0), (2, 900.0), (3, 20.0), (4, None)]:
-        planner.advance(ev.NodesForecast(time, {"x": closes, "unknown": 7.0}))
-        assert {name: node.closes for name, node in spy.pool.items()} == {"x": closes, "y": None}
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    for index in range(50):
+        now, due, free = 2000 * index, f"due{index}", f"free{index}"
+        planner.advance(joined(now, "b", due, free, closes=None))
+        planner.advance(ev.NodesForecast(now, {due: None, free: None, "unknown": 7.0}, frozenset({due})))
+        planner.advance(ev.NodesLeft(now + 10, (due,)))
+        planner.advance(ev.NodesLeft(now + 1000, (free,)))
+    now = 200_000
+    planner.advance(
+        joined(now, "b", "x", "y", closes=None), ev.NodesForecast(now, {"x": None, "y": None}, frozenset({"x"}))
+    )
+    assert spy.pool["x"].closing_rate > 10 * spy.pool["y"].closing_rate
+    assert spy.pool["x"].lasts_until < now + 100 < spy.pool["y"].lasts_until
+    assert spy.pool["x"].closes is None
 
 
-def test_a_forecast_that_says_nothing_new_is_no_reason_to_decide() -> None:
+def test_a_forecast_is_no_reason_to_decide() -> None:
     spy = _Spy()
     planner = Planner(spy, AT_ONCE)
-    planner.advance(ev.TrainerSubmitted(0, trainer("t")), joined(0, "b", "x", closes=80))
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")), joined(0, "b", "x", closes=None))
     before = spy.calls
     assert planner.advance(ev.NodesForecast(1, {"x": 80.0})) == []
     assert spy.calls == before
-    planner.advance(ev.NodesForecast(2, {"x": 81.0}))
-    assert spy.calls > before
 
 
 def test_nodes_of_unknown_closing_come_with_what_is_expected_and_the_others_with_what_is_known() -> None:
@@ -428,13 +437,13 @@ def test_what_is_learned_of_a_trainer_replaces_what_was_told_but_not_since_when_
     planner = Planner(spy, AT_ONCE)
     flat = ScalingCurve({1: 10.0})
     planner.advance(ev.TrainerSubmitted(0, trainer("t", most=4)), ev.TrainerSubmitted(0, trainer("u", most=4)))
-    planner.advance(joined(1, "b", *"wxyz"))
+    planner.advance(joined(1, "b", *"wxyz", closes=None))
     assert len(planner.assigned["t"]) == 2
     learned = replace(trainer("t", most=3), curve=flat)
     planner.advance(ev.TrainerLearned(2, learned), ev.TrainerLearned(2, trainer("stranger")), ev.NodesLeft(2, ("w",)))
     assert spy.trainers["t"] == replace(learned, since=1)
     assert set(spy.trainers) == {"t", "u"}
-    planner.advance(joined(500, "b", "v", closes=None), ev.NodesForecast(500, dict.fromkeys("xyz")))
+    planner.advance(joined(500, "b", "v", closes=None))
     assert {name: len(nodes) for name, nodes in planner.assigned.items()} == {"t": 1, "u": 3}
 
 
