@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.errors import FreeTrainError
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.planning.model import RescaleCosts, Trainer, Window
-    from freetrain_parsl.planning.planner import PlannerSettings
     from freetrain_parsl.planning.scaling import ScalingCurve
+    from freetrain_parsl.planning.settings import PlannerSettings
     from freetrain_parsl.training.session import TrainingSession
 
 __all__ = [
@@ -40,7 +40,7 @@ _HOMES = {
     "EmbeddedClusterProvider": "freetrain_parsl.cluster.provider",
     "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
-    "PlannerSettings": "freetrain_parsl.planning.planner",
+    "PlannerSettings": "freetrain_parsl.planning.settings",
     "RescaleCosts": "freetrain_parsl.planning.model",
     "ScalingCurve": "freetrain_parsl.planning.scaling",
     "Trainer": "freetrain_parsl.planning.model",

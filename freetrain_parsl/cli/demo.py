@@ -203,8 +203,8 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
     """Everything scaled to holes of seconds instead of minutes."""
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.planning.model import RescaleCosts
-    from freetrain_parsl.planning.planner import PlannerSettings
     from freetrain_parsl.planning.policies import MilpPolicy
+    from freetrain_parsl.planning.settings import PlannerSettings
 
     return FreeTrainExecutor(
         provider=provider,

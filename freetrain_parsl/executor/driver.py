@@ -24,7 +24,7 @@ from freetrain_parsl.executor.tasks import Task, TaskQueue
 from freetrain_parsl.executor.trainings import Training
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Decision, PoolNode, Window
-from freetrain_parsl.planning.planner import Planner, PlannerSettings
+from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.windows.base import Survey
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.slots import SlotServer
     from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.planning.settings import PlannerSettings
 
 logger = logging.getLogger(__name__)
 

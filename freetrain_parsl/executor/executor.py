@@ -33,9 +33,9 @@ from freetrain_parsl.executor.tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest
 from freetrain_parsl.executor.worker import SlotSettings, run_slot
 from freetrain_parsl.planning.model import RescaleCosts
-from freetrain_parsl.planning.planner import PlannerSettings
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.storage.posix import check_writable
 from freetrain_parsl.windows.base import Survey, WindowSource
 

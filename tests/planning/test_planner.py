@@ -13,10 +13,11 @@ from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, RescaleCosts, Trainer, Window
 from freetrain_parsl.planning.objectives import MaxMin
-from freetrain_parsl.planning.planner import Planner, PlannerSettings
+from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.settings import PlannerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
