@@ -9,6 +9,7 @@ log (CSV ``node,start,end``); times in it are seconds.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -73,12 +74,21 @@ class PublishedPolicy(Policy):
 
 
 def slice_of(log: HoleLog, nodes: int, hours: float, folder: Path) -> HoleLog:
-    """Write the holes of the first nodes by name, in the first hours, to a log of their own."""
-    end = min(log.end, log.start + 3600 * hours)
+    """Write the holes of the first nodes by name, in the hours in which they are idle most, to a log of their own."""
     holes = [hole for change in log.changes() for hole in change.opened]
     names = set(sorted({hole.node for hole in holes})[:nodes])
-    rows = [f"{h.node},{h.start},{min(h.end, end)}" for h in holes if h.node in names and h.start < end]
-    file = folder / f"{nodes}-nodes-{hours:g}-h.csv"
+    holes = [hole for hole in holes if hole.node in names]
+    seconds = min(3600 * hours, log.end - log.start)
+    steps = max(1, math.ceil((log.end - log.start - seconds) / (seconds / 4)))
+    starts = [log.start + (log.end - log.start - seconds) * step / steps for step in range(steps + 1)]
+
+    def idle(start: float) -> float:
+        return sum(max(0.0, min(h.end, start + seconds) - max(h.start, start)) for h in holes)
+
+    start = max(starts, key=idle)
+    cut = [(h.node, max(h.start, start), min(h.end, start + seconds)) for h in holes]
+    file = folder / f"{nodes}x{hours:g}h.csv"
+    rows = [f"{node},{opens},{closes}" for node, opens, closes in cut if opens < closes]
     file.write_text("\n".join(["node,start,end", *rows, ""]), encoding="utf-8")
     return open_log(file, nodes=nodes)
 
