@@ -2,8 +2,8 @@
 
 ``python benchmarks/replay_policies.py LOG.csv.gz`` replays the whole log, and a slice of it with fewer nodes and
 hours in which the published node-level model is solved too, by CBC, as published: M = N + 1, and when a solve reaches
-the cap the old map stays. All replays run one after the other, in one process on one thread. The log is any idle
-log (CSV ``node,start,end``); times in it are seconds.
+the cap the old map stays. All replays run one after the other, in one process on one thread. The log is any that
+``freetrain replay`` reads; in one with walltimes the window policy is told estimates, too.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def rows_of(log: HoleLog, spec: str, contestants: list[Contestant]) -> list[dict
 def main() -> None:
     """Replay and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("log", type=Path, help="idle log: CSV node,start,end, plain or .gz")
+    parser.add_argument("log", type=Path, help="idle log or job log, as for `freetrain replay`")
     parser.add_argument("--nodes", type=int, help="size of the machine")
     parser.add_argument("--trainers", nargs="+", default=["hpo:10"], help="sets, as for `freetrain replay`")
     parser.add_argument("--slice", nargs=2, type=float, default=(128, 24), metavar=("NODES", "HOURS"))
@@ -139,6 +139,7 @@ def main() -> None:
         for spec in options.trainers:
             objective = trainer_set(spec).objective
             contestants = [Contestant(one.policy, one.knowledge, objective) for one in ours]
+            known = [Contestant("window", Knowledge.ESTIMATED, objective)] if log.has_forecasts else []
             part = slice_of(log, int(options.slice[0]), options.slice[1], Path(folder))
             first: list[Contestant] = []
             if solve_published is None:
@@ -148,7 +149,7 @@ def main() -> None:
                 first = [Contestant("published", objective=objective)]
             rows += rows_of(part, spec, [*first, *contestants])
             if not options.only_slice:
-                rows += rows_of(log, spec, contestants)
+                rows += rows_of(log, spec, [*contestants, *known])
     report("Policies on a recorded log", rows, ["freetrain-parsl", "highspy", "numpy", "mip"], options.json)
 
 
