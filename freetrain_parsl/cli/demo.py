@@ -60,7 +60,7 @@ _CAMPAIGN = (
 def demo(
     nodes: int = typer.Option(8, help="Virtual nodes of the embedded cluster."),
     seed: int = typer.Option(2, help="Of the main queue: the same seed is the same queue."),
-    policy: str = typer.Option("milp", help="How nodes are shared out: milp or equal-share."),
+    policy: str = typer.Option("milp", help="How nodes are shared out: milp, window or equal-share."),
     job_log: Path | None = typer.Option(
         None,
         help="Main queue from a job log in Standard Workload Format (.swf, .swf.gz) instead of a generated one.",
@@ -203,12 +203,13 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
     """Everything scaled to holes of seconds instead of minutes."""
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.planning.model import RescaleCosts
-    from freetrain_parsl.planning.policies import MilpPolicy
+    from freetrain_parsl.planning.policies import POLICIES, Policy
     from freetrain_parsl.planning.settings import PlannerSettings
 
+    make_policy: Callable[..., Policy] = POLICIES[policy]
     return FreeTrainExecutor(
         provider=provider,
-        policy=MilpPolicy(horizon=timedelta(seconds=20)) if policy == "milp" else policy,
+        policy=make_policy(horizon=timedelta(seconds=20)),
         checkpoint_dir=directory / "checkpoints",
         checkpoint_interval=timedelta(seconds=5),
         rescale_costs=RescaleCosts(up=1.0, down=1.0, start=1.0),
