@@ -22,7 +22,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import difflib
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "BatchSystemError",
@@ -39,6 +43,7 @@ __all__ = [
     "TooManyRestarts",
     "TrainingError",
     "UsageError",
+    "did_you_mean",
 ]
 
 
@@ -104,3 +109,9 @@ class ClusterGone(BatchSystemError):
     """The embedded cluster is not running (any more)."""
 
     transient = False
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Make the end of a message that refuses a word: the nearest of the known ones, or nothing."""
+    near = difflib.get_close_matches(word.lower(), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

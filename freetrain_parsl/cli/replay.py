@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json as json_format
 import math
 import os
@@ -19,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from freetrain_parsl.errors import InvalidSettings, UsageError
+from freetrain_parsl.errors import InvalidSettings, UsageError, did_you_mean
 from freetrain_parsl.planning.objectives import CONTEXTUAL, OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.replay.comparison import Contestant, OnProgress, compare
@@ -174,9 +173,7 @@ def _known(option: str, name: str, known: Iterable[str]) -> str:
     """Return a name, or refuse it and tell which there are."""
     names = sorted(known)
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), names, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise InvalidSettings(f"{option}: no {name!r}{hint}; known are {', '.join(names)}")
+        raise InvalidSettings(f"{option}: no {name!r}{did_you_mean(name, names)}; known are {', '.join(names)}")
     return name
 
 

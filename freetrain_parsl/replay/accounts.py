@@ -32,6 +32,11 @@ class Losses:
     preemption: float = 0.0
     start: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.rescale + self.preemption + self.start
+
 
 @dataclass
 class Account:

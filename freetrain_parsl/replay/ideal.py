@@ -64,7 +64,7 @@ class BestRates:
                 table = self._tables[index][: nodes + 1]
                 values[row, : len(table)] = table
             if rows:
-                solution = maximise_counts(values, np.zeros(len(rows), dtype=np.int64), time_limit=60.0)
+                solution = maximise_counts(values, np.zeros(len(rows), dtype=np.int64), time_limit=math.inf)
                 best = solution.objective, dict(zip(rows, solution.counts.tolist(), strict=True))
             else:
                 best = 0.0, {}

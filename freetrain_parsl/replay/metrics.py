@@ -176,17 +176,13 @@ def _shares(outcome: Outcome, yardstick: Yardstick) -> dict[str, float | None]:
         "oracle": oracle,
         "loss_concavity": whole - oracle,
         "loss_unused": outcome.unused,
-        "loss_split": oracle - outcome.value - outcome.unused - _total(outcome),
+        "loss_split": oracle - outcome.value - outcome.unused - outcome.losses.total,
         "loss_rescale": outcome.losses.rescale,
         "loss_preemption": outcome.losses.preemption,
         "loss_start": outcome.losses.start,
     }
     shares = {name: value / whole if whole else None for name, value in values.items()}
     return {**shares, "oracle_ratio": outcome.value / oracle if oracle else None}
-
-
-def _total(outcome: Outcome) -> float:
-    return outcome.losses.rescale + outcome.losses.preemption + outcome.losses.start
 
 
 def _completion_times(accounts: Sequence[Account]) -> dict[str, float | int | None]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, UsageError
+from freetrain_parsl.errors import InvalidInput, UsageError, did_you_mean
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
 from freetrain_parsl.planning.scaling import ScalingCurve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from freetrain_parsl.replay.models import Model
 
@@ -106,7 +105,7 @@ def numbered(name: str, index: int, count: int) -> str:
 def _trainers(entry: _Entry, models: Mapping[str, Model]) -> list[Trainer]:
     for key in entry.values:
         if key not in KEYS:
-            raise entry.wrong(key, f"unknown key {key!r}{_near(key, KEYS)}; known are {', '.join(KEYS)}")
+            raise entry.wrong(key, f"unknown key {key!r}{did_you_mean(key, KEYS)}; known are {', '.join(KEYS)}")
     for key in _REQUIRED:
         if key not in entry.values:
             raise entry.wrong(key, f"a trainer needs {key!r}")
@@ -144,7 +143,7 @@ def _curve(entry: _Entry, models: Mapping[str, Model]) -> tuple[ScalingCurve, Re
         value = _pairs(value)
     if not isinstance(value, dict):
         text = entry.get("curve", None)
-        near = _near(str(text), tuple(models))
+        near = did_you_mean(str(text), tuple(models))
         raise entry.wrong(
             "curve", f"no curve {text!r}{near}; give a file, breakpoints, or a model of {', '.join(models)}"
         )
@@ -189,11 +188,6 @@ def _float(value: Any) -> float:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word.lower(), known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _read_csv(file: Path, text: str) -> list[_Entry]:

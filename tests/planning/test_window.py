@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from datetime import timedelta
 
 import numpy as np
@@ -72,17 +74,31 @@ def test_nodes_likely_to_close_go_to_the_small_trainer():
     assert "risky" in decide(pool, trainers, current).allocation["t"]
 
 
-def test_is_never_worth_less_than_the_count_models_counts():
-    """With the closings known it is worth more, as the model itself says, than the count model's own placement."""
-    rng = np.random.default_rng(7)
-    for _ in range(5):
-        pool = Pool(PoolNode(f"n{i:02}", float(rng.choice([40.0, 90.0, 400.0, 3000.0]))) for i in range(24))
-        trainers = [trainer(f"t{i}", most=16, curve=ScalingCurve({1: 10.0, 4: 35.0, 16: 90.0})) for i in range(4)]
-        counted = MilpPolicy("throughput", horizon=timedelta(seconds=120)).allocate(pool, trainers, {}, 0.0)
-        rough = decide(pool, trainers, gap=0.9, horizon=timedelta(seconds=120))
-        exact = decide(pool, trainers, horizon=timedelta(seconds=120))
-        assert exact.bound >= exact.objective >= rough.objective > 0
-        assert counted.objective >= exact.objective  # the count model takes closings for never
+def discounted(allocation, trainers, pool, horizon):
+    """Value of an allocation without costs, by the formula: rates over the intervals, exp(-t / T) at t."""
+    times = [0.0, *sorted({node.closes for node in pool.values()})]
+    return sum(
+        horizon * (math.exp(-a / horizon) - math.exp(-b / horizon)) * t.rate(n)
+        for t in trainers
+        for a, b in itertools.pairwise(times)
+        if (n := sum(pool[name].closes >= b for name in allocation.get(t.name, ())))
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_is_never_worth_less_than_the_count_models_nodes(seed):
+    """However large the gap at which it may stop; and its objective is what the formula says."""
+    rng = np.random.default_rng(seed)
+    pool = Pool(PoolNode(f"n{i:02}", float(rng.choice([40.0, 90.0, 400.0, 3000.0]))) for i in range(24))
+    curve = ScalingCurve({1: 10.0, 4: 35.0, 16: 90.0})
+    trainers = [trainer(f"t{i}", most=16, curve=curve, costs=RescaleCosts()) for i in range(4)]
+    horizon = timedelta(seconds=120)
+    counted = MilpPolicy("throughput", horizon=horizon).allocate(pool, trainers, {}, 0.0)
+    least = discounted(counted.allocation, trainers, pool, 120.0)
+    for gap in (0.9, 0.0):
+        decision = decide(pool, trainers, gap=gap, horizon=horizon)
+        assert decision.objective == pytest.approx(discounted(decision.allocation, trainers, pool, 120.0))
+        assert decision.bound >= decision.objective >= least - 1e-9
 
 
 def test_windows_that_pay_for_their_block_are_used():

@@ -12,7 +12,6 @@ import numpy as np
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.classes import Counts, Table, WindowInstance
-from freetrain_parsl.planning.counts import maximise_counts
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives import (
     Moment,
@@ -22,10 +21,10 @@ from freetrain_parsl.planning.objectives import (
     charged,
     objective_table,
     resolve_objective,
-    value_table,
 )
-from freetrain_parsl.planning.placement import current_counts, place
+from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.window_counts import maximise_windows
 
 if TYPE_CHECKING:
@@ -101,9 +100,10 @@ class WindowPolicy(Policy):
         horizon = self._horizon or pool.horizon
         classes = _classes(pool, now, horizon, self._max_classes)
         instance = _instance(classes, ranked, held, current, objective, horizon, pool)
-        counted = _count_model(pool, ranked, held, current, objective, horizon, self._time_limit / 2)
-        left = max(self._time_limit / 2, started + self._time_limit - time.perf_counter())
-        incumbent = _in_classes(classes, ranked, counted)
+        half = self._time_limit / 2
+        count_model = MilpPolicy(objective, horizon=timedelta(seconds=horizon), time_limit=timedelta(seconds=half))
+        incumbent = _in_classes(classes, ranked, count_model.allocate(pool, ranked, current, now).allocation)
+        left = max(half, started + self._time_limit - time.perf_counter())
         if not instance.feasible(incumbent):  # it needs more blocks than there may be
             incumbent = instance.status_quo
         solution = maximise_windows(instance, incumbent, time_limit=left, gap=self._gap)
@@ -230,21 +230,6 @@ def _charged_share(
         if at >= trainer.min_nodes and rates[row, at] > 0:
             shares[row] = objective_table(plain, trainer, at)[at] / rates[row, at]
     return shares
-
-
-def _count_model(
-    pool: Pool,
-    ranked: Sequence[Trainer],
-    held: dict[str, int],
-    current: Allocation,
-    objective: Objective,
-    horizon: float,
-    time_limit: float,
-) -> Allocation:
-    values = np.stack([value_table(objective, t, held[t.name], len(pool), horizon) for t in ranked])
-    none = np.zeros(len(ranked), dtype=np.int64)
-    solution = maximise_counts(values, none, time_limit=time_limit)
-    return place({t.name: int(n) for t, n in zip(ranked, solution.counts, strict=True)}, pool, current)
 
 
 def _in_classes(classes: Sequence[_Class], ranked: Sequence[Trainer], allocation: Allocation) -> Counts:
