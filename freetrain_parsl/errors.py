@@ -43,7 +43,6 @@ __all__ = [
     "TooManyRestarts",
     "TrainingError",
     "UsageError",
-    "did_you_mean",
 ]
 
 
