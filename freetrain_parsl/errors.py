@@ -6,7 +6,8 @@
     ├── UsageError              the caller's input is wrong; nothing was started or written
     │   ├── InvalidTrainer      a training app's own description (nodes, curve, work, …)
     │   ├── InvalidSettings     an executor, planner or cluster setting
-    │   └── InvalidInput        a file that was given: a curve, a job log, a campaign
+    │   ├── InvalidInput        a file that was given: a curve, a job log, a campaign
+    │   └── CommandNotFound     a command of the batch system is not on PATH
     ├── PlanningError           a policy broke its contract
     ├── CheckpointError
     │   ├── DamagedCheckpoint   a checkpoint's bytes are not what was written
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "ClusterGone",
+    "CommandNotFound",
     "DamagedCheckpoint",
     "FreeTrainError",
     "InvalidInput",
@@ -66,6 +68,10 @@ class InvalidSettings(UsageError):
 
 class InvalidInput(UsageError):
     """A file that was given cannot be used; the message names the file and the line."""
+
+
+class CommandNotFound(UsageError):
+    """A command of the batch system is not on PATH; the message says where to run instead."""
 
 
 class PlanningError(FreeTrainError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from freetrain_parsl.planning.model import BlockTerms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,9 +54,10 @@ class Tick(Event):
 
 @dataclass(frozen=True)
 class WindowsSeen(Event):
-    """The batch system was asked; `windows` replaces what was known before."""
+    """The batch system was asked; `windows` and `terms` replace what was known before."""
 
     windows: tuple[Window, ...]
+    terms: BlockTerms = field(default_factory=BlockTerms)
 
 
 @dataclass(frozen=True)

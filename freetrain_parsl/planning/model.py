@@ -64,6 +64,27 @@ class Window:
 
 
 @dataclass(frozen=True)
+class BlockTerms:
+    """How a batch system starts blocks; times in seconds.
+
+    Parameters
+    ----------
+    start_delay
+        How long a block may wait though its nodes are free: a cycle of the scheduler.
+    walltime_step
+        Walltimes are multiples of this.
+    max_walltime, min_nodes, max_nodes
+        Limits of one block; ``None`` nodes without a limit.
+    """
+
+    start_delay: float = 0.0
+    walltime_step: float = 1.0
+    max_walltime: float = math.inf
+    min_nodes: int = 1
+    max_nodes: int | None = None
+
+
+@dataclass(frozen=True)
 class PoolNode:
     """A node whose slots we hold, or could hold.
 

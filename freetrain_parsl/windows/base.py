@@ -7,16 +7,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.planning.model import BlockTerms
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from freetrain_parsl.planning.model import Window
+
+__all__ = ["BlockState", "BlockStatus", "Refusal", "Survey", "WindowSource"]
 
 
 class BlockState(str, Enum):
     """What became of a job of ours; the value is the sentence that the log shows."""
 
     PENDING = "waiting in the queue"
+    HELD = "is held in the queue and would never start by itself"
     RUNNING = "running"
     COMPLETED = "ended by itself"
     TIMED_OUT = "reached the end of its walltime"
@@ -29,7 +34,7 @@ class BlockState(str, Enum):
     @property
     def ended(self) -> bool:
         """Whether the job holds no nodes any more and never will again."""
-        return self not in (BlockState.PENDING, BlockState.RUNNING)
+        return self not in (BlockState.PENDING, BlockState.HELD, BlockState.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,29 @@ class BlockStatus:
     ends
         When its walltime ends, seconds; ``None`` while it waits or if unknown.
     reason
-        The batch system's own words, if any.
+        What the batch system says of it, in plain English, if anything.
     """
 
     state: BlockState
     nodes: tuple[str, ...] = ()
     ends: float | None = None
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the batch system did not take a job.
+
+    Parameters
+    ----------
+    reason
+        One line in plain English, with the batch system's own words.
+    passing
+        Whether the same job may be taken later without a change of settings: a full queue, a daemon that is down.
+    """
+
+    reason: str
+    passing: bool
 
 
 @dataclass(frozen=True)
@@ -63,25 +84,59 @@ class Survey:
     time
         When the batch system answered, seconds since the epoch.
     windows
-        The holes that nobody holds, largest first.
+        The holes that nobody holds, largest first. Nodes that our own pending jobs are planned on count as free.
     blocks
         Job id -> status, for exactly the jobs that were asked for.
+    terms
+        How blocks start here.
+    wanted
+        Nodes that our jobs hold -> when a job of somebody else would start there if we were gone, seconds.
+    notes
+        Where the batch system's plan says nothing and what was assumed instead, one line each.
     """
 
     time: float
     windows: tuple[Window, ...] = ()
     blocks: Mapping[str, BlockStatus] = field(default_factory=dict)
+    terms: BlockTerms = field(default_factory=BlockTerms)
+    wanted: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class WindowSource(ABC):
-    """Asks one batch system; one call is one round of a few commands, whatever the number of jobs."""
+    """Asks one batch system; one call is a handful of commands, whatever the number of jobs and nodes.
+
+    Every method may raise `BatchSystemError`: the batch system did not answer, or answered nonsense.
+    """
 
     @abstractmethod
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
-        """Find the windows, and the states of `job_ids`.
+        """Find the windows, and the states of our jobs `job_ids`, which count as ours in windows and plans."""
+
+    @abstractmethod
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """End jobs of ours, all in one command; those that have ended already are no error."""
+
+    @abstractmethod
+    def find_jobs(self, prefix: str) -> dict[str, str]:
+        """Find the living jobs of this user whose names begin with `prefix`: job id -> name."""
+
+    def check(self, least_walltime: float) -> None:  # noqa: B027 - most systems have nothing to refuse
+        """Refuse what can never run, before anything is submitted.
+
+        Parameters
+        ----------
+        least_walltime
+            Of a block that is worth submitting, seconds.
 
         Raises
         ------
-        BatchSystemError
-            The batch system did not answer or answered nonsense.
+        InvalidSettings
+            There is no such partition, the account may not use it, its limit is below `least_walltime`, …
+        CommandNotFound
+            The batch system's commands are not here.
         """
+
+    def explain_refusal(self, complaint: str) -> Refusal:
+        """Say in plain English why a submission failed; `complaint` is what the submit command printed."""
+        return Refusal(complaint, passing=False)

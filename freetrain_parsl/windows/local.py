@@ -52,6 +52,16 @@ class LocalWindowSource(WindowSource):
             blocks={job_id: _status(answer["jobs"].get(job_id)) for job_id in job_ids},
         )
 
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        """End jobs in one request."""
+        self._client.cancel(job_ids)
+
+    def find_jobs(self, prefix: str) -> dict[str, str]:
+        """Ask for the whole queue: it is small."""
+        return {
+            job: status["name"] for job, status in self._client.queue().items() if status["name"].startswith(prefix)
+        }
+
 
 def _status(job: Mapping[str, Any] | None) -> BlockStatus:
     if job is None:
