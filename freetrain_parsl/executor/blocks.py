@@ -1,47 +1,33 @@
 """The batch desk: the one place from which the batch system is asked anything, in a thread of its own.
 
-Good manners live here: at most one round of queries an interval, submissions under a rate limit, exponential
-back-off when the batch system does not answer or refuses.
+Good manners live here: at most one round of queries an interval, fewer if a round takes the batch system long or
+nobody waits for the answer, submissions under a rate limit, exponential back-off when it does not answer or refuses,
+and an end after repeated refusals. A batch system that is down costs nothing but time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, TypeAlias
 
-from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.errors import BatchSystemError, FreeTrainError
+from freetrain_parsl.executor.batch_systems import complaint_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.executor.batch_systems import BlockSpec
     from freetrain_parsl.windows.base import Survey, WindowSource
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["BatchDesk", "BlockRefused", "BlockSpec", "BlockSubmitted", "DeskPost"]
-
-
-@dataclass(frozen=True)
-class BlockSpec:
-    """One batch job of ours.
-
-    Parameters
-    ----------
-    block
-        Parsl's block id.
-    nodes
-        The nodes that it is meant for, by name.
-    seconds
-        Its walltime.
-    """
-
-    block: str
-    nodes: tuple[str, ...]
-    seconds: float
+__all__ = ["BatchDesk", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,14 @@ class BlockRefused:
     reason: str
 
 
-DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused"
+@dataclass(frozen=True)
+class DeskClosed:
+    """The desk submits nothing any more, for `reason`: it was refused too often."""
+
+    reason: str
+
+
+DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused | DeskClosed"
 
 
 class BatchDesk(threading.Thread):
@@ -72,36 +65,41 @@ class BatchDesk(threading.Thread):
         Finds windows and the states of our jobs.
     launch
         Submits a block and returns its job id.
-    cancel
-        Cancels jobs by id.
     post
         Takes what the desk has to tell; must not block.
     interval
-        Seconds between rounds of queries.
+        Least seconds between rounds of queries.
     submissions_per_minute
         Rate limit of `launch`.
+    max_refusals
+        Refusals in a row that waiting does not mend, after which nothing is submitted any more.
+    job_prefix
+        How the names of our jobs begin, by which a job is found whose submission ended in the dark.
     """
 
     _LONGEST_PAUSE = 300.0
+    _SHARE_OF_TIME = 0.1  # a slow batch system is not kept busy with us for more than this
 
     def __init__(
         self,
         source: WindowSource,
         launch: Callable[[BlockSpec], str],
-        cancel: Callable[[list[str]], object],
         post: Callable[[DeskPost], None],
         *,
         interval: float,
         submissions_per_minute: int,
+        max_refusals: int,
+        job_prefix: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="freetrain-batch-desk", daemon=True)
         self._source = source
         self._launch = launch
-        self._cancel = cancel
         self._post = post
         self._interval = interval
         self._limit = submissions_per_minute
+        self._max_refusals = max_refusals
+        self._job_prefix = job_prefix
         self._clock = clock
         self._condition = threading.Condition()
         self._orders: deque[BlockSpec] = deque()
@@ -109,9 +107,13 @@ class BatchDesk(threading.Thread):
         self._watched: dict[str, str] = {}  # job -> block
         self._submitted_at: deque[float] = deque()
         self._failures = 0
+        self._pauses = 0
         self._refusals = 0
         self._submit_after = 0.0
         self._survey_at = 0.0
+        self._cancel_after = 0.0
+        self._resting = False
+        self._in_the_dark = False
         self._stopping = False
 
     def order(self, spec: BlockSpec) -> None:
@@ -131,11 +133,12 @@ class BatchDesk(threading.Thread):
         with self._condition:
             self._watched.pop(job, None)
 
-    def survey_soon(self) -> None:
-        """Ask as soon as manners allow, since something has changed."""
+    def rest(self, resting: bool) -> None:  # noqa: FBT001 - the state itself
+        """Stop asking while nobody waits for nodes or holds any, or go on."""
         with self._condition:
-            self._survey_at = min(self._survey_at, self._clock() + self._interval / 4)
-            self._condition.notify()
+            if resting != self._resting:
+                self._resting = resting
+                self._condition.notify()
 
     def close(self, timeout: float = 30.0) -> None:
         """Cancel every job of ours and end the thread."""
@@ -144,19 +147,25 @@ class BatchDesk(threading.Thread):
             self._condition.notify()
         if self.is_alive():
             self.join(timeout)
-        jobs = list(self._watched)
-        if jobs:
-            try:
-                self._cancel(jobs)
-            except Exception:  # a provider may raise anything; the exit must go on to the next clean-up
-                logger.exception("could not cancel the jobs %s: they end at their walltime", ", ".join(jobs))
+        jobs = set(self._watched)
+        try:
+            if self._in_the_dark:
+                jobs.update(self._source.find_jobs(self._job_prefix))
+            if jobs:
+                self._source.cancel(sorted(jobs))
+        except FreeTrainError as error:
+            logger.error(  # noqa: TRY400 - its one line tells all
+                "could not cancel the jobs named %s*: %s; remove them with 'freetrain clean', or they end by themselves",
+                self._job_prefix,
+                error,
+            )
 
     def run(self) -> None:
         """Serve orders and ask round by round until closed."""
         while True:
             with self._condition:
                 while not self._stopping and (wait := self._next_due() - self._clock()) > 0:
-                    self._condition.wait(wait)
+                    self._condition.wait(None if math.isinf(wait) else wait)
                 if self._stopping:
                     return
                 withdrawn, self._withdrawn = self._withdrawn, set()
@@ -168,16 +177,19 @@ class BatchDesk(threading.Thread):
             self._cancel_blocks(withdrawn)
             for spec in orders:
                 self._submit(spec)
-            if self._clock() >= self._survey_at:
+            if self._clock() >= self._survey_at and not (self._resting and not self._watched):
                 self._survey()
 
     def _next_due(self) -> float:
-        if self._withdrawn or (self._orders and self._allowance()):
+        if self._withdrawn:
+            return self._cancel_after
+        if self._orders and self._allowance():
             return 0.0
+        survey_at = math.inf if self._resting and not self._watched else self._survey_at
         if not self._orders:
-            return self._survey_at
+            return survey_at
         full_until = self._submitted_at[0] + 60.0 if len(self._submitted_at) >= self._limit else 0.0
-        return min(self._survey_at, max(full_until, self._submit_after))
+        return min(survey_at, max(full_until, self._submit_after))
 
     def _allowance(self) -> int:
         """How many blocks may be submitted now: none for a while after a refusal, else what the rate limit leaves."""
@@ -186,43 +198,59 @@ class BatchDesk(threading.Thread):
             self._submitted_at.popleft()
         if now < self._submit_after:
             return 0
-        return 1 if self._refusals else self._limit - len(self._submitted_at)
+        return 1 if self._pauses else self._limit - len(self._submitted_at)
 
     def _submit(self, spec: BlockSpec) -> None:
         self._submitted_at.append(self._clock())
         try:
             job = self._launch(spec)
-        except Exception as error:  # noqa: BLE001 - a provider may raise anything: the block is refused, the trainings go on
-            self._refusals += 1
-            pause = min(self._interval * 2**self._refusals, self._LONGEST_PAUSE)
-            self._submit_after = self._clock() + pause
-            logger.warning(
-                "block %s (%d nodes) was refused: %s; no other for %.0f s", spec.block, len(spec.nodes), error, pause
-            )
-            self._post(BlockRefused(spec.block, str(error)))
+        except Exception as error:  # noqa: BLE001 - a provider may raise anything: the trainings go on
+            self._refused(spec, error)
             return
-        self._refusals = 0
+        self._pauses = self._refusals = 0
         with self._condition:
             self._watched[job] = spec.block
         self._post(BlockSubmitted(spec.block, job))
-        self.survey_soon()
+
+    def _refused(self, spec: BlockSpec, error: Exception) -> None:
+        refusal = self._source.explain_refusal(complaint_of(error))
+        self._in_the_dark = self._in_the_dark or isinstance(error, TimeoutExpired)
+        self._pauses += 1
+        pause = min(self._interval * 2**self._pauses, self._LONGEST_PAUSE)
+        self._submit_after = self._clock() + pause
+        logger.warning(
+            "block %s (%d nodes) was refused: %s; no other for %.0f s",
+            spec.block,
+            len(spec.nodes),
+            refusal.reason,
+            pause,
+        )
+        self._post(BlockRefused(spec.block, refusal.reason))
+        if not refusal.passing:
+            self._refusals += 1
+        if self._refusals >= self._max_refusals:
+            self._submit_after = math.inf
+            self._post(DeskClosed(f"the batch system refused {self._refusals} blocks in a row: {refusal.reason}"))
 
     def _cancel_blocks(self, blocks: set[str]) -> None:
         jobs = [job for job, block in self._watched.items() if block in blocks]
         if not jobs:
             return
         try:
-            self._cancel(jobs)
-        except Exception as error:  # noqa: BLE001 - a provider may raise anything: the next survey tells what became of them
+            self._source.cancel(jobs)
+        except BatchSystemError as error:
+            with self._condition:
+                self._withdrawn |= blocks
+                self._cancel_after = self._clock() + self._interval
             logger.warning("could not cancel %s: %s", ", ".join(jobs), error)
-        self.survey_soon()
 
     def _survey(self) -> None:
         with self._condition:
             jobs = list(self._watched)
+        begin = self._clock()
         try:
             survey = self._source.survey(jobs)
-        except BatchSystemError as error:
+        except FreeTrainError as error:
             self._failures += 1
             pause = min(self._interval * 2**self._failures, self._LONGEST_PAUSE)
             logger.warning("the batch system did not answer (%s); asking again in %.0f s", error, pause)
@@ -230,7 +258,7 @@ class BatchDesk(threading.Thread):
             if self._failures:
                 logger.info("the batch system answers again")
             self._failures = 0
-            pause = self._interval
+            pause = max(self._interval, (self._clock() - begin) / self._SHARE_OF_TIME)
             self._post(survey)
         with self._condition:
             self._survey_at = self._clock() + pause

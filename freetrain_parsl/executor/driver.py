@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from parsl.executors.high_throughput.errors import ManagerLost
 
 from freetrain_parsl.errors import BatchSystemError, TrainingError
-from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, BlockSubmitted
+from freetrain_parsl.executor.batch_systems import BlockSpec
+from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
 from freetrain_parsl.executor.conductor import Conductor, TrainingSettings
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.roster import Block, Roster, Slot
@@ -25,7 +26,7 @@ from freetrain_parsl.executor.trainings import Training
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Decision, PoolNode, Window
 from freetrain_parsl.planning.planner import Planner
-from freetrain_parsl.windows.base import Survey
+from freetrain_parsl.windows.base import BlockState, Survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,6 +117,7 @@ class Driver(threading.Thread):
         )
         self._tasks = TaskQueue(self._roster, slots_per_node, server.send)
         self._windows: tuple[Window, ...] = ()
+        self._notes: tuple[str, ...] = ()
         self._tokens = 0
         self._greeted: set[str] = set()
         self._failed_starts = 0
@@ -164,6 +166,8 @@ class Driver(threading.Thread):
         self._act(self._planner.advance(*events))
         self._conductor.converge()
         self._tasks.serve()
+        self._leave_in_time()
+        self._desk.rest(not (self._planner.trainers or self._tasks.waiting or self._roster.blocks))
         self._journal.commit()
 
     def _record_decision(self, time: float, purpose: str, decision: Decision) -> None:
@@ -192,30 +196,79 @@ class Driver(threading.Thread):
                 block.job = item.job
             self._write("block_submitted", item.block, job=item.job)
         elif isinstance(item, BlockRefused):
-            self._end_block(item.block, f"refused: {item.reason}")
+            self._end_block(item.block, f"was refused: {item.reason}")
+        elif isinstance(item, DeskClosed):
+            self._fail_all(BatchSystemError(item.reason))
         elif isinstance(item, SlotTaskEnded):
             self._on_slot_task_ended(item)
 
     def _on_survey(self, survey: Survey) -> None:
-        self._events.append(ev.WindowsSeen(survey.time, survey.windows))
+        self._events.append(ev.WindowsSeen(survey.time, survey.windows, survey.terms))
         if survey.windows != self._windows:
             self._windows = survey.windows
             windows = [{"nodes": list(window.nodes), "closes": window.closes} for window in survey.windows]
             self._write("windows", "", windows=windows)
+        for note in survey.notes:
+            if note not in self._notes:
+                logger.info("about the plan: %s", note)
+        self._notes = survey.notes
         for block in list(self._roster.blocks.values()):
             status = survey.blocks.get(block.job)
             if status is None:
                 continue
+            said = status.state.value + (f" ({status.reason})" if status.reason else "")
             if status.state.ended:
-                self._end_block(block.name, status.state.value + (f" ({status.reason})" if status.reason else ""))
+                self._end_block(block.name, block.releasing or said)
+            elif status.state is BlockState.HELD:
+                self._give_back(block, said)
             elif status.nodes and not block.started:
-                block.start(self._clock(), status.nodes, status.ends)
-                self._events.append(ev.BlockStarted(self._clock(), block.name, block.nodes, block.ends))
-                if block.ends is not None:
-                    self._events.append(ev.NodesClosing(self._clock(), block.nodes, block.ends))
-                self._write("block_started", block.name, nodes=list(block.nodes), ends=block.ends)
+                self._start_block(block, status.nodes, status.ends)
+            if block.started and survey.wanted.keys() & set(block.nodes):
+                self._yield(block, min(survey.wanted[node] for node in block.nodes if node in survey.wanted))
         for _ in range(self._roster.overdue(self._clock(), self._PATIENCE)):
             self._order_slot()
+
+    def _start_block(self, block: Block, nodes: tuple[str, ...], ends: float | None) -> None:
+        now = self._clock()
+        block.start(now, nodes, ends)
+        self._events.append(ev.BlockStarted(now, block.name, block.nodes, block.ends))
+        if block.ends is not None:
+            self._events.append(ev.NodesClosing(now, block.nodes, block.ends))
+        self._write("block_started", block.name, nodes=list(block.nodes), ends=block.ends)
+
+    def _yield(self, block: Block, wanted: float) -> None:
+        """Leave a block's nodes to a job of somebody else, by when that job could start or as soon as can be."""
+        margin = self._planner.settings.closing_margin
+        yields = max(wanted, self._clock() + margin)
+        if block.releasing or yields >= block.loses_nodes_at(self._clock()):
+            return
+        block.yields = yields
+        self._events.append(ev.NodesClosing(self._clock(), block.nodes, yields))
+        self._write("block_yields", block.name, nodes=list(block.nodes), closes=yields)
+
+    def _leave_in_time(self) -> None:
+        """Give a block back once its trainings have left it, shortly before it would lose its nodes anyway.
+
+        Batch systems end a job up to a minute after its walltime: whoever waits for the nodes gets them in time.
+        """
+        now = self._clock()
+        for block in self._roster.blocks.values():
+            left = block.loses_nodes_at(now) - now
+            busy = any(slot.busy is not None for slot in self._roster.of_block(block.name))
+            if (
+                block.started
+                and not block.releasing
+                and (left <= 0 or (left <= self._planner.settings.closing_margin and not busy))
+            ):
+                self._give_back(
+                    block, "made way for a job of somebody else" if block.yields else "left its window in time"
+                )
+
+    def _give_back(self, block: Block, reason: str) -> None:
+        if not block.releasing:
+            block.releasing = reason
+            self._desk.withdraw(block.name)
+            self._write("block_released", block.name, reason=reason)
 
     def _end_block(self, name: str, reason: str) -> None:
         block = self._roster.drop_block(name)
@@ -300,7 +353,6 @@ class Driver(threading.Thread):
         slot.leaving = True
         self._events.append(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + closes_in))
         self._write("notice", slot.node, closes_in=closes_in)
-        self._desk.survey_soon()
         if gone:
             self._lose(slot, "the batch system takes its node", crash=False)
 
@@ -324,7 +376,6 @@ class Driver(threading.Thread):
             self._write("node_left", slot.node, reason=reason)
         self._conductor.on_lost(slot, reason, crash=crash)
         self._tasks.on_lost(slot)
-        self._desk.survey_soon()
 
     # Actions.
 
@@ -334,9 +385,7 @@ class Driver(threading.Thread):
                 self._request(action)
             elif isinstance(action, ev.ReleaseBlock):
                 if (block := self._roster.blocks.get(action.block)) is not None:
-                    block.releasing = True
-                    self._desk.withdraw(action.block)
-                self._write("block_released", action.block)
+                    self._give_back(block, "was given back" if block.started else "never started and was withdrawn")
             elif isinstance(action, ev.Lend):
                 self._tasks.lent = action.nodes
             elif isinstance(action, ev.Reassign):
@@ -345,7 +394,9 @@ class Driver(threading.Thread):
 
     def _request(self, action: ev.RequestBlock) -> None:
         self._roster.blocks[action.block] = Block(action.block, action.nodes, action.seconds, action.window.closes)
-        self._desk.order(BlockSpec(action.block, action.nodes, action.seconds))
+        # The batch system may choose among all windows that last long enough; nodes of others must be kept out.
+        pinned = any(window.remaining(self._clock()) < action.seconds for window in self._windows)
+        self._desk.order(BlockSpec(action.block, action.nodes, action.seconds, pinned))
         for _ in range(self._roster.missing_tasks()):
             self._order_slot()
         self._write(

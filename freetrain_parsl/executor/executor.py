@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
+import re
+import secrets
+import shlex
 import sys
 import threading
 import time
@@ -23,7 +25,8 @@ from parsl.serialize import pack_apply_message
 from parsl.serialize.errors import SerializationError
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, DeskPost
+from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refuse_provider, window_source_for
+from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
 from freetrain_parsl.executor.conductor import TrainingSettings
 from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
 from freetrain_parsl.executor.journal import Journal
@@ -49,9 +52,15 @@ __all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
 SPECIFICATION_KEY = "freetrain"
 """Where a training app puts its `TrainingRequest` in Parsl's resource specification."""
 
+_PYTHON = shlex.quote(sys.executable)
+
 # HTEX starts its programs by name from PATH, which fails in an environment that is not activated.
+# The shell makes way for the pilot, since a shell would die of the batch system's signal.
 _LAUNCH_COMMAND = DEFAULT_LAUNCH_CMD.replace(
-    "process_worker_pool.py", f"{sys.executable} -m parsl.executors.high_throughput.process_worker_pool", 1
+    "process_worker_pool.py",
+    f"exec {_PYTHON} -m freetrain_parsl.executor.pilot "
+    f"{_PYTHON} -m parsl.executors.high_throughput.process_worker_pool",
+    1,
 )
 _INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.interchange")
 
@@ -90,6 +99,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         Between rounds of queries to the batch system.
     submissions_per_minute
         Most blocks that are submitted in a minute.
+    max_refusals
+        After so many refused blocks in a row that waiting does not mend, all trainings end with the reason.
     slots_per_node
         Worker places on a node: its number of accelerators, or 1.
     threads_per_slot
@@ -102,6 +113,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         As in Parsl's HighThroughputExecutor; `encrypted` holds for the slots' control channel too.
     interface
         Network interface for the traffic among the members of a training. Default: the one that reaches the driver.
+    run_id
+        Part of the names of this run's jobs, by which those of a driver that was killed are found. Default: random.
 
     Raises
     ------
@@ -123,6 +136,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         planner: PlannerSettings | None = None,
         poll_interval: timedelta = timedelta(seconds=10),
         submissions_per_minute: int = 20,
+        max_refusals: int = 5,
         slots_per_node: int = 1,
         threads_per_slot: int | None = None,
         grace: timedelta = timedelta(seconds=5),
@@ -133,21 +147,23 @@ class FreeTrainExecutor(HighThroughputExecutor):
         worker_port_range: tuple[int, int] = (54000, 55000),
         worker_debug: bool = False,
         encrypted: bool = True,
+        run_id: str | None = None,
     ) -> None:
         if provider is None:
             from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
 
             provider = EmbeddedClusterProvider()
-        if windows is None and not hasattr(provider, "window_source"):
-            raise InvalidSettings(
-                f"FreeTrainExecutor cannot ask {type(provider).__name__} for windows; give it windows=a WindowSource"
-            )
+        planner = planner or PlannerSettings()
+        refuse_provider(provider, windows, planner.max_nodes_per_block)
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", label):
+            raise InvalidSettings(f"FreeTrainExecutor: label {label!r} may hold letters, digits, '.', '_' and '-' only")
         for name, value in (("poll_interval", poll_interval), ("grace", grace), ("silence", silence)):
             if value <= timedelta(0):
                 raise InvalidSettings(f"FreeTrainExecutor: {name} must be positive, got {value}")
         for name, number in (
             ("slots_per_node", slots_per_node),
             ("submissions_per_minute", submissions_per_minute),
+            ("max_refusals", max_refusals),
         ):
             if number < 1:
                 raise InvalidSettings(f"FreeTrainExecutor: {name} must be at least 1, got {number}")
@@ -162,11 +178,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.planner = planner
         self.poll_interval = poll_interval
         self.submissions_per_minute = submissions_per_minute
+        self.max_refusals = max_refusals
         self.slots_per_node = slots_per_node
         self.threads_per_slot = threads_per_slot
         self.grace = grace
         self.silence = silence
         self.interface = interface
+        self.run_id = run_id or secrets.token_hex(4)
         super().__init__(
             label=label,
             provider=provider,
@@ -204,6 +222,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         """The journal of this run; exists once the executor has started."""
         return Path(self.logdir) / "journal.sqlite"
 
+    @property
+    def job_prefix(self) -> str:
+        """How the names of this run's batch jobs begin."""
+        return f"freetrain.{self.label}.{self.run_id}."
+
     def monitor_resources(self) -> bool:
         """Decline: Parsl's resource monitoring forks inside the worker, which torch's threads do not survive."""
         return False
@@ -223,7 +246,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         check_writable(root)
         self._log_handler = _log_to(Path(self.logdir) / "freetrain.log")
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
-        source = self.windows or provider.window_source()
+        source = self.windows or window_source_for(provider)
+        source.check(self.planner.startup + self.planner.min_useful + self.planner.closing_margin)
         server = SlotServer(self.cert_dir, _PORTS)
         self._slot_settings = SlotSettings(
             addresses=tuple(sorted(self.all_addresses)),
@@ -237,10 +261,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._desk = BatchDesk(
             source,
             launch=self._launch,
-            cancel=provider.cancel,
             post=self._on_desk_post,
             interval=self.poll_interval.total_seconds(),
             submissions_per_minute=self.submissions_per_minute,
+            max_refusals=self.max_refusals,
+            job_prefix=self.job_prefix,
         )
         self._driver = Driver(
             policy=self._policy,
@@ -344,11 +369,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def _launch(self, spec: BlockSpec) -> str:
         """Submit a block through a copy of the user's provider that has this block's size and walltime."""
-        provider: Any = copy.copy(self.provider)
-        provider.nodes_per_block = len(spec.nodes)
-        provider.walltime = _hours_minutes_seconds(spec.seconds)
-        provider.nodelist = spec.nodes
-        job = provider.submit(self._get_launch_command(spec.block), 1, f"freetrain.{self.label}.block-{spec.block}")
+        provider = provider_for(self.provider, spec)
+        job = provider.submit(self._get_launch_command(spec.block), 1, f"{self.job_prefix}block-{spec.block}")
         if not job:
             raise ScalingFailed(self, "the provider did not return a job id")
         self.blocks_to_job_id[spec.block] = job
@@ -402,6 +424,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
 _JOB_STATES = {
     "PENDING": JobState.PENDING,
+    "HELD": JobState.HELD,
     "RUNNING": JobState.RUNNING,
     "COMPLETED": JobState.COMPLETED,
     "TIMED_OUT": JobState.TIMEOUT,
@@ -426,8 +449,3 @@ def _log_to(path: Path) -> logging.Handler:
     if ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)
     return handler
-
-
-def _hours_minutes_seconds(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"

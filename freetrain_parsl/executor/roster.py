@@ -52,7 +52,10 @@ class Block:
     started: float | None = None
     ends: float | None = None
     """When it loses its nodes, once it has started; ``None`` if unknown."""
-    releasing: bool = False
+    yields: float | None = None
+    """By when it leaves its nodes to a job of somebody else that could start there."""
+    releasing: str = ""
+    """Why it is being given back; empty if it is not."""
     refilled: float | None = None
 
     def start(self, now: float, nodes: tuple[str, ...], ends: float | None) -> None:
@@ -64,7 +67,7 @@ class Block:
     def loses_nodes_at(self, now: float) -> float:
         """When it loses its nodes, or by when at the latest if the batch system has not told its start yet."""
         latest = now + self.seconds if self.ends is None else self.ends
-        return latest if self.closes is None else min(latest, self.closes)
+        return min(time for time in (latest, self.closes, self.yields) if time is not None)
 
 
 class Roster:

@@ -49,6 +49,11 @@ class TaskQueue:
         self.lent: frozenset[str] = frozenset()
         """The nodes that the planner lends."""
 
+    @property
+    def waiting(self) -> bool:
+        """Whether any task is not done."""
+        return bool(self._tasks)
+
     def submit(self, task: Task) -> None:
         """Queue a task."""
         self._tasks[task.number] = task

@@ -28,6 +28,7 @@ from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.executor.pilot import call_yourself_a_slot, end_node
 from freetrain_parsl.executor.protocol import Message, unpack_training
 from freetrain_parsl.executor.rendezvous import ChannelKeyValue
 from freetrain_parsl.executor.slots import Channel
@@ -44,6 +45,9 @@ __all__ = ["SlotSettings", "run_slot"]
 
 # Where batch systems tell a job the name of the node that it is on; the host name stands in on others.
 _NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
+
+# How long before the end of a walltime, which the driver knows, Slurm may send the signal that warns of it, seconds.
+_EARLIEST_WARNING = 120.0
 
 # Set on the endpoint's side of Globus Compute, and no business of user code.
 _SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
@@ -81,6 +85,7 @@ def run_slot(settings: SlotSettings, token: str) -> None:
 
 class _Slot:
     def __init__(self, settings: SlotSettings, token: str) -> None:
+        call_yourself_a_slot()
         for name in _SECRETS:
             os.environ.pop(name, None)
         self._settings = settings
@@ -114,6 +119,7 @@ class _Slot:
         torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
 
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_warning)
         self._channel.start()
         self._channel.send(
             Message(
@@ -161,13 +167,17 @@ class _Slot:
     def _driver_lost(self) -> None:
         """Save, then end the whole block: nobody is left to give it work."""
         logger.warning("no word from the driver for %.0f s: saving and ending this node", self._settings.silence)
-        if (parent := os.getppid()) > 1:
-            os.kill(parent, signal.SIGTERM)
+        end_node()
         self._leave()
         if (store := self._store) is not None:
             store.close()
 
     # Any thread, and the signal handler.
+
+    def _on_warning(self, number: int, frame: FrameType | None) -> None:
+        """Take a batch system's early warning: of preemption, or, up to a minute too early, of the walltime's end."""
+        if self._closes is None or self._closes - time.monotonic() > _EARLIEST_WARNING:
+            self._on_signal(number, frame)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's own signature
         notice = self._notice  # no lock: this very thread may hold it; reading a reference is atomic

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.blocks import block_size, block_walltime, why_not
+from freetrain_parsl.planning.model import Allocation, BlockTerms, Decision, Pool, PoolNode, Trainer, Window
 from freetrain_parsl.planning.outlook import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.settings import PlannerSettings
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_DOUBLINGS = 5  # of the pause after a block that did not start
+
 
 @dataclass
 class _Block:
@@ -35,10 +38,19 @@ class _Block:
 
     nodes: tuple[str, ...]
     ends: float | None
+    requested: float
     started: bool = False
     unwanted_since: float | None = None
     missing_since: dict[str, float] = field(default_factory=dict)
     """Its nodes whose slots have not joined yet, or have left, since it started."""
+
+
+@dataclass(frozen=True)
+class _Shunned:
+    """A node on which blocks of ours did not start, `times` in a row: it is left alone until `until`."""
+
+    until: float
+    times: int
 
 
 @dataclass
@@ -86,6 +98,8 @@ class Planner:
         self._members: dict[str, _Member] = {}
         self._blocks: dict[str, _Block] = {}
         self._windows: tuple[Window, ...] = ()
+        self._terms = BlockTerms()
+        self._shunned: dict[str, _Shunned] = {}
         self._assigned: dict[str, frozenset[str]] = {}
         self._lent: frozenset[str] = frozenset()
         self._tasks = ev.TasksWaiting(0.0, 0)
@@ -156,13 +170,15 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.WindowsSeen) -> None:
-        self._dirty = self._dirty or event.windows != self._windows
-        self._windows = event.windows
+        self._dirty = self._dirty or event.windows != self._windows or event.terms != self._terms
+        self._windows, self._terms = event.windows, event.terms
 
     @_take.register
     def _(self, event: ev.BlockStarted) -> None:
         if (block := self._blocks.get(event.block)) is not None:
             block.nodes, block.ends, block.started = event.nodes, event.ends, True
+            for name in event.nodes:
+                self._shunned.pop(name, None)
             block.missing_since = {name: event.time for name in event.nodes if name not in self._members}
 
     @_take.register
@@ -352,7 +368,7 @@ class Planner:
         """Request what is wanted beyond the nodes we hold or await; release what nothing wants."""
         if not (self._blocks or self._windows or self._tasks.nodes_wanted):
             return []  # the nodes are not had by blocks: there is nothing to request or to release
-        lost = self._give_up(now)
+        lost = self._give_up(now) + self._withdraw(now)
         awaited = [
             PoolNode(name, block.ends)
             for block in self._blocks.values()
@@ -361,8 +377,12 @@ class Planner:
             and not self._given_up(block, name, now)
             and (block.ends is None or block.ends - now > self.settings.closing_margin)
         ]
-        candidates = [(window, self._free(window)) for window in self._windows if self._pays(window, now)]
-        startup = self.settings.startup
+        candidates = [
+            (window, self._free(window, now))
+            for window in self._windows
+            if why_not(window, self.settings, self._terms, now) is None
+        ]
+        startup = self._startup
         offered = [PoolNode(name, window.closes, startup=startup) for window, names in candidates for name in names]
         wanted = self._wanted([*pool.values(), *awaited], offered, now)
         spare = len(pool) + len(awaited) - sum(node.name in wanted for node in chain(pool.values(), awaited))
@@ -403,17 +423,39 @@ class Planner:
         """Let a trainer ask for no more nodes that will be done before a new block is ready."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
-        ends_soon = trainer.work_left / rate <= self.settings.startup + trainer.costs.up
+        ends_soon = trainer.work_left / rate <= self._startup + trainer.costs.up
         return replace(trainer, max_nodes=nodes) if ends_soon else trainer
 
-    def _free(self, window: Window) -> list[str]:
-        ours = {name for block in self._blocks.values() for name in block.nodes} | self._members.keys()
-        return [name for name in window.nodes if name not in ours]
+    @property
+    def _startup(self) -> float:
+        """Seconds from the request of a block until its slots are ready, at the latest."""
+        return self._terms.start_delay + self.settings.startup
 
-    def _pays(self, window: Window, now: float) -> bool:
-        """Whether a block here gives `min_useful` seconds after its own start-up and before the margin at its end."""
-        needed = self.settings.startup + self.settings.min_useful + self.settings.closing_margin
-        return window.opens <= now and window.remaining(now) >= needed
+    def _free(self, window: Window, now: float) -> list[str]:
+        ours = {name for block in self._blocks.values() for name in block.nodes} | self._members.keys()
+        shunned = {name for name, shunned in self._shunned.items() if now < shunned.until}
+        return [name for name in window.nodes if name not in ours and name not in shunned]
+
+    def _withdraw(self, now: float) -> ev.Actions:
+        """Take back blocks that wait in vain, and leave their nodes alone for a while, longer each time.
+
+        They were too late (somebody else has the nodes, or the window is about to close), or the batch system does not
+        start them though it could. Without the pause, two that want the same hole would chase each other.
+        """
+        patience = 2 * self._terms.start_delay + self.settings.startup
+        free = {name: window for window in self._windows for name in window.nodes}
+        actions: ev.Actions = []
+        for name, block in list(self._blocks.items()):
+            waited = now - block.requested
+            gone = waited > self._terms.start_delay and not free.keys() >= set(block.nodes)
+            if block.started or not (gone or waited > patience):
+                continue
+            del self._blocks[name]
+            actions.append(ev.ReleaseBlock(name))
+            for node in block.nodes:
+                times = self._shunned[node].times + 1 if node in self._shunned else 1
+                self._shunned[node] = _Shunned(now + patience * 2 ** min(times, _MOST_DOUBLINGS), times)
+        return actions
 
     def _request(
         self, chosen: frozenset[str], more: int, candidates: list[tuple[Window, list[str]]], now: float
@@ -427,15 +469,15 @@ class Planner:
             others = [name for name in names if name not in chosen][:more]
             more -= len(others)
             wanted += others
-            size = self.settings.max_nodes_per_block or len(wanted) or 1
+            size = block_size(self.settings, self._terms) or len(wanted) or 1
             for first in range(0, len(wanted), size):
-                if pending >= self.settings.max_pending_blocks:
-                    return actions
                 nodes = tuple(wanted[first : first + size])
-                seconds = min(self.settings.max_walltime, window.remaining(now))
+                if pending >= self.settings.max_pending_blocks or len(nodes) < self._terms.min_nodes:
+                    break
+                seconds = block_walltime(window, self.settings, self._terms, now)
                 name = str(self._block_count)
                 self._block_count += 1
-                self._blocks[name] = _Block(nodes, now + seconds)
+                self._blocks[name] = _Block(nodes, now + seconds, requested=now)
                 actions.append(ev.RequestBlock(name, nodes, seconds, window))
                 pending += 1
         return actions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSpec, BlockSubmitted
-from freetrain_parsl.windows.base import Survey, WindowSource
+from freetrain_parsl.executor.batch_systems import BlockSpec
+from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
+from freetrain_parsl.windows.base import Refusal, Survey, WindowSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,22 +26,35 @@ class _FakeBatchSystem(WindowSource):
         self.launched: list[str] = []
         self.cancelled: list[str] = []
         self.answers = True
-        self.accepts = True
+        self.refusal: Exception | None = None
+        self.passing = False
+        self.takes_seconds: Callable[[], None] = lambda: None
+        self.cancels = True
+        self.named: dict[str, str] = {}
 
     def survey(self, job_ids=()) -> Survey:
         self.surveys.append(tuple(job_ids))
+        self.takes_seconds()
         if not self.answers:
             raise BatchSystemError("no answer")
         return Survey(0.0)
 
     def launch(self, spec: BlockSpec) -> str:
-        if not self.accepts:
-            raise RuntimeError("account without rights")
+        if self.refusal is not None:
+            raise self.refusal
         self.launched.append(spec.block)
         return f"job-{spec.block}"
 
-    def cancel(self, jobs: list[str]) -> None:
+    def cancel(self, jobs) -> None:
+        if not self.cancels:
+            raise BatchSystemError("no answer")
         self.cancelled += jobs
+
+    def find_jobs(self, prefix: str) -> dict[str, str]:
+        return {job: name for job, name in self.named.items() if name.startswith(prefix)}
+
+    def explain_refusal(self, complaint: str) -> Refusal:
+        return Refusal(complaint, self.passing)
 
 
 class _Bench:
@@ -50,10 +65,11 @@ class _Bench:
         self.desk = BatchDesk(
             self.batch,
             self.batch.launch,
-            self.batch.cancel,
             self.posts.append,
             interval=interval,
             submissions_per_minute=limit,
+            max_refusals=3,
+            job_prefix="freetrain.test.",
             clock=lambda: self.now,
         )
         self.desk.start()
@@ -101,15 +117,45 @@ def test_there_is_one_round_of_queries_an_interval(make_bench) -> None:
     assert bench.until(lambda: len(bench.batch.surveys) == 2)
 
 
-def test_wanting_an_answer_soon_does_not_break_the_manners(make_bench) -> None:
-    bench = make_bench()
+def test_a_slow_batch_system_is_asked_less_often(make_bench) -> None:
+    """A round that took 3 s is followed by 30 s of peace, not by 10."""
+    bench = make_bench(interval=10.0)
     assert bench.until(lambda: len(bench.batch.surveys) == 1)
-    for _ in range(100):
-        bench.desk.survey_soon()
+
+    def three_seconds() -> None:
+        bench.now += 3.0
+
+    bench.batch.takes_seconds = three_seconds
+    bench.at(10.0)
+    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+    bench.at(42.0)
+    time.sleep(0.05)
+    assert len(bench.batch.surveys) == 2
+    bench.at(43.0)
+    assert bench.until(lambda: len(bench.batch.surveys) == 3)
+
+
+def test_nothing_is_asked_while_nobody_waits_for_the_answer(make_bench) -> None:
+    bench = make_bench(interval=10.0)
+    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    bench.desk.rest(True)
+    bench.at(100.0)
     time.sleep(0.05)
     assert len(bench.batch.surveys) == 1
-    bench.at(2.5)
+    bench.desk.rest(False)
     assert bench.until(lambda: len(bench.batch.surveys) == 2)
+
+
+def test_a_cancellation_that_fails_is_tried_again(make_bench) -> None:
+    bench = make_bench(interval=10.0)
+    bench.desk.order(spec("a"))
+    assert bench.until(lambda: bench.batch.launched == ["a"])
+    bench.batch.cancels = False
+    bench.desk.withdraw("a")
+    assert bench.until(lambda: bench.desk._cancel_after == 10.0)
+    bench.batch.cancels = True
+    bench.at(10.0)
+    assert bench.until(lambda: bench.batch.cancelled == ["job-a"])
 
 
 def test_submissions_beyond_the_rate_limit_wait_for_their_minute(make_bench) -> None:
@@ -139,16 +185,19 @@ def test_a_batch_system_that_does_not_answer_is_asked_ever_less(make_bench, capl
     assert "asking again in" in caplog.text
 
 
+REFUSED = RuntimeError("account without rights")
+
+
 def test_a_refusal_is_told_with_its_reason(make_bench) -> None:
     bench = make_bench()
-    bench.batch.accepts = False
+    bench.batch.refusal = REFUSED
     bench.desk.order(spec("a"))
     assert bench.until(lambda: BlockRefused("a", "account without rights") in bench.posts)
 
 
 def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_taken(make_bench) -> None:
     bench = make_bench(interval=10.0, limit=100)
-    bench.batch.accepts = False
+    bench.batch.refusal = REFUSED
     bench.desk.order(spec("a"))
     assert bench.until(lambda: len(bench.posts) >= 1 and bench.desk._refusals == 1)
     for block in "bcd":
@@ -158,12 +207,59 @@ def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_
     assert bench.desk._refusals == 1
     bench.at(20.0)
     assert bench.until(lambda: bench.desk._refusals == 2)
-    bench.batch.accepts = True
+    bench.batch.refusal = None
     bench.at(59.0)
     time.sleep(0.05)
     assert bench.batch.launched == []
     bench.at(60.0)
     assert bench.until(lambda: bench.batch.launched == ["c", "d"])
+
+
+def refuse(bench: _Bench, times: int) -> list[BlockRefused]:
+    """Order blocks that are refused, each as soon as the desk submits again."""
+
+    def told() -> list[BlockRefused]:
+        return [post for post in bench.posts if isinstance(post, BlockRefused)]
+
+    for number in range(times):
+        bench.desk.order(spec(f"r{number}"))
+        bench.at(bench.now + 301.0)
+        assert bench.until(lambda number=number: len(told()) > number)
+    return told()
+
+
+def test_repeated_refusals_end_with_a_clear_message(make_bench) -> None:
+    bench = make_bench()
+    bench.batch.refusal = REFUSED
+    refuse(bench, 3)
+    closed = DeskClosed("the batch system refused 3 blocks in a row: account without rights")
+    assert bench.until(lambda: closed in bench.posts)
+    bench.batch.refusal = None
+    bench.desk.order(spec("late"))
+    bench.at(bench.now + 10_000.0)
+    time.sleep(0.05)
+    assert bench.batch.launched == [], "nothing is submitted any more"
+
+
+def test_a_full_queue_costs_nothing_but_time(make_bench) -> None:
+    bench = make_bench()
+    bench.batch.refusal, bench.batch.passing = RuntimeError("the queue is full"), True
+    assert len(refuse(bench, 6)) == 6
+    bench.batch.refusal = None
+    bench.desk.order(spec("late"))
+    bench.at(bench.now + 301.0)
+    assert bench.until(lambda: bench.batch.launched == ["late"])
+    assert not any(isinstance(post, DeskClosed) for post in bench.posts)
+
+
+def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_end(make_bench) -> None:
+    bench = make_bench()
+    bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
+    bench.desk.order(spec("a"))
+    assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
+    bench.batch.named = {"17": "freetrain.test.block-a.123", "18": "somebody's"}
+    bench.desk.close(5)
+    assert bench.batch.cancelled == ["17"]
 
 
 def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) -> None:

@@ -1,0 +1,53 @@
+"""How large a block in a window may be, and why there is none: the planner's own rules, for it and for people."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from freetrain_parsl.planning.model import BlockTerms, Window
+    from freetrain_parsl.planning.settings import PlannerSettings
+
+__all__ = ["block_size", "block_walltime", "why_not"]
+
+
+def block_walltime(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> float:
+    """Walltime of a block that ends before the window closes even if it starts late; zero if there is none, s."""
+    longest = min(settings.max_walltime, terms.max_walltime, window.remaining(now) - terms.start_delay)
+    return max(0.0, math.floor(longest / terms.walltime_step) * terms.walltime_step)
+
+
+def block_size(settings: PlannerSettings, terms: BlockTerms) -> int | None:
+    """Most nodes of one block; ``None`` without a limit."""
+    limits = [limit for limit in (settings.max_nodes_per_block, terms.max_nodes) if limit is not None]
+    return min(limits, default=None)
+
+
+def why_not(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> str | None:
+    """Say why no block in this window would pay, whatever the trainings; ``None`` if one would."""
+    if window.opens > now:
+        return f"opens in {_span(window.opens - now)} only"
+    if len(window.nodes) < terms.min_nodes:
+        return f"fewer nodes than the {terms.min_nodes} that one job must have here"
+    walltime = block_walltime(window, settings, terms, now)
+    if walltime < settings.startup + settings.min_useful + settings.closing_margin:
+        late = f"start within {_span(terms.start_delay)} + " if terms.start_delay else ""
+        return (
+            f"shorter than {late}start-up {_span(settings.startup)} + minimum {_span(settings.min_useful)} + "
+            f"margin {_span(settings.closing_margin)}"
+            + (f", in steps of {_span(terms.walltime_step)}" if terms.walltime_step > 1 else "")
+        )
+    return None
+
+
+def _span(seconds: float) -> str:
+    """Write a length of time briefly: ``40 s``, ``12 min``, ``1 h 30 min``."""
+    seconds = round(seconds)
+    if seconds < 120 and seconds != 60:
+        return f"{seconds} s"
+    minutes, rest = divmod(seconds, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
