@@ -147,7 +147,7 @@ class BatchDesk(threading.Thread):
             self._condition.notify()
         if self.is_alive():
             self.join(timeout)
-        jobs = set(self._watched)
+        jobs, self._watched = set(self._watched), {}
         try:
             if self._in_the_dark:
                 jobs.update(self._source.find_jobs(self._job_prefix))
@@ -155,7 +155,7 @@ class BatchDesk(threading.Thread):
                 self._source.cancel(sorted(jobs))
         except FreeTrainError as error:
             logger.error(  # noqa: TRY400 - its one line tells all
-                "could not cancel the jobs named %s*: %s; remove them with 'freetrain clean', or they end by themselves",
+                "could not cancel the jobs named %s*: %s; 'freetrain clean' removes them, or they end by themselves",
                 self._job_prefix,
                 error,
             )

@@ -29,6 +29,7 @@ from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refu
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
 from freetrain_parsl.executor.conductor import TrainingSettings
 from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.exits import OrderlyExit
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.protocol import pack_training
 from freetrain_parsl.executor.slots import SlotServer
@@ -204,6 +205,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._driver: Driver | None = None
         self._log_handler: logging.Handler | None = None
         self._desk: BatchDesk | None = None
+        self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
         self._futures: set[Future[Any]] = set()
         self._names: set[str] = set()
@@ -287,6 +289,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         )
         self._driver.start()
         self._desk.start()
+        self._exit.arm()
 
     def submit(  # type: ignore[override]  # a training's future is not HTEX's
         self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any
@@ -353,9 +356,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End slots, cancel every block, stop the threads and the interchange."""
-        if self._desk is not None and self._driver is not None:
-            self._driver.stop(timeout)
-            self._desk.close(timeout)
+        self._end_blocks(timeout)
+        self._exit.disarm()
         super().shutdown(timeout)
         provider: Any = self.provider
         if hasattr(provider, "close"):
@@ -364,6 +366,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
             logging.getLogger("freetrain_parsl").removeHandler(self._log_handler)
             self._log_handler.close()
             self._log_handler = None
+
+    def _end_blocks(self, timeout: float = 10.0) -> None:
+        if self._desk is not None and self._driver is not None:
+            self._driver.stop(timeout)
+            self._desk.close(timeout)
 
     # Blocks: the desk's thread.
 

@@ -38,7 +38,7 @@ def end_node() -> None:
 
 
 def main(command: list[str]) -> int:
-    """Run `command` as a process group of its own; return its exit code."""
+    """Run `command` as a process group of its own; return its exit code, or zero if it left as it was told."""
     # Blocked before the child exists, so that no signal falls between its start and `sigwait`.
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -48,9 +48,11 @@ def main(command: list[str]) -> int:
         if signal.sigwait(awaited) == signal.SIGTERM:
             while pool.poll() is None and _slots_in(pool.pid):
                 time.sleep(_PERIOD)
-            break
+            _kill_group(pool.pid)
+            pool.wait()
+            return 0
     _kill_group(pool.pid)
-    return pool.wait()
+    return pool.returncode if pool.returncode >= 0 else 128 - pool.returncode
 
 
 def _deaf() -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import parsl
@@ -13,8 +14,11 @@ from freetrain_parsl.report.run import RunState
 from tests.executor.scenario import PLANNER, make_app
 
 
-def main(cluster: str, directory: str, slow: str) -> None:
-    """Train, telling on standard output when the training has a checkpoint and when it is done."""
+def main(cluster: str, directory: str, slow: str, manners: str) -> None:
+    """Train, telling on standard output when the training has a checkpoint and when it is done.
+
+    With ``manners`` ``none`` the script ends once there is a checkpoint, and cleans nothing up.
+    """
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(cluster),
         planner=PLANNER,
@@ -24,9 +28,10 @@ def main(cluster: str, directory: str, slow: str) -> None:
         threads_per_slot=1,
         silence=timedelta(seconds=4),
     )
-    with parsl.load(
+    kernel = parsl.load(
         Config(executors=[executor], run_dir=f"{directory}/runinfo", strategy="none", initialize_logging=False)
-    ):
+    )
+    with kernel if manners == "good" else nullcontext():
         future = make_app(max_nodes=2).options(name="t")(epochs=10, slow=slow)
         run = RunState(executor.journal_path)
         told = False
@@ -35,6 +40,8 @@ def main(cluster: str, directory: str, slow: str) -> None:
             if not told and any(t.progress.get("checkpoint_step") for t in run.refresh().trainings.values()):
                 print("checkpoint", flush=True)
                 told = True
+                if manners == "none":
+                    return
         fragments = [fragment.resumed_from for fragment in run.refresh().fragments]
         progress = run.trainings["t"].progress
         print(

@@ -38,11 +38,11 @@ class _Drivers:
         """Note the processes under the driver: one that renames itself, as HTEX's interchange does, loses the mark."""
         self.descendants = psutil.Process(driver.pid).children(recursive=True)
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, manners: str = "good") -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tests.executor.driver_script"]
         self.started.append(
             subprocess.Popen(
-                [*command, self.cluster.name, str(self.directory), str(self.slow)],
+                [*command, self.cluster.name, str(self.directory), str(self.slow), manners],
                 env={**os.environ, "FREETRAIN_TEST_MARK": self.mark},
                 cwd=Path(__file__).parents[2],
                 stdout=subprocess.PIPE,
@@ -101,7 +101,8 @@ def test_after_a_normal_exit_nothing_is_left(drivers: _Drivers) -> None:
     assert drivers.nothing_left_within(6), drivers.left()
 
 
-def test_after_ctrl_c_nothing_is_left(drivers: _Drivers) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_ctrl_c_or_a_polite_kill_nothing_is_left(drivers: _Drivers, number: signal.Signals) -> None:
     drivers.slow.touch()
     driver = drivers.start()
     assert _line(driver) == "checkpoint"
@@ -109,9 +110,18 @@ def test_after_ctrl_c_nothing_is_left(drivers: _Drivers) -> None:
     left = drivers.left()
     for what in ("job ", "HTEX interchange", "process_worker_pool"):
         assert any(what in line for line in left), "the look itself works"
-    driver.send_signal(signal.SIGINT)
+    driver.send_signal(number)
     driver.wait(30)
     assert drivers.nothing_left_within(6), drivers.left()
+
+
+def test_a_script_that_cleans_nothing_up_leaves_no_job(drivers: _Drivers) -> None:
+    """No ``with parsl.load(…)``, no ``cleanup()``: the interpreter just ends."""
+    drivers.slow.touch()
+    driver = drivers.start(manners="none")
+    assert _line(driver) == "checkpoint"
+    driver.wait(30)
+    assert drivers.nothing_left_within(20), drivers.left()
 
 
 def test_a_killed_driver_leaves_checkpoints_that_a_second_run_resumes_from(drivers: _Drivers) -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.model import (
+    Allocation,
+    BlockTerms,
+    Decision,
+    Pool,
+    PoolNode,
+    RescaleCosts,
+    Trainer,
+    Window,
+)
 from freetrain_parsl.planning.objectives import MaxMin
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
@@ -89,6 +99,75 @@ def test_a_window_is_used_only_if_it_pays_for_its_own_start(planner: Planner, cl
     """10 s start-up + 20 s useful + 5 s margin."""
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
     assert len(planner.advance(ev.WindowsSeen(0, (window("a", closes=closes),)))) == requested
+
+
+def test_a_block_fits_its_window_even_if_it_starts_late_and_in_whole_minutes(planner: Planner) -> None:
+    """500 s less 30 s until the start is 470 s: 7 whole minutes."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    terms = BlockTerms(start_delay=30, walltime_step=60)
+    (request,) = planner.advance(ev.WindowsSeen(0, (window("a", closes=500),), terms))
+    assert request.seconds == 420
+
+
+@pytest.mark.parametrize(("closes", "requested"), [(89.9, 0), (90.0, 1)])
+def test_a_window_must_pay_for_the_late_start_and_the_rounding_too(
+    planner: Planner, closes: float, requested: int
+) -> None:
+    """35 s are needed after the start: a walltime of one minute, and 30 s until it starts."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    terms = BlockTerms(start_delay=30, walltime_step=60)
+    assert len(planner.advance(ev.WindowsSeen(0, (window("a", closes=closes),), terms))) == requested
+
+
+def test_blocks_keep_to_the_limits_of_the_site(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    terms = BlockTerms(max_walltime=120, min_nodes=2, max_nodes=3)
+    requests = planner.advance(ev.WindowsSeen(0, (window(*"abcd", closes=None),), terms))
+    assert [(len(request.nodes), request.seconds) for request in requests] == [(3, 120)]
+
+
+def requested(planner: Planner, *names: str, terms: BlockTerms = BlockTerms()) -> ev.RequestBlock:  # noqa: B008 - frozen
+    """Let a trainer that wants nodes see a window of these."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window(*names),), terms))
+    return request
+
+
+def test_a_block_whose_nodes_somebody_else_took_is_withdrawn(planner: Planner) -> None:
+    request = requested(planner, "a", "b")
+    assert ev.ReleaseBlock(request.block) in planner.advance(ev.WindowsSeen(5, (window("b"),)))
+
+
+def test_a_block_that_the_batch_system_does_not_start_is_withdrawn(planner: Planner) -> None:
+    """After twice the time that a start may take, and the start-up."""
+    terms = BlockTerms(start_delay=30)
+    request = requested(planner, "a", terms=terms)
+    assert planner.advance(ev.WindowsSeen(69, (window("a"),), terms)) == []
+    later = (window("a", closes=501),)
+    assert ev.ReleaseBlock(request.block) in planner.advance(ev.WindowsSeen(71, later, terms))
+
+
+def test_a_block_that_started_is_not_withdrawn(planner: Planner) -> None:
+    request = requested(planner, "a", "b")
+    planner.advance(ev.BlockStarted(1, request.block, request.nodes, 500.0))
+    actions = planner.advance(ev.WindowsSeen(40, ()))
+    assert only(ev.ReleaseBlock, actions) == []
+
+
+def test_nodes_where_a_block_did_not_start_are_left_alone_ever_longer() -> None:
+    """10 s of patience: 20 s of peace after the first time, 40 s after the second; a start forgives all."""
+    planner = Planner(MilpPolicy(), SETTINGS)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    requests: list[float] = []
+    for second in range(400):
+        # Every request is lost to somebody who leaves again at once.
+        actions = planner.advance(ev.WindowsSeen(second, (window("a", closes=10_000 + second),)))
+        if request := only(ev.RequestBlock, actions):
+            requests.append(second)
+            planner.advance(ev.WindowsSeen(second + 0.5, ()))
+        assert len(request) <= 1
+    gaps = [later - earlier for earlier, later in pairwise(requests)]
+    assert gaps[:4] == [21, 41, 81, 161]
 
 
 def test_no_more_nodes_are_requested_than_trainers_can_use(planner: Planner) -> None:

@@ -1,0 +1,119 @@
+"""The pilot: a node's worker pool, and with it its slots, outlives the batch system's signal until all is saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_POOL = """
+import subprocess, sys, time
+children = [subprocess.Popen([sys.executable, "-c", sys.argv[1], path]) for path in sys.argv[2:]]
+time.sleep(60)
+"""
+
+# A slot that needs half a second to save, once it is told.
+_SLOT = """
+import signal, sys, time
+from pathlib import Path
+from freetrain_parsl.executor.pilot import call_yourself_a_slot, end_node
+def save(*_):
+    time.sleep(0.5)
+    Path(sys.argv[1]).write_text("saved")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+call_yourself_a_slot()
+Path(sys.argv[1]).write_text("ready")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a pilot in a session of its own, as a batch system does, with a pool of that many slots."""
+    pilots: list[subprocess.Popen[bytes]] = []
+
+    def begin(slots: int, slot: str = _SLOT) -> subprocess.Popen[bytes]:
+        files = [str(tmp_path / f"slot-{number}") for number in range(slots)]
+        command = [sys.executable, "-m", "freetrain_parsl.executor.pilot", sys.executable, "-c", _POOL, slot, *files]
+        pilots.append(subprocess.Popen(command, start_new_session=True))
+        assert _until(lambda: all(Path(file).exists() and Path(file).read_text() for file in files))
+        return pilots[-1]
+
+    yield begin
+    for pilot in pilots:
+        _signal_all(pilot.pid, signal.SIGKILL)
+        pilot.wait(5)
+
+
+def _until(condition: Callable[[], object], seconds: float = 15.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _session(session: int) -> list[int]:
+    """Find all living processes of a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(its_session) == session and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def _signal_all(session: int, number: signal.Signals) -> None:
+    for pid in _session(session):
+        os.kill(pid, number)
+
+
+def test_slots_save_before_the_pool_ends_and_then_nothing_is_left(start, tmp_path) -> None:
+    """The batch system signals every process of the job, and waits for the node."""
+    pilot = start(2)
+    assert len(_session(pilot.pid)) == 4
+    _signal_all(pilot.pid, signal.SIGTERM)
+    assert pilot.wait(10) == 0
+    assert [(tmp_path / f"slot-{number}").read_text() for number in (0, 1)] == ["saved", "saved"]
+    assert _until(lambda: not _session(pilot.pid), 2)
+
+
+def test_the_early_warning_kills_nobody_that_does_not_listen(start) -> None:
+    pilot = start(1, _SLOT.replace("\ncall_yourself", "\nsignal.signal(signal.SIGUSR1, print)\ncall_yourself", 1))
+    before = _session(pilot.pid)
+    for pid in before:
+        if pid != pilot.pid:
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    assert sorted(_session(pilot.pid)) == sorted(before)
+
+
+def test_a_pool_that_ends_by_itself_ends_the_node(start) -> None:
+    pilot = start(1)
+    pool = next(pid for pid in _session(pilot.pid) if os.getpgid(pid) == pid != pilot.pid)
+    os.kill(pool, signal.SIGKILL)
+    assert pilot.wait(10) == 128 + signal.SIGKILL, "as a shell would tell"
+    assert _until(lambda: not _session(pilot.pid), 2)
+
+
+def test_a_slot_can_end_its_node(start, tmp_path) -> None:
+    """When the driver is gone, the last slot to have saved lets the whole node go."""
+    slot = _SLOT.replace("time.sleep(60)", "end_node(); save()", 1)
+    pilot = start(1, slot)
+    pilot.wait(10)
+    assert (tmp_path / "slot-0").read_text() == "saved"
