@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from parsl.dataflow.futures import AppFuture
 
+    from freetrain_parsl.executor.trainings import TrainingRequest
     from freetrain_parsl.planning.model import RescaleCosts
 
 __all__ = ["TrainingApp", "training_app"]
@@ -69,7 +70,7 @@ class TrainingApp(AppBase):
         self.__wrapped__ = func
         self._options = options
         self._curve = ScalingCurve.of(options.scaling)
-        self._request(
+        self.request(
             options.name or "checked-at-decoration"
         )  # a description that cannot run is refused where it stands
 
@@ -103,7 +104,7 @@ class TrainingApp(AppBase):
         from freetrain_parsl.executor.executor import SPECIFICATION_KEY
 
         kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
-        request = self._request(self._options.name or self._derived_name(args, kwargs))
+        request = self.request(self._options.name or self._derived_name(args, kwargs))
         return kernel.submit(
             self.func,
             app_args=args,
@@ -118,7 +119,8 @@ class TrainingApp(AppBase):
             join=False,
         )
 
-    def _request(self, name: str) -> Any:
+    def request(self, name: str) -> TrainingRequest:
+        """Describe a training of this app to the executor."""
         from freetrain_parsl.executor.trainings import TrainingRequest
 
         options = self._options

@@ -56,7 +56,7 @@ def test_a_curve_file_that_is_missing_is_refused_by_name(tmp_path) -> None:
 def test_options_change_one_call_and_leave_the_app_alone() -> None:
     app = training_app(max_nodes=4)(train)
     other = app.options(name="other", max_nodes=2)
-    assert (other._request("x").max_nodes, app._request("x").max_nodes) == (2, 4)
+    assert (other.request("x").max_nodes, app.request("x").max_nodes) == (2, 4)
     assert other.func is app.func
 
 
@@ -90,4 +90,4 @@ def test_a_training_needs_a_freetrain_executor_in_the_config() -> None:
 
 def test_a_curve_object_is_taken_as_it_is() -> None:
     curve = ScalingCurve({1: 1.0, 2: 1.9})
-    assert training_app(scaling=curve, max_nodes=2)(train)._request("x").scaling == curve
+    assert training_app(scaling=curve, max_nodes=2)(train).request("x").scaling == curve

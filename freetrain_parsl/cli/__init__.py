@@ -7,8 +7,15 @@ import sys
 import typer
 
 from freetrain_parsl import __version__
+from freetrain_parsl.cli.clean import clean
 from freetrain_parsl.cli.demo import demo
+from freetrain_parsl.cli.explain import explain
+from freetrain_parsl.cli.plan import plan
 from freetrain_parsl.cli.replay import replay
+from freetrain_parsl.cli.resume import resume
+from freetrain_parsl.cli.run import run
+from freetrain_parsl.cli.status import status
+from freetrain_parsl.cli.stop import stop
 from freetrain_parsl.cli.windows import windows
 from freetrain_parsl.errors import FreeTrainError, UsageError
 
@@ -22,8 +29,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+for _verb in (run, status, stop, resume, clean):
+    app.command()(_verb)
 app.command()(replay)
 app.command()(windows)
+app.command()(plan)
+app.command()(explain)
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,87 +4,153 @@ from __future__ import annotations
 
 import json as json_format
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from freetrain_parsl.cluster.client import ClusterClient
-from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.windows.local import LocalWindowSource
+from freetrain_parsl.cli.sources import (
+    AccountOption,
+    ChosenSource,
+    ClusterOption,
+    ConfigOption,
+    ConstraintOption,
+    PartitionOption,
+    QosOption,
+    SetOption,
+    SourceOptions,
+    SystemOption,
+    choose_source,
+    errors_in_one_line,
+    read_variables,
+)
+from freetrain_parsl.errors import BatchSystemError, UsageError
+from freetrain_parsl.windows.hostlist import compress_hosts
 
 if TYPE_CHECKING:
+    from freetrain_parsl.planning.model import Window
     from freetrain_parsl.windows.base import Survey
 
 
 def windows(
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="Embedded cluster to ask, if several run.")
-    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    system: SystemOption = None,
+    partition: PartitionOption = None,
+    account: AccountOption = None,
+    qos: QosOption = None,
+    constraint: ConstraintOption = None,
+    cluster: ClusterOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
     watch: Annotated[
         float | None, typer.Option(min=0.2, metavar="SECONDS", help="Ask again this often, until Ctrl-C.")
     ] = None,
 ) -> None:
-    """Show the windows of the embedded cluster that runs: how many nodes for how long."""
-    console = Console()
-    try:
-        source = LocalWindowSource(ClusterClient(cluster))
-        if json:
-            console.print_json(json_format.dumps(window_rows(source.survey())))
-        elif watch is None:
-            console.print(window_table(source.survey()))
+    """Show the windows: how many nodes are idle for how long. Submits nothing."""
+    with errors_in_one_line("windows"):
+        variables = read_variables(set_)
+        options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
+        chosen = choose_source(options, variables)
+        variables.refuse_unused()
+        if watch is not None and watch < chosen.least_interval:
+            raise UsageError(
+                f"--watch {watch:g}: others use {chosen.title} too; ask every {chosen.least_interval:g} s at most"
+            )
+        if chosen.remark:
+            typer.echo(chosen.remark, err=True)
+        if watch is not None:
+            _watch(chosen, watch, json=json)
+        elif json:
+            Console().print_json(json_format.dumps(window_rows(chosen.source.survey())))
         else:
-            with Live(window_table(source.survey()), console=console, auto_refresh=False) as live:
-                while True:
-                    time.sleep(watch)
-                    live.update(window_table(source.survey()), refresh=True)
+            Console().print(window_view(chosen.source.survey(), chosen.title))
+
+
+def _watch(chosen: ChosenSource, interval: float, *, json: bool) -> None:
+    """Ask until Ctrl-C; a batch system that does not answer for a while is told below the last table."""
+    survey = chosen.source.survey()
+    try:
+        if json:
+            while True:
+                typer.echo(json_format.dumps(window_rows(survey)))
+                time.sleep(interval)
+                survey = chosen.source.survey()
+        with Live(window_view(survey, chosen.title), auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    survey = chosen.source.survey()
+                    shown = survey
+                except BatchSystemError as error:
+                    if not error.transient:
+                        raise
+                    shown = replace(survey, notes=(*survey.notes, f"{time.strftime('%H:%M:%S')}: {error}"))
+                live.update(window_view(shown, chosen.title), refresh=True)
     except KeyboardInterrupt:
-        raise typer.Exit(0) from None
-    except FreeTrainError as error:
-        Console(stderr=True).print(f"freetrain windows: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from error
+        return
 
 
 def window_rows(survey: Survey) -> list[dict[str, object]]:
     """Describe the windows for JSON; times are seconds since the epoch, ``None`` for unknown."""
-    return [
-        {
-            "nodes": len(window.nodes),
-            "node_names": list(window.nodes),
-            "opens": window.opens,
-            "closes": window.closes,
-            "kind": window.kind.value,
-            "partition": window.partition,
-        }
-        for window in survey.windows
-    ]
+    return [window_row(window) for window in survey.windows]
 
 
-def window_table(survey: Survey) -> Table:
-    """Draw the windows, largest first."""
+def window_row(window: Window) -> dict[str, object]:
+    """Describe a window for JSON."""
+    return {
+        "nodes": len(window.nodes),
+        "node_names": list(window.nodes),
+        "opens": window.opens,
+        "closes": window.closes,
+        "kind": window.kind.value,
+        "partition": window.partition,
+    }
+
+
+def window_view(survey: Survey, title: str) -> Group:
+    """Draw the windows, and below them what was assumed."""
+    return Group(window_table(survey, title), notes_view(survey.notes))
+
+
+def notes_view(notes: tuple[str, ...]) -> Text:
+    """Draw notes, one a line."""
+    return Text("\n".join(f"note: {note}" for note in notes), style="dim")
+
+
+def window_table(survey: Survey, title: str) -> Table:
+    """Draw the windows, largest first; each tells how many nodes are free for as long as it, or longer."""
     total = sum(len(window.nodes) for window in survey.windows)
     when = time.strftime("%H:%M:%S", time.localtime(survey.time))
-    table = Table(title=f"{total} idle nodes at {when}", title_justify="left")
+    table = Table(title=f"{title}: {total} idle nodes at {when}", title_justify="left")
     table.add_column("nodes", justify="right")
     table.add_column("time left", justify="right")
+    table.add_column("nodes for\nas long", justify="right")
     table.add_column("closes")
     table.add_column("idle for", justify="right")
     table.add_column("kind")
     table.add_column("names", overflow="fold")
     for window in survey.windows:
-        closes = window.closes
+        closes, left = window.closes, window.remaining(survey.time)
+        as_long = sum(len(other.nodes) for other in survey.windows if other.remaining(survey.time) >= left)
         table.add_row(
             str(len(window.nodes)),
-            "no end known" if closes is None else format_duration(closes - survey.time),
-            "" if closes is None else time.strftime("%H:%M:%S", time.localtime(closes)),
+            "no end known" if closes is None else format_duration(left),
+            str(as_long),
+            "" if closes is None else format_time(closes, survey.time),
             format_duration(survey.time - window.opens),
             window.kind.value,
-            ",".join(window.nodes),
+            compress_hosts(window.nodes),
         )
     return table
+
+
+def format_time(when: float, now: float) -> str:
+    """Write a time of day, with the date if it is not within a day."""
+    return time.strftime("%H:%M:%S" if abs(when - now) < 86400 else "%Y-%m-%d %H:%M", time.localtime(when))
 
 
 def format_duration(seconds: float) -> str:

@@ -36,7 +36,7 @@ from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest
 from freetrain_parsl.executor.worker import SlotSettings, run_slot
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
@@ -133,7 +133,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         policy: str | Policy = "milp",
         checkpoint_dir: str | Path | None = None,
         checkpoint_interval: timedelta = timedelta(minutes=1),
-        rescale_costs: RescaleCosts = RescaleCosts(up=2.0, down=2.0, start=2.0),  # noqa: B008 - frozen
+        rescale_costs: RescaleCosts = DEFAULT_COSTS,
         planner: PlannerSettings | None = None,
         poll_interval: timedelta = timedelta(seconds=10),
         submissions_per_minute: int = 20,

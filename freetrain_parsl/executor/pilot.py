@@ -39,6 +39,7 @@ def end_node() -> None:
 
 def main(command: list[str]) -> int:
     """Run `command` as a process group of its own; return its exit code, or zero if it left as it was told."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the slots' early warning reaches every process too
     # Blocked before the child exists, so that no signal falls between its start and `sigwait`.
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -58,8 +59,7 @@ def main(command: list[str]) -> int:
 def _deaf() -> None:
     """Make the pool deaf to the batch system's signals; its slots install handlers of their own."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setpgrp()
 
 

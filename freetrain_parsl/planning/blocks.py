@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import BlockTerms, Window
     from freetrain_parsl.planning.settings import PlannerSettings
 
-__all__ = ["block_size", "block_walltime", "why_not"]
+__all__ = ["block_size", "block_walltime", "format_span", "why_not"]
 
 
 def block_walltime(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> float:
@@ -27,21 +27,21 @@ def block_size(settings: PlannerSettings, terms: BlockTerms) -> int | None:
 def why_not(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> str | None:
     """Say why no block in this window would pay, whatever the trainings; ``None`` if one would."""
     if window.opens > now:
-        return f"opens in {_span(window.opens - now)} only"
+        return f"opens in {format_span(window.opens - now)} only"
     if len(window.nodes) < terms.min_nodes:
         return f"fewer nodes than the {terms.min_nodes} that one job must have here"
     walltime = block_walltime(window, settings, terms, now)
     if walltime < settings.startup + settings.min_useful + settings.closing_margin:
-        late = f"start within {_span(terms.start_delay)} + " if terms.start_delay else ""
+        late = f"start within {format_span(terms.start_delay)} + " if terms.start_delay else ""
         return (
-            f"shorter than {late}start-up {_span(settings.startup)} + minimum {_span(settings.min_useful)} + "
-            f"margin {_span(settings.closing_margin)}"
-            + (f", in steps of {_span(terms.walltime_step)}" if terms.walltime_step > 1 else "")
+            f"shorter than {late}start-up {format_span(settings.startup)} + "
+            f"minimum {format_span(settings.min_useful)} + margin {format_span(settings.closing_margin)}"
+            + (f", in steps of {format_span(terms.walltime_step)}" if terms.walltime_step > 1 else "")
         )
     return None
 
 
-def _span(seconds: float) -> str:
+def format_span(seconds: float) -> str:
     """Write a length of time briefly: ``40 s``, ``12 min``, ``1 h 30 min``."""
     seconds = round(seconds)
     if seconds < 120 and seconds != 60:

@@ -179,6 +179,10 @@ class RescaleCosts:
                 raise InvalidTrainer(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
 
 
+DEFAULT_COSTS = RescaleCosts(up=2.0, down=2.0, start=2.0)
+"""For trainings that state none."""
+
+
 @dataclass(frozen=True)
 class Trainer:
     """One training job, as the planner sees it.

@@ -93,6 +93,8 @@ class Survey:
         Nodes that our jobs hold -> when a job of somebody else would start there if we were gone, seconds.
     notes
         Where the batch system's plan says nothing and what was assumed instead, one line each.
+    unused
+        Nodes that are in no window -> why, in plain English, as far as the batch system tells.
     """
 
     time: float
@@ -101,6 +103,7 @@ class Survey:
     terms: BlockTerms = field(default_factory=BlockTerms)
     wanted: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    unused: Mapping[str, str] = field(default_factory=dict)
 
 
 class WindowSource(ABC):

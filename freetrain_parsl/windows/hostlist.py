@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from itertools import product
+from typing import TYPE_CHECKING
 
-__all__ = ["expand_hosts", "natural_order"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["compress_hosts", "expand_hosts", "natural_order"]
 
 _MOST_HOSTS = 1_000_000
 
+_LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 _PART = re.compile(r"(?P<text>[^\[\],]+)|\[(?P<ranges>[0-9,\-]+)\]|(?P<comma>,)")
 
 
@@ -38,9 +44,45 @@ def expand_hosts(text: str) -> list[str]:
     return hosts + _names(text, parts)
 
 
+def compress_hosts(names: Iterable[str]) -> str:
+    """Write names briefly, those that differ in their last number as ranges: ``nid[001-004,007],login1``.
+
+    The inverse of `expand_hosts`, but for order and repetition: names come in natural order, each once.
+
+    Raises
+    ------
+    ValueError
+        A name is empty, or has a comma or a bracket in it.
+    """
+    families: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in sorted(set(names), key=lambda name: (natural_order(name), name)):
+        if not name or not set(name).isdisjoint("[],"):
+            raise ValueError(f"{name!r} is no name of a node")
+        match = _LAST_NUMBER.fullmatch(name)
+        if match is None:
+            families[name, ""] = []
+        else:
+            families[f"{match[1]}[", f"]{match[3]}"].append(match[2])
+    return ",".join(_brief(before, numbers, after) for (before, after), numbers in families.items())
+
+
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Sort key by which n2 comes before n10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _brief(before: str, numbers: list[str], after: str) -> str:
+    """Write a family of names; `before` and `after` carry the brackets, which one number alone does not need."""
+    ranges: list[list[str]] = []
+    for number in numbers:
+        first, last = ranges[-1] if ranges else ("", "")
+        if first and f"{int(last) + 1:0{len(first)}d}" == number and int(last) - int(first) < _MOST_HOSTS - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    if len(numbers) == 1:
+        return f"{before[:-1]}{numbers[0]}{after[1:]}"
+    return before + ",".join(first if first == last else f"{first}-{last}" for first, last in ranges) + after
 
 
 def _names(text: str, parts: list[list[str]]) -> list[str]:

@@ -96,9 +96,7 @@ def test_slots_save_before_the_pool_ends_and_then_nothing_is_left(start, tmp_pat
 def test_the_early_warning_kills_nobody_that_does_not_listen(start) -> None:
     pilot = start(1, _SLOT.replace("\ncall_yourself", "\nsignal.signal(signal.SIGUSR1, print)\ncall_yourself", 1))
     before = _session(pilot.pid)
-    for pid in before:
-        if pid != pilot.pid:
-            os.kill(pid, signal.SIGUSR1)
+    _signal_all(pilot.pid, signal.SIGUSR1)
     time.sleep(0.3)
     assert sorted(_session(pilot.pid)) == sorted(before)
 
