@@ -114,7 +114,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         As in Parsl's HighThroughputExecutor; `encrypted` holds for the slots' control channel too.
     interface
         Network interface for the traffic among the members of a training. Default: the one that reaches the driver.
-    run_id
+    job_tag
         Part of the names of this run's jobs, by which those of a driver that was killed are found. Default: random.
 
     Raises
@@ -148,7 +148,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         worker_port_range: tuple[int, int] = (54000, 55000),
         worker_debug: bool = False,
         encrypted: bool = True,
-        run_id: str | None = None,
+        job_tag: str | None = None,
     ) -> None:
         if provider is None:
             from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
@@ -185,7 +185,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.grace = grace
         self.silence = silence
         self.interface = interface
-        self.run_id = run_id or secrets.token_hex(4)
+        self.job_tag = job_tag or secrets.token_hex(4)
         super().__init__(
             label=label,
             provider=provider,
@@ -227,7 +227,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
     @property
     def job_prefix(self) -> str:
         """How the names of this run's batch jobs begin."""
-        return f"freetrain.{self.label}.{self.run_id}."
+        return f"freetrain.{self.label}.{self.job_tag}."
 
     def monitor_resources(self) -> bool:
         """Decline: Parsl's resource monitoring forks inside the worker, which torch's threads do not survive."""
