@@ -29,8 +29,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
-for _verb in (run, status, stop, resume, clean):
-    app.command()(_verb)
+app.command()(run)
+app.command()(status)
+app.command()(stop)
+app.command()(resume)
+app.command()(clean)
 app.command()(replay)
 app.command()(windows)
 app.command()(plan)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -29,11 +30,16 @@ from freetrain_parsl.cli.sources import (
     read_variables,
 )
 from freetrain_parsl.errors import BatchSystemError, UsageError
+from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.windows.hostlist import compress_hosts
 
 if TYPE_CHECKING:
-    from freetrain_parsl.planning.model import Window
+    from collections.abc import Iterable
+
     from freetrain_parsl.windows.base import Survey
+
+NARROW = 80
+"""Columns of a terminal below which tables leave out what matters least."""
 
 
 def windows(
@@ -67,7 +73,8 @@ def windows(
         elif json:
             Console().print_json(json_format.dumps(window_rows(chosen.source.survey())))
         else:
-            Console().print(window_view(chosen.source.survey(), chosen.title))
+            console = Console()
+            console.print(window_view(chosen.source.survey(), chosen.title, console.width))
 
 
 def _watch(chosen: ChosenSource, interval: float, *, json: bool) -> None:
@@ -79,7 +86,8 @@ def _watch(chosen: ChosenSource, interval: float, *, json: bool) -> None:
                 typer.echo(json_format.dumps(window_rows(survey)))
                 time.sleep(interval)
                 survey = chosen.source.survey()
-        with Live(window_view(survey, chosen.title), auto_refresh=False) as live:
+        console = Console()
+        with Live(window_view(survey, chosen.title, console.width), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
                 try:
@@ -89,7 +97,7 @@ def _watch(chosen: ChosenSource, interval: float, *, json: bool) -> None:
                     if not error.transient:
                         raise
                     shown = replace(survey, notes=(*survey.notes, f"{time.strftime('%H:%M:%S')}: {error}"))
-                live.update(window_view(shown, chosen.title), refresh=True)
+                live.update(window_view(shown, chosen.title, console.width), refresh=True)
     except KeyboardInterrupt:
         return
 
@@ -111,46 +119,55 @@ def window_row(window: Window) -> dict[str, object]:
     }
 
 
-def window_view(survey: Survey, title: str) -> Group:
-    """Draw the windows, and below them what was assumed."""
-    return Group(window_table(survey, title), notes_view(survey.notes))
-
-
-def notes_view(notes: tuple[str, ...]) -> Text:
-    """Draw notes, one a line."""
-    return Text("\n".join(f"note: {note}" for note in notes), style="dim")
-
-
-def window_table(survey: Survey, title: str) -> Table:
-    """Draw the windows, largest first; each tells how many nodes are free for as long as it, or longer."""
-    total = sum(len(window.nodes) for window in survey.windows)
+def window_view(survey: Survey, title: str, width: int) -> Group:
+    """Draw the windows, and below them what was assumed, for a terminal of that many columns."""
     when = time.strftime("%H:%M:%S", time.localtime(survey.time))
-    table = Table(title=f"{title}: {total} idle nodes at {when}", title_justify="left")
+    total = sum(len(window.nodes) for window in survey.windows)
+    head = Text(f"{title}: {total or 'no'} idle node{'' if total == 1 else 's'} at {when}")
+    return Group(head, *([window_table(survey, narrow=width < NARROW)] if total else []), *notes_view(survey.notes))
+
+
+def notes_view(notes: Iterable[str]) -> list[Text]:
+    """Draw notes, one a line."""
+    return [Text(f"note: {note}", style="dim") for note in notes]
+
+
+def window_table(survey: Survey, *, narrow: bool = False) -> Table:
+    """Draw the windows, largest first; each tells how many nodes are free for as long as it, or longer."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("nodes", justify="right")
-    table.add_column("time left", justify="right")
-    table.add_column("nodes for\nas long", justify="right")
-    table.add_column("closes")
-    table.add_column("idle for", justify="right")
-    table.add_column("kind")
+    table.add_column("time left", justify="right", no_wrap=True)
+    table.add_column("for as long", justify="right")
+    table.add_column("closes", no_wrap=True)
+    if not narrow:
+        table.add_column("idle for", justify="right", no_wrap=True)
+        table.add_column("kind", no_wrap=True)
     table.add_column("names", overflow="fold")
     for window in survey.windows:
-        closes, left = window.closes, window.remaining(survey.time)
+        left = window.remaining(survey.time)
         as_long = sum(len(other.nodes) for other in survey.windows if other.remaining(survey.time) >= left)
         table.add_row(
             str(len(window.nodes)),
-            "no end known" if closes is None else format_duration(left),
+            "" if window.closes is None else format_duration(left),
             str(as_long),
-            "" if closes is None else format_time(closes, survey.time),
-            format_duration(survey.time - window.opens),
-            window.kind.value,
-            compress_hosts(window.nodes),
+            format_closing(window, survey.time),
+            *([] if narrow else [format_duration(survey.time - window.opens), window.kind.value]),
+            format_hosts(window.nodes),
         )
     return table
 
 
-def format_time(when: float, now: float) -> str:
-    """Write a time of day, with the date if it is not within a day."""
-    return time.strftime("%H:%M:%S" if abs(when - now) < 86400 else "%Y-%m-%d %H:%M", time.localtime(when))
+def format_closing(window: Window, now: float) -> str:
+    """Write when a window closes: a time of day, with the date if it is not within a day."""
+    if window.closes is None:
+        return "not planned" if window.kind is WindowKind.BACKFILL else "any time"
+    near = abs(window.closes - now) < 86400
+    return time.strftime("%H:%M:%S" if near else "%Y-%m-%d %H:%M", time.localtime(window.closes))
+
+
+def format_hosts(names: Iterable[str]) -> Text:
+    """Write names briefly; a terminal that is too narrow for all may break the line after a comma."""
+    return Text(compress_hosts(names).replace(",", ", ").rstrip(), overflow="fold")
 
 
 def format_duration(seconds: float) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import re
+import shlex
+import subprocess
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parsl.launchers import SimpleLauncher, SingleNodeLauncher
@@ -55,6 +58,8 @@ def provider_for(provider: ExecutionProvider, spec: BlockSpec) -> Any:
     changed: Any = copy.copy(provider)
     changed.nodes_per_block = len(spec.nodes)
     changed.walltime = _hours_minutes_seconds(spec.seconds)
+    if hasattr(provider, "execute_wait"):
+        changed.execute_wait = partial(_run, provider.cmd_timeout)
     if isinstance(provider, SlurmProvider):
         # Requeued by Slurm it would start again without anybody waiting for it.
         lines = ["", "#SBATCH --no-requeue", f"#SBATCH --signal={_WARNING}"]
@@ -126,8 +131,32 @@ def complaint_of(error: BaseException) -> str:
     said = (
         [getattr(error, "stderr", None), getattr(error, "stdout", None)] if isinstance(error, SubmitException) else []
     )
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"{' '.join(error.cmd[:1])} did not end within {error.timeout:g} s{_last_words(error)}"
     lines = [line.strip() for text in said if text for line in str(text).splitlines() if line.strip()]
     return "; ".join(lines) if lines else f"{error}" or type(error).__name__
+
+
+def _last_words(error: subprocess.TimeoutExpired) -> str:
+    said = error.stderr or ""
+    lines = (said.decode(errors="replace") if isinstance(said, bytes) else said).strip().splitlines()
+    return f": {lines[-1].strip()}" if lines else ""
+
+
+def _run(limit: float, command: str, timeout: float | None = None) -> tuple[int, str, str]:
+    """Stand in for a provider's way of running its submit command: a shell, which lives on when the command hangs.
+
+    One that lives on (``sbatch`` waits for minutes when the queue is full) would submit a block that nobody awaits.
+    """
+    done = subprocess.run(
+        shlex.split(command),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout or limit,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def _checked(nodes: tuple[str, ...]) -> tuple[str, ...]:

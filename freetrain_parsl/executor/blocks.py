@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import BatchSystemError, FreeTrainError
 from freetrain_parsl.executor.batch_systems import complaint_of
+from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +79,7 @@ class BatchDesk(threading.Thread):
     """
 
     _LONGEST_PAUSE = 300.0
+    _DARKNESS = 600.0  # seconds for which a submission whose outcome is not known may still become a job
     _SHARE_OF_TIME = 0.1  # a slow batch system is not kept busy with us for more than this
 
     def __init__(
@@ -113,7 +115,7 @@ class BatchDesk(threading.Thread):
         self._survey_at = 0.0
         self._cancel_after = 0.0
         self._resting = False
-        self._in_the_dark = False
+        self._in_the_dark_until = -math.inf
         self._stopping = False
 
     def order(self, spec: BlockSpec) -> None:
@@ -126,6 +128,13 @@ class BatchDesk(threading.Thread):
         """Cancel a block, whether it was submitted already or not."""
         with self._condition:
             self._withdrawn.add(block)
+            self._condition.notify()
+
+    def reject(self, block: str, reason: str) -> None:
+        """Cancel a block that the batch system took, but will never start: as good as refused."""
+        with self._condition:
+            self._withdrawn.add(block)
+            self._count_refusal(reason, passing=False)
             self._condition.notify()
 
     def forget(self, job: str) -> None:
@@ -149,7 +158,7 @@ class BatchDesk(threading.Thread):
             self.join(timeout)
         jobs, self._watched = set(self._watched), {}
         try:
-            if self._in_the_dark:
+            if self._clock() < self._in_the_dark_until:
                 jobs.update(self._source.find_jobs(self._job_prefix))
             if jobs:
                 self._source.cancel(sorted(jobs))
@@ -198,7 +207,8 @@ class BatchDesk(threading.Thread):
             self._submitted_at.popleft()
         if now < self._submit_after:
             return 0
-        return 1 if self._pauses else self._limit - len(self._submitted_at)
+        left = self._limit - len(self._submitted_at)
+        return min(1, left) if self._pauses else left
 
     def _submit(self, spec: BlockSpec) -> None:
         self._submitted_at.append(self._clock())
@@ -207,30 +217,29 @@ class BatchDesk(threading.Thread):
         except Exception as error:  # noqa: BLE001 - a provider may raise anything: the trainings go on
             self._refused(spec, error)
             return
-        self._pauses = self._refusals = 0
         with self._condition:
             self._watched[job] = spec.block
         self._post(BlockSubmitted(spec.block, job))
 
     def _refused(self, spec: BlockSpec, error: Exception) -> None:
         refusal = self._source.explain_refusal(complaint_of(error))
-        self._in_the_dark = self._in_the_dark or isinstance(error, TimeoutExpired)
+        if isinstance(error, TimeoutExpired):
+            self._in_the_dark_until = self._clock() + self._DARKNESS
+        self._post(BlockRefused(spec.block, refusal.reason))
+        with self._condition:
+            self._count_refusal(refusal.reason, passing=refusal.passing)
+
+    def _count_refusal(self, reason: str, *, passing: bool) -> None:
+        """Submit more slowly, or, after repeated refusals that waiting does not mend, no more."""
         self._pauses += 1
         pause = min(self._interval * 2**self._pauses, self._LONGEST_PAUSE)
-        self._submit_after = self._clock() + pause
-        logger.warning(
-            "block %s (%d nodes) was refused: %s; no other for %.0f s",
-            spec.block,
-            len(spec.nodes),
-            refusal.reason,
-            pause,
-        )
-        self._post(BlockRefused(spec.block, refusal.reason))
-        if not refusal.passing:
+        self._submit_after = max(self._submit_after, self._clock() + pause)
+        logger.warning("a block was refused: %s; no other for %.0f s", reason, pause)
+        if not passing:
             self._refusals += 1
-        if self._refusals >= self._max_refusals:
+        if self._refusals == self._max_refusals:
             self._submit_after = math.inf
-            self._post(DeskClosed(f"the batch system refused {self._refusals} blocks in a row: {refusal.reason}"))
+            self._post(DeskClosed(f"the batch system refused {self._refusals} blocks in a row: {reason}"))
 
     def _cancel_blocks(self, blocks: set[str]) -> None:
         jobs = [job for job, block in self._watched.items() if block in blocks]
@@ -250,6 +259,11 @@ class BatchDesk(threading.Thread):
         begin = self._clock()
         try:
             survey = self._source.survey(jobs)
+            if begin < self._in_the_dark_until and (
+                strays := self._source.find_jobs(self._job_prefix).keys() - set(jobs)
+            ):
+                logger.info("cancelling %s, submitted though nobody could tell", ", ".join(sorted(strays)))
+                self._source.cancel(sorted(strays))
         except FreeTrainError as error:
             self._failures += 1
             pause = min(self._interval * 2**self._failures, self._LONGEST_PAUSE)
@@ -258,6 +272,8 @@ class BatchDesk(threading.Thread):
             if self._failures:
                 logger.info("the batch system answers again")
             self._failures = 0
+            if any(status.state is BlockState.RUNNING for status in survey.blocks.values()):
+                self._pauses = self._refusals = 0
             pause = max(self._interval, (self._clock() - begin) / self._SHARE_OF_TIME)
             self._post(survey)
         with self._condition:

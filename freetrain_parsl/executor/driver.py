@@ -216,11 +216,15 @@ class Driver(threading.Thread):
             status = survey.blocks.get(block.job)
             if status is None:
                 continue
-            said = status.state.value + (f" ({status.reason})" if status.reason else "")
+            state = status.state
+            if block.warned and state in (BlockState.COMPLETED, BlockState.FAILED):
+                state = BlockState.PREEMPTED  # it left before the grace was over, so the batch system does not say so
+            said = state.value + (f" ({status.reason})" if status.reason else "")
             if status.state.ended:
                 self._end_block(block.name, block.releasing or said)
-            elif status.state is BlockState.HELD:
-                self._give_back(block, said)
+            elif status.state is BlockState.HELD and not block.releasing:
+                block.releasing = said
+                self._desk.reject(block.name, said)
             elif status.nodes and not block.started:
                 self._start_block(block, status.nodes, status.ends)
             if block.started and survey.wanted.keys() & set(block.nodes):
@@ -351,6 +355,8 @@ class Driver(threading.Thread):
 
     def _on_notice(self, slot: Slot, closes_in: float, *, gone: bool) -> None:
         slot.leaving = True
+        if (block := self._roster.blocks.get(slot.block)) is not None:
+            block.warned = True
         self._events.append(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + closes_in))
         self._write("notice", slot.node, closes_in=closes_in)
         if gone:

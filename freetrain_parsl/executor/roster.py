@@ -54,6 +54,8 @@ class Block:
     """When it loses its nodes, once it has started; ``None`` if unknown."""
     yields: float | None = None
     """By when it leaves its nodes to a job of somebody else that could start there."""
+    warned: bool = False
+    """The batch system has told its processes that it takes the nodes."""
     releasing: str = ""
     """Why it is being given back; empty if it is not."""
     refilled: float | None = None

@@ -177,6 +177,7 @@ class _Slot:
     def _on_warning(self, number: int, frame: FrameType | None) -> None:
         """Take a batch system's early warning: of preemption, or, up to a minute too early, of the walltime's end."""
         if self._closes is None or self._closes - time.monotonic() > _EARLIEST_WARNING:
+            end_node()  # or the node would stay ours until the grace is over
             self._on_signal(number, frame)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's own signature

@@ -384,10 +384,13 @@ class Planner:
         ]
         startup = self._startup
         offered = [PoolNode(name, window.closes, startup=startup) for window, names in candidates for name in names]
-        wanted = self._wanted([*pool.values(), *awaited], offered, now)
+        # What is requested now comes when those that close soon have closed.
+        ready = now + startup + self.settings.closing_margin
+        lasting = [node for node in chain(pool.values(), awaited) if node.closes_or_inf > ready]
+        wanted = self._wanted(lasting, offered, now)
         spare = len(pool) + len(awaited) - sum(node.name in wanted for node in chain(pool.values(), awaited))
         waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
-        chosen = frozenset(node.name for node in offered) & wanted
+        chosen = _beyond(lasting, offered, wanted)
         if chosen or waiting_tasks > spare:
             for block in self._blocks.values():
                 block.unwanted_since = None
@@ -414,17 +417,22 @@ class Planner:
             return frozenset()
         everything = self._pool([*had, *offered], now)
         current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
-        trainers = [self._worth_growing(t, len(current.get(t.name, ()))) for t in self.trainers]
+        asking = (
+            self._worth_growing(t, len(self._assigned.get(t.name, ())), len(current.get(t.name, ())))
+            for t in self.trainers
+        )
+        trainers = [trainer for trainer in asking if trainer is not None]
         decision = self._decide("demand", everything, trainers, current, now)
         allocation = decision.allocation if decision is not None else self._assigned
         return frozenset().union(*allocation.values())
 
-    def _worth_growing(self, trainer: Trainer, nodes: int) -> Trainer:
-        """Let a trainer ask for no more nodes that will be done before a new block is ready."""
+    def _worth_growing(self, trainer: Trainer, nodes: int, lasting: int) -> Trainer | None:
+        """Let a trainer ask for no more nodes that will be done, on its `nodes`, before a new block is ready."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
-        ends_soon = trainer.work_left / rate <= self._startup + trainer.costs.up
-        return replace(trainer, max_nodes=nodes) if ends_soon else trainer
+        if trainer.work_left / rate > self._startup + trainer.costs.up:
+            return trainer
+        return replace(trainer, max_nodes=lasting) if lasting >= trainer.min_nodes else None
 
     @property
     def _startup(self) -> float:
@@ -505,6 +513,16 @@ class Planner:
                     self._members.pop(node, None)
                 self.outlook.closed(now, released.nodes, given_back=True)
         return actions
+
+
+def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]) -> frozenset[str]:
+    """Of the wanted nodes that are offered, those for which no node that we have can stand in.
+
+    A policy may well prefer a node that is free for longer to one whose block ends: not a reason to hold both.
+    """
+    candidates = [node for node in offered if node.name in wanted]
+    best = sorted(candidates, key=lambda node: (-node.lasts_until, node.name))
+    return frozenset(node.name for node in best[: max(0, len(wanted) - len(had))])
 
 
 def _reassignment(name: str, before: frozenset[str], after: frozenset[str]) -> ev.Reassign:

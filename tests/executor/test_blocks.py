@@ -241,6 +241,19 @@ def test_repeated_refusals_end_with_a_clear_message(make_bench) -> None:
     assert bench.batch.launched == [], "nothing is submitted any more"
 
 
+def test_blocks_that_are_taken_but_would_never_start_count_as_refused(make_bench) -> None:
+    """Some limits hold a job in the queue for ever instead of refusing it; only a block that runs clears the slate."""
+    bench = make_bench(limit=100)
+    for number in range(3):
+        block = f"h{number}"
+        bench.desk.order(spec(block))
+        bench.at(bench.now + 301.0)
+        assert bench.until(lambda block=block: block in bench.batch.launched)
+        bench.desk.reject(block, "held: more time than the partition gives")
+    assert bench.until(lambda: bench.batch.cancelled == ["job-h0", "job-h1", "job-h2"])
+    assert any(isinstance(post, DeskClosed) and "more time" in post.reason for post in bench.posts)
+
+
 def test_a_full_queue_costs_nothing_but_time(make_bench) -> None:
     bench = make_bench()
     bench.batch.refusal, bench.batch.passing = RuntimeError("the queue is full"), True
@@ -260,6 +273,19 @@ def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_en
     bench.batch.named = {"17": "freetrain.test.block-a.123", "18": "somebody's"}
     bench.desk.close(5)
     assert bench.batch.cancelled == ["17"]
+
+
+def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_light(make_bench) -> None:
+    """And blocks that are known stay."""
+    bench = make_bench(interval=10.0, limit=100)
+    bench.desk.order(spec("known"))
+    assert bench.until(lambda: bench.batch.launched == ["known"])
+    bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
+    bench.desk.order(spec("a"))
+    assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
+    bench.batch.named = {"17": "freetrain.test.block-a.123", "job-known": "freetrain.test.block-known.122"}
+    bench.at(10.0)
+    assert bench.until(lambda: bench.batch.cancelled == ["17"])
 
 
 def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) -> None:

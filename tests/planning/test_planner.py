@@ -176,6 +176,25 @@ def test_no_more_nodes_are_requested_than_trainers_can_use(planner: Planner) -> 
     assert len(request.nodes) == 3
 
 
+def test_nodes_that_are_free_for_longer_are_no_reason_to_hold_more_than_can_be_used(planner: Planner) -> None:
+    """The block on a and b ends with its walltime, c and d are free for ever; the trainer takes two nodes."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window(*"abcd", closes=None),)))
+    free = window(*sorted(set("abcd") - set(request.nodes)), closes=None)
+    actions = planner.advance(ev.WindowsSeen(1, (free,)), ev.BlockStarted(1, request.block, request.nodes, 1000.0))
+    actions += planner.advance(joined(11, request.block, *request.nodes, closes=1000.0))
+    assert only(ev.RequestBlock, actions) == []
+
+
+def test_nodes_that_close_soon_are_replaced_in_time_for_the_start_up(planner: Planner) -> None:
+    """They close at 100; a block requested at 84 would be ready 1 s too early to count, one at 85 in time."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
+    held(planner, "a", "b", closes=100.0)
+    assert only(ev.RequestBlock, planner.advance(ev.WindowsSeen(84, (window("c", "d"),)))) == []
+    (request,) = only(ev.RequestBlock, planner.advance(ev.WindowsSeen(85, (window("c", "d", closes=501.0),))))
+    assert request.nodes == ("c", "d")
+
+
 def test_the_same_nodes_are_not_requested_twice(planner: Planner) -> None:
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
     seen = (window("a", "b"),)

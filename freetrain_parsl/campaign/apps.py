@@ -1,0 +1,120 @@
+"""Finding the training apps that a campaign names, here and later on the nodes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import InvalidInput, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    from freetrain_parsl.app import TrainingApp
+
+__all__ = ["LoadedApp", "check_arguments", "load_app"]
+
+
+class LoadedApp:
+    """A training app and where Python finds it.
+
+    Parameters
+    ----------
+    reference
+        ``module:function`` or ``path.py:function``.
+    app
+        The app.
+    import_path
+        Directory that must be on the module search path, here and on the nodes.
+    """
+
+    def __init__(self, reference: str, app: TrainingApp, import_path: Path) -> None:
+        self.reference = reference
+        self.app = app
+        self.import_path = import_path
+
+
+def load_app(reference: str, directory: Path) -> LoadedApp:
+    """Import an app.
+
+    Parameters
+    ----------
+    reference
+        ``module:function``, or ``path.py:function`` with the path relative to `directory`.
+    directory
+        Of the campaign file; its modules are found too.
+
+    Raises
+    ------
+    InvalidInput
+        There is no such module or function, its import fails, or it is no ``@training_app``.
+    """
+    from freetrain_parsl.app import TrainingApp
+
+    place, colon, function = reference.rpartition(":")
+    if not (colon and place and function.isidentifier()):
+        raise InvalidInput(f"an app is named 'module:function' or 'path.py:function', got {reference!r}")
+    is_path = place.endswith(".py") or "/" in place
+    file = (directory / Path(place).expanduser()).resolve() if is_path else None
+    if file is not None and not file.is_file():
+        raise InvalidInput(f"there is no file {file}")
+    import_path = directory.resolve() if file is None else file.parent
+    module = _import(place if file is None else file.stem, import_path)
+    if file is not None and Path(module.__file__ or "").resolve() != file:
+        raise InvalidInput(
+            f"{file.name}: another module {module.__name__!r} is loaded already ({module.__file__ or 'built in'}); "
+            "rename the file"
+        )
+    app = getattr(module, function, None)
+    if app is None:
+        there = [name for name, value in vars(module).items() if isinstance(value, TrainingApp)]
+        raise InvalidInput(
+            f"{place} has no {function!r}{did_you_mean(function, there)}; "
+            f"its training apps: {', '.join(there) or 'none'}"
+        )
+    if not isinstance(app, TrainingApp):
+        raise InvalidInput(f"{reference} is no training app: decorate it with @training_app")
+    return LoadedApp(reference, app, import_path)
+
+
+def check_arguments(app: TrainingApp, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that the app's function would not take.
+
+    Raises
+    ------
+    InvalidInput
+        It names the argument, and those that there are.
+    """
+    signature = inspect.signature(app.func)
+    session, *others = signature.parameters or [""]
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
+    for name in arguments:
+        if name == session:
+            raise InvalidInput(f"argument {name!r} is the training session, which FreeTrain gives")
+        if name not in others and not takes_any:
+            known = ", ".join(others) or "none"
+            raise InvalidInput(f"the app takes no argument {name!r}{did_you_mean(name, others)}; it takes: {known}")
+    try:
+        signature.bind(None, **arguments)
+    except TypeError as error:
+        raise InvalidInput(f"the app cannot be called like this: {error}") from None
+
+
+def _import(name: str, path: Path) -> ModuleType:
+    if str(path) not in sys.path:
+        sys.path.insert(0, str(path))
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise InvalidInput(
+            f"importing {name} from {path} failed: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no reason was given"])[0]

@@ -1,0 +1,190 @@
+"""A campaign: the trainings of one run, read from a YAML file and checked as a whole before anything is submitted."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.campaign.apps import LoadedApp, check_arguments, load_app
+from freetrain_parsl.campaign.site import read_costs
+from freetrain_parsl.campaign.yaml_file import Section, Variables, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from freetrain_parsl.app import TrainingApp
+
+__all__ = ["Campaign", "CampaignTraining"]
+
+_MOST_TRAININGS = 10_000  # a slip in a grid, not a wish
+_LONGEST_NAME = 128
+
+
+@dataclass(frozen=True)
+class CampaignTraining:
+    """One training of a campaign.
+
+    Parameters
+    ----------
+    name
+        Unique in the campaign; names its checkpoints too.
+    app
+        The app, with the campaign's options.
+    arguments
+        What it is called with.
+    """
+
+    name: str
+    app: TrainingApp
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A campaign file that was read and checked; its apps are imported.
+
+    Parameters
+    ----------
+    name
+        For people.
+    file
+        As it was named.
+    text
+        The file's text, as it was.
+    variables
+        What ``${NAME}`` stood for in it.
+    trainings
+        In the file's order.
+    import_paths
+        Directories that the nodes must find the apps' modules in.
+    """
+
+    name: str
+    file: str
+    text: str = field(repr=False)
+    variables: Mapping[str, str]
+    trainings: tuple[CampaignTraining, ...]
+    import_paths: tuple[Path, ...]
+
+    @classmethod
+    def load(cls, path: str | Path, variables: Variables | None = None) -> Campaign:
+        """Read a campaign file.
+
+        Parameters
+        ----------
+        path
+            The file; paths in it are relative to its directory.
+        variables
+            Values for ``${NAME}``; default: the environment.
+
+        Raises
+        ------
+        InvalidInput
+            It cannot be read, an app cannot be imported, or something in it cannot be; file and line are named.
+        """
+        file = Path(path)
+        return cls.parse(read_text(file, "campaign file"), str(file), file.absolute().parent, variables or Variables())
+
+    @classmethod
+    def parse(cls, text: str, file: str, directory: Path, variables: Variables) -> Campaign:
+        """Read the text of a campaign file that is, or was, in `directory`; `file` is its name in messages."""
+        top = Section.parse(text, file, variables)
+        name = top.text("name") or Path(file).stem
+        sections = top.sections("trainings")
+        top.done()
+        if not sections:
+            raise top.refusal("there are no 'trainings'; list at least one: '- app: path.py:function'")
+        apps: dict[str, LoadedApp] = {}
+        trainings: dict[str, CampaignTraining] = {}
+        for section in sections:
+            for training in _read_trainings(section, directory, apps):
+                if training.name in trainings:
+                    raise section.refusal(
+                        f"two trainings are named {training.name!r}; give a 'name' of its own to one of them", "name"
+                    )
+                trainings[training.name] = training
+                if len(trainings) > _MOST_TRAININGS:
+                    raise section.refusal(f"these are more than {_MOST_TRAININGS} trainings", "grid")
+        return cls(
+            name=name,
+            file=file,
+            text=text,
+            variables=dict(variables.used),
+            trainings=tuple(trainings.values()),
+            import_paths=tuple(dict.fromkeys(app.import_path for app in apps.values())),
+        )
+
+
+def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp]) -> Iterator[CampaignTraining]:
+    """Read one item of the list: a training, or as many as its grid and its repeats make."""
+    reference = section.required("app", "path.py:function")
+    if reference not in apps:
+        apps[reference] = section.checked(load_app, reference, directory, key="app")
+    app = apps[reference].app
+    options = _read_options(section, directory)
+    arguments = section.section("arguments").values()
+    grid = _read_grid(section, arguments)
+    repeat = section.count("repeat") or 1
+    template = section.text("name") or _default_name(reference, grid, repeat)
+    section.done()
+    first_seed = options.get("seed", 0)
+    for values in itertools.product(*grid.values()):
+        point = dict(zip(grid, values, strict=True))
+        called = {**arguments, **point}
+        section.checked(check_arguments, app, called, key="arguments" if section.has("arguments") else "grid")
+        for number in range(repeat):
+            name = _fill(section, template, {**point, "repeat": number + 1})
+            own = {**options, "seed": first_seed + number} if repeat > 1 else options
+            yield CampaignTraining(name, section.checked(app.options, name=name, **own), called)
+
+
+def _read_options(section: Section, directory: Path) -> dict[str, Any]:
+    """Read the options of the training app; those that the file does not give stay as the app has them."""
+    options: dict[str, Any] = {
+        "min_nodes": section.count("min_nodes"),
+        "max_nodes": section.count("max_nodes"),
+        "priority": section.number("priority"),
+        "samples": section.count("samples"),
+        "epochs": section.count("epochs"),
+        "seed": section.count("seed", least=0),
+        "checkpoint_interval": section.duration("checkpoint_interval"),
+    }
+    if section.has("rescale_costs"):
+        options["rescale_costs"] = read_costs(section.section("rescale_costs"))
+    scaling = section.value("scaling")
+    if isinstance(scaling, str):
+        scaling = directory / scaling
+    elif scaling is not None and not isinstance(scaling, dict):
+        raise section.refusal("is a mapping of nodes to samples per second, or a file", "scaling")
+    options["scaling"] = scaling
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _read_grid(section: Section, arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
+    grid = section.section("grid").values()
+    for name, values in grid.items():
+        if not (isinstance(values, list) and values):
+            raise section.refusal(f"{name!r} should be a list of values", "grid")
+        if name in arguments:
+            raise section.refusal(f"{name!r} is among the arguments already", "grid")
+    return grid
+
+
+def _default_name(reference: str, grid: Mapping[str, object], repeat: int) -> str:
+    """Name trainings after their app's file, and the values that tell them apart."""
+    place, _, function = reference.rpartition(":")
+    first = (Path(place).stem if "/" in place or place.endswith(".py") else place.rpartition(".")[2]) or function
+    return "-".join([first, *(f"{name}{{{name}}}" for name in grid), *(["{repeat}"] if repeat > 1 else [])])
+
+
+def _fill(section: Section, template: str, values: Mapping[str, object]) -> str:
+    """Put a grid's values into a name; characters that a name may not have become ``_``."""
+    try:
+        name = template.format(**values)
+    except (KeyError, IndexError, ValueError, AttributeError):
+        known = ", ".join(f"{{{value}}}" for value in values)
+        raise section.refusal(f"{template!r} cannot be filled; a name may use {known}", "name") from None
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:_LONGEST_NAME]

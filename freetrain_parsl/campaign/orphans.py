@@ -1,0 +1,77 @@
+"""Jobs that a driver left in the queue when it was killed: found by their names, and ended."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import BatchSystemError, ClusterGone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.windows.base import WindowSource
+
+__all__ = ["remove_orphans"]
+
+_PERIOD = 2.0  # seconds between looks for jobs that were told to end
+_PATIENCE = 300.0  # a job that saves its work ends within its grace
+
+
+def remove_orphans(
+    site: Site,
+    store: RunStore,
+    tell: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, str]:
+    """End the jobs that earlier drivers of a run have left, and wait until they are gone.
+
+    Parameters
+    ----------
+    site
+        Where they were submitted.
+    store
+        Knows how their names begin.
+    tell
+        Takes a line for each thing that is done.
+
+    Returns
+    -------
+    dict of str to str
+        Job id -> name of those that were ended.
+
+    Raises
+    ------
+    BatchSystemError
+        The batch system does not answer, or the jobs do not end.
+    """
+    prefixes = store.job_prefixes()
+    if not prefixes or not site.outlives_driver:
+        return {}
+    try:
+        source = site.window_source()
+    except ClusterGone:
+        tell("the cluster of this run is gone, and all jobs with it")
+        return {}
+    orphans = _find(source, prefixes)
+    if not orphans:
+        return {}
+    tell(f"ending jobs that were left in the queue: {', '.join(f'{job} ({name})' for job, name in orphans.items())}")
+    source.cancel(list(orphans))
+    end = clock() + _PATIENCE
+    while left := _find(source, prefixes):
+        if clock() > end:
+            raise BatchSystemError(
+                f"jobs {', '.join(left)} were told to end and are still there after {_PATIENCE:.0f} s; "
+                "ask the site's administrators"
+            )
+        sleep(_PERIOD)
+    return orphans
+
+
+def _find(source: WindowSource, prefixes: list[str]) -> dict[str, str]:
+    return {job: name for prefix in prefixes for job, name in source.find_jobs(prefix).items()}

@@ -1,0 +1,152 @@
+"""From a site to Parsl's provider, and to the window source of the same batch system."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from parsl.launchers.base import Launcher
+    from parsl.providers.base import ExecutionProvider
+
+    from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.windows.base import WindowSource
+
+__all__ = ["driver_address", "make_provider", "make_window_source"]
+
+_COMMAND_TIMEOUT = timedelta(seconds=60)  # Parsl's own 10 s for Slurm is too short for a busy scheduler
+
+
+def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path | None = None) -> ExecutionProvider:
+    """See `Site.provider`."""
+    worker_init = "\n".join(filter(None, [_export_paths(import_paths), site.block.get("worker_init")]))
+    if site.system == "local":
+        from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
+
+        own: dict[str, Any] = {key: site.block[key] for key in ("nodes", "cluster") if key in site.block}
+        if "grace" in site.block:
+            own["grace"] = site.block["grace"].total_seconds()
+        if run_dir is not None:
+            own["cluster_dir"] = str(run_dir / "cluster")
+        return EmbeddedClusterProvider(worker_init=worker_init, **own)
+    common = {
+        "launcher": _launcher(site),
+        "worker_init": worker_init,
+        "scheduler_options": site.block.get("scheduler_options", ""),
+        "cmd_timeout": math.ceil(site.block.get("command_timeout", _COMMAND_TIMEOUT).total_seconds()),
+        "init_blocks": 0,
+    }
+    if site.system == "slurm":
+        from parsl.providers import SlurmProvider
+
+        return SlurmProvider(
+            **{
+                key: site.block[key]
+                for key in ("partition", "account", "qos", "constraint", "gres")
+                if key in site.block
+            },
+            cores_per_node=site.node.cores,
+            gpus_per_node=site.node.gpus or None,
+            mem_per_node=None if site.node.memory is None else math.ceil(site.node.memory / 2**30),
+            exclusive=site.node.exclusive,
+            **common,
+        )
+    from parsl.providers import PBSProProvider
+
+    return PBSProProvider(  # type: ignore[no-untyped-call]  # Parsl's
+        **{key: site.block[key] for key in ("account", "queue") if key in site.block},
+        select_options=_select_options(site),
+        cpus_per_node=site.node.cores or 1,
+        **common,
+    )
+
+
+def make_window_source(site: Site) -> WindowSource:
+    """See `Site.window_source`. No provider is made: that of Slurm runs `sacct` when it is."""
+    if site.system == "local":
+        from freetrain_parsl.cluster.client import ClusterClient
+        from freetrain_parsl.windows.local import LocalWindowSource
+
+        return LocalWindowSource(ClusterClient(site.block.get("cluster")))
+    if site.system == "slurm":
+        from freetrain_parsl.windows.slurm import SlurmWindowSource
+
+        return SlurmWindowSource(
+            partition=site.block.get("windows_in", site.block.get("partition")),
+            account=site.block.get("account"),
+            qos=site.block.get("qos"),
+            constraint=site.block.get("constraint"),
+            exclusive=site.node.exclusive,
+            cpus_per_node=site.node.cores,
+            gpus_per_node=site.node.gpus or None,
+            # As the provider will ask for it, in whole GiB; in MiB, as Slurm counts.
+            memory_per_node=None if site.node.memory is None else math.ceil(site.node.memory / 2**30) * 1024,
+        )
+    from freetrain_parsl.windows.pbs import PbsWindowSource
+
+    return PbsWindowSource(
+        queue=site.block.get("windows_in", site.block.get("queue")),
+        account=site.block.get("account"),
+        select_options=_select_options(site),
+        cpus_per_node=site.node.cores,
+        preemptible=site.block.get("preemptible"),
+    )
+
+
+def driver_address(interface: str, file: str) -> str:
+    """Find the address of a network interface of this host.
+
+    Raises
+    ------
+    InvalidInput
+        This host has no such interface.
+    """
+    interfaces = psutil.net_if_addrs()
+    for address in interfaces.get(interface, ()):
+        if address.family == socket.AF_INET:
+            return str(address.address)
+    raise InvalidInput(
+        f"{file}: network.driver_interface: this host has no interface {interface!r} with an IPv4 address; "
+        f"it has {', '.join(sorted(interfaces))}"
+    )
+
+
+def _launcher(site: Site) -> Launcher:
+    from parsl.launchers import MpiExecLauncher, MpiRunLauncher, SingleNodeLauncher, SrunLauncher
+
+    kind = site.block.get("launcher", "srun" if site.system == "slurm" else "mpiexec")
+    if kind == "single":
+        return SingleNodeLauncher()
+    make: Any = {"srun": SrunLauncher, "mpiexec": MpiExecLauncher, "mpirun": MpiRunLauncher}[kind]
+    bind = {"bind_cmd": site.block["launcher_bind"]} if "launcher_bind" in site.block else {}
+    launcher: Launcher = make(overrides=site.block.get("launcher_overrides", ""), **bind)
+    return launcher
+
+
+def _select_options(site: Site) -> str:
+    """Ask for the node's GPUs and memory, unless the file's own select options do."""
+    options = [str(site.block.get("select_options", ""))]
+    if site.node.gpus and "ngpus=" not in options[0]:
+        options.append(f"ngpus={site.node.gpus}")
+    if site.node.memory and "mem=" not in options[0]:
+        options.append(f"mem={math.ceil(site.node.memory / 2**20)}mb")
+    return ":".join(filter(None, options))
+
+
+def _export_paths(paths: Sequence[Path]) -> str:
+    """Let Python on the nodes find modules where the driver does."""
+    if not paths:
+        return ""
+    joined = shlex.quote(os.pathsep.join(map(str, paths)))
+    return f'export PYTHONPATH={joined}"${{PYTHONPATH:+:$PYTHONPATH}}"'

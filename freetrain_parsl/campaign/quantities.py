@@ -1,0 +1,67 @@
+"""Lengths of time and amounts of memory, as people write them in a file."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+from freetrain_parsl.errors import InvalidInput
+
+__all__ = ["parse_duration", "parse_memory"]
+
+_SECONDS = {
+    "s": 1,
+    "sec": 1,
+    "second": 1,
+    "seconds": 1,
+    "m": 60,
+    "min": 60,
+    "minute": 60,
+    "minutes": 60,
+    "h": 3600,
+    "hour": 3600,
+    "hours": 3600,
+    "d": 86400,
+    "day": 86400,
+    "days": 86400,
+}
+_BYTES = {
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
+
+
+def parse_duration(text: str) -> timedelta:
+    """Read ``90s``, ``10 min``, ``2 h``, ``1 day``, ``HH:MM:SS`` or ``days-HH:MM:SS``.
+
+    Raises
+    ------
+    InvalidInput
+        It is written otherwise; a number alone is refused too, since nobody can tell its unit.
+    """
+    if match := _CLOCK.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in _SECONDS:
+        return timedelta(seconds=float(match[1]) * _SECONDS[match[2].lower()])
+    raise InvalidInput(f"a length of time is written like '90s', '10 min', '2 h' or 'HH:MM:SS', got {text!r}")
+
+
+def parse_memory(text: str) -> int:
+    """Read ``512 GB`` or ``64GiB``, in bytes.
+
+    Raises
+    ------
+    InvalidInput
+        It is written otherwise.
+    """
+    units = {unit.lower(): factor for unit, factor in _BYTES.items()}
+    if (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in units:
+        return round(float(match[1]) * units[match[2].lower()])
+    raise InvalidInput(f"an amount of memory is written like '512 GB' or '64 GiB', got {text!r}")

@@ -1,0 +1,271 @@
+"""The state of a campaign's run: one SQLite file in the run directory, read and written from any shell.
+
+Kept with a rollback journal, not a write-ahead log: the driver may be on one login node and ``freetrain status`` on
+another, and a write-ahead log works on one host only. There is little to write: a heartbeat every few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["DATABASE", "DriverRecord", "RunStore", "TrainingRecord"]
+
+DATABASE = "campaign.sqlite"
+
+_VERSION = 1
+_BUSY = 30.0  # seconds to wait for another process's lock
+_SCHEMA = """
+CREATE TABLE fact (           -- what does not change: name, texts of both files, run id, …
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL       -- JSON
+);
+CREATE TABLE driver (         -- one row for each process that has driven the campaign
+    id INTEGER PRIMARY KEY,
+    host TEXT NOT NULL,
+    pid INTEGER NOT NULL,
+    started INTEGER NOT NULL, -- of the process, clock ticks since the host's boot: tells it from a later one of its id
+    since REAL NOT NULL,      -- seconds since the epoch, here and below
+    heartbeat REAL NOT NULL,
+    ended REAL,               -- NULL while it runs, and for ever if it was killed
+    how TEXT,                 -- finished, stopped, interrupted, failed
+    job_prefix TEXT,
+    journal TEXT
+);
+CREATE TABLE training (
+    name TEXT PRIMARY KEY,
+    position INTEGER NOT NULL,
+    state TEXT NOT NULL,      -- waiting, running, finished, failed
+    share REAL,               -- of its samples that are done
+    nodes TEXT NOT NULL,      -- JSON list: where it runs
+    result TEXT,              -- of a finished one: JSON, or repr
+    result_is_json INTEGER NOT NULL,
+    error TEXT,
+    updated REAL NOT NULL
+);
+CREATE TABLE request (        -- from other shells
+    id INTEGER PRIMARY KEY,
+    kind TEXT NOT NULL,       -- stop
+    time REAL NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True)
+class DriverRecord:
+    """A process that drives, or drove, the campaign; see the table of that name."""
+
+    id: int
+    host: str
+    pid: int
+    started: int
+    since: float
+    heartbeat: float
+    ended: float | None
+    how: str | None
+    job_prefix: str | None
+    journal: str | None
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """How a training of the campaign stands; see the table of that name."""
+
+    name: str
+    state: str
+    share: float | None
+    nodes: tuple[str, ...]
+    result: Any
+    error: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Describe it for ``--json``."""
+        return {**vars(self), "nodes": list(self.nodes)}
+
+
+class RunStore:
+    """The database of one run. Every call is one short transaction of its own connection, so any process may call.
+
+    Parameters
+    ----------
+    directory
+        The run directory.
+    clock
+        Seconds since the epoch.
+
+    Raises
+    ------
+    InvalidInput
+        There is no campaign in the directory.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+        self.directory = directory
+        self._path = directory / DATABASE
+        self._clock = clock
+        if not self._path.is_file():
+            raise InvalidInput(f"{directory} is no run directory of 'freetrain run': it has no {DATABASE}")
+        try:
+            version = self._one("PRAGMA user_version")[0]
+        except sqlite3.Error as error:
+            raise InvalidInput(f"{self._path} cannot be read: {error}") from None
+        if version != _VERSION:
+            raise InvalidInput(f"{self._path} is of another version of FreeTrain (format {version}, not {_VERSION})")
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        facts: Mapping[str, Any],
+        trainings: Sequence[str],
+        clock: Callable[[], float] = time.time,
+    ) -> RunStore:
+        """Make the database of a new run, private to the user, complete or not at all."""
+        path = directory / DATABASE
+        aside = path.with_suffix(".new")
+        os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        with closing(sqlite3.connect(aside)) as database, database:
+            database.executescript(_SCHEMA)
+            database.executemany(
+                "INSERT INTO fact VALUES (?, ?)", [(key, json.dumps(value)) for key, value in facts.items()]
+            )
+            database.executemany(
+                "INSERT INTO training (name, position, state, nodes, result_is_json, updated) "
+                "VALUES (?, ?, 'waiting', '[]', 0, ?)",
+                [(name, position, clock()) for position, name in enumerate(trainings)],
+            )
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+        aside.rename(path)
+        return cls(directory, clock)
+
+    # What does not change.
+
+    def fact(self, key: str) -> Any:
+        """Return one of the facts that the run was created with."""
+        return json.loads(self._one("SELECT value FROM fact WHERE key = ?", key)[0])
+
+    # Drivers.
+
+    def begin_driver(self, host: str, pid: int, started: int) -> int:
+        """Enter this process as the driver, and forget what earlier ones were asked or left running.
+
+        Returns
+        -------
+        int
+            Its number.
+        """
+        with self._transaction() as database:
+            database.execute("DELETE FROM request")
+            database.execute("UPDATE training SET state = 'waiting', nodes = '[]' WHERE state = 'running'")
+            now = self._clock()
+            cursor = database.execute(
+                "INSERT INTO driver (host, pid, started, since, heartbeat) VALUES (?, ?, ?, ?, ?)",
+                (host, pid, started, now, now),
+            )
+        assert cursor.lastrowid is not None, "an INSERT has a row"
+        return cursor.lastrowid
+
+    def describe_driver(self, driver: int, job_prefix: str, journal: Path) -> None:
+        """Note how the names of its jobs begin, before the first is submitted, and where its journal is."""
+        self._write("UPDATE driver SET job_prefix = ?, journal = ? WHERE id = ?", job_prefix, str(journal), driver)
+
+    def beat(self, driver: int, trainings: Mapping[str, tuple[str, float | None, Sequence[str]]]) -> None:
+        """Give a sign of life, and tell how the trainings stand: name -> state, share done, nodes."""
+        now = self._clock()
+        rows = [(state, share, json.dumps(list(nodes)), now, name) for name, (state, share, nodes) in trainings.items()]
+        with self._transaction() as database:
+            database.execute("UPDATE driver SET heartbeat = ? WHERE id = ?", (now, driver))
+            database.executemany(
+                "UPDATE training SET state = ?, share = COALESCE(?, share), nodes = ?, updated = ? "
+                "WHERE name = ? AND state IN ('waiting', 'running')",
+                rows,
+            )
+
+    def end_driver(self, driver: int, how: str) -> None:
+        """Note that the driver ends in order; what ran waits from now on."""
+        with self._transaction() as database:
+            database.execute("UPDATE driver SET ended = ?, how = ? WHERE id = ?", (self._clock(), how, driver))
+            database.execute("UPDATE training SET state = 'waiting', nodes = '[]' WHERE state = 'running'")
+
+    def last_driver(self) -> DriverRecord | None:
+        """Return the driver that came last."""
+        row = self._rows("SELECT * FROM driver ORDER BY id DESC LIMIT 1")
+        return DriverRecord(*row[0]) if row else None
+
+    def job_prefixes(self) -> list[str]:
+        """Return how the names of all its drivers' jobs begin."""
+        return [row[0] for row in self._rows("SELECT DISTINCT job_prefix FROM driver WHERE job_prefix IS NOT NULL")]
+
+    # Trainings.
+
+    def trainings(self) -> list[TrainingRecord]:
+        """Return all trainings in the campaign's order."""
+        rows = self._rows(
+            "SELECT name, state, share, nodes, result, result_is_json, error FROM training ORDER BY position"
+        )
+        return [
+            TrainingRecord(name, state, share, tuple(json.loads(nodes)), json.loads(result) if plain else result, error)
+            for name, state, share, nodes, result, plain, error in rows
+        ]
+
+    def finish(self, name: str, result: object) -> None:
+        """Keep the result of a training: as JSON if it can be, else as Python shows it."""
+        try:
+            text, plain = json.dumps(result, allow_nan=False), True
+        except (TypeError, ValueError):
+            text, plain = repr(result), False
+        self._write(
+            "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
+            "error = NULL, updated = ? WHERE name = ?",
+            text, plain, self._clock(), name,
+        )  # fmt: skip
+
+    def fail(self, name: str, error: str, *, final: bool) -> None:
+        """Note why a training failed; one that did not fail by itself is not `final`: it waits to be resumed."""
+        self._write(
+            "UPDATE training SET state = ?, nodes = '[]', error = ?, updated = ? WHERE name = ?",
+            "failed" if final else "waiting", error, self._clock(), name,
+        )  # fmt: skip
+
+    def retry_failed(self) -> None:
+        """Let the trainings that failed wait again."""
+        self._write("UPDATE training SET state = 'waiting', error = NULL WHERE state = 'failed'")
+
+    # Requests.
+
+    def request_stop(self) -> None:
+        """Ask the driver, whichever process that is, to save everything and end."""
+        self._write("INSERT INTO request (kind, time) VALUES ('stop', ?)", self._clock())
+
+    def stop_requested(self) -> bool:
+        """Whether anybody has asked the present driver to stop."""
+        return bool(self._rows("SELECT 1 FROM request WHERE kind = 'stop' LIMIT 1"))
+
+    # SQLite.
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(self._path, timeout=_BUSY)) as database, database:
+            yield database
+
+    def _write(self, statement: str, *values: Any) -> None:
+        with self._transaction() as database:
+            database.execute(statement, values)
+
+    def _rows(self, query: str, *values: Any) -> list[Any]:
+        with self._transaction() as database:
+            return database.execute(query, values).fetchall()
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return self._rows(query, *values)[0]

@@ -1,0 +1,212 @@
+"""What the verbs on campaigns share: the live view, the table at the end, and the JSON document."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from freetrain_parsl.campaign.lock import DriverState, driver_state
+from freetrain_parsl.report.live import training_table
+
+if TYPE_CHECKING:
+    from freetrain_parsl.campaign.run import CampaignRun
+    from freetrain_parsl.campaign.store import RunStore, TrainingRecord
+    from freetrain_parsl.report.run import RunState, TrainingState
+
+RunDirectory = Annotated[
+    Path | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory. Default: the newest here.")
+]
+
+_STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim"}
+_LONGEST_ERROR = 300
+_FRAME_LINES = 8  # of the live view, beside one a training
+
+
+class LiveView:
+    """Shows a run while it goes on: redrawn in a terminal, else a line for each change.
+
+    Parameters
+    ----------
+    console
+        Where to.
+    title
+        Stands above it.
+    """
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._told: dict[str, str] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[LiveView]:
+        """Take the terminal, and give it back."""
+        with self._live:
+            yield self
+
+    def tell(self, line: str) -> None:
+        """Print a line."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self, run: RunState, elapsed: float) -> None:
+        """Show the state of the run."""
+        if self._console.is_terminal:
+            head = f"{self._title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
+            shown, more = self._fitting(run)
+            parts: list[RenderableType] = [_windows_line(run), Text(), training_table(shown), *([more] if more else [])]
+            self._live.update(Panel(Group(*parts), title=head))
+            return
+        for training in run.trainings.values():
+            line = training.state
+            if training.state == "running" and training.nodes:
+                line += f" on {', '.join(training.nodes)}"
+            if self._told.get(training.name) != line:
+                self._told[training.name] = line
+                share = training.share_done
+                done = "" if share is None else f", {share:.0%} done"
+                self.tell(f"{elapsed:7.1f} s  {training.name:14} {line}{done}")
+
+    def _fitting(self, run: RunState) -> tuple[list[TrainingState], Text | None]:
+        """Choose the trainings that the terminal has room for, those that run first; say how many are left out."""
+        trainings = list(run.trainings.values())
+        room = max(1, self._console.size.height - _FRAME_LINES)
+        if len(trainings) <= room:
+            return trainings, None
+        order = ("running", "failed", "waiting", "finished")
+        shown = sorted(trainings, key=lambda training: order.index(training.state))[:room]
+        return shown, Text(f"… and {len(trainings) - room} more: freetrain status shows all", style="dim")
+
+
+def _windows_line(run: RunState) -> Text:
+    held = {node for training in run.trainings.values() for node in training.nodes}
+    idle = sum(len(window["nodes"]) for window in run.windows)
+    return Text(
+        f"training on {len(held)} nodes · {idle} idle nodes in {len(run.windows)} windows · "
+        f"{run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended",
+        style="cyan",
+    )
+
+
+def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False) -> None:
+    """Drive a run to its end, and tell what came of it; raises typer.Exit with the exit code."""
+    console = Console(stderr=as_json)
+    console.print(f"run directory: {run.directory}", highlight=False, soft_wrap=True)
+    view = LiveView(console, run.campaign.name)
+    with view.opened():
+        how = run.drive(tell=view.tell, show=view.show, resuming=resuming)
+    trainings = run.store.trainings()
+    if as_json:
+        typer.echo(json.dumps(summary(run.store), indent=2))
+    else:
+        console.print(result_table(trainings))
+    left = sum(item.state != "finished" for item in trainings)
+    if left and how != "interrupted":
+        failed = sum(item.state == "failed" for item in trainings)
+        console.print(f"{left} of {len(trainings)} trainings are not finished, {failed} of them failed", style="bold")
+    if how in ("interrupted", "stopped"):
+        view.tell(f"freetrain: {how}; everything was saved and stopped. Go on: freetrain resume {run.directory}")
+    raise typer.Exit(130 if how == "interrupted" else 1 if left else 0)
+
+
+def trainings_of(store: RunStore) -> list[TrainingRecord]:
+    """Return the trainings as they are: what a dead driver ran does not run any more."""
+    trainings = store.trainings()
+    if driver_state(store.last_driver()) is not DriverState.DEAD:
+        return trainings
+    return [replace(item, state="waiting", nodes=()) if item.state == "running" else item for item in trainings]
+
+
+def result_table(trainings: list[TrainingRecord]) -> Table:
+    """One row a training: state, share done, where it runs, result or error."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("training", "state"):
+        table.add_column(column, header_style="dim", no_wrap=True)
+    table.add_column("done", header_style="dim", justify="right", no_wrap=True)
+    table.add_column("result, or where it runs", header_style="dim", overflow="fold")
+    for item in trainings:
+        done = "" if item.share is None else f"{item.share:.0%}"
+        table.add_row(Text(item.name), Text(item.state, style=_STYLES[item.state]), done, Text(_detail(item)))
+    return table
+
+
+def _detail(item: TrainingRecord) -> str:
+    if item.error:
+        first = item.error.strip().splitlines()[0]
+        return first[:_LONGEST_ERROR]
+    if item.state == "finished":
+        result = item.result
+        if isinstance(result, dict):  # a training's metrics: the plain ones say most
+            plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
+            return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
+        return _short(result)
+    return ", ".join(item.nodes)
+
+
+def _short(value: object) -> str:
+    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def summary(store: RunStore) -> dict[str, Any]:
+    """Describe a run for ``--json``; times are seconds since the epoch."""
+    driver = store.last_driver()
+    trainings = trainings_of(store)
+    return {
+        "name": store.fact("name"),
+        "run_dir": str(store.directory),
+        "run_id": store.fact("run_id"),
+        "created": store.fact("created"),
+        "site_file": store.fact("site_file"),
+        "campaign_file": store.fact("campaign_file"),
+        "driver": None
+        if driver is None
+        else {
+            "state": driver_state(driver).name.lower(),
+            "how": driver.how,
+            "host": driver.host,
+            "pid": driver.pid,
+            "since": driver.since,
+            "heartbeat": driver.heartbeat,
+            "ended": driver.ended,
+            "journal": driver.journal,
+        },
+        "finished": sum(item.state == "finished" for item in trainings),
+        "failed": sum(item.state == "failed" for item in trainings),
+        "trainings": [item.as_json() for item in trainings],
+    }
+
+
+def ago(seconds: float) -> str:
+    """Say how long ago something was, in people's units."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+def driver_line(store: RunStore, clock: float | None = None) -> str:
+    """Say in one line what the driver of a run does."""
+    driver = store.last_driver()
+    state = driver_state(driver)
+    if driver is None:
+        return f"nobody has driven it yet: freetrain resume {store.directory}"
+    now = time.time() if clock is None else clock
+    who = f"driver on {driver.host}, process {driver.pid},"
+    if driver.ended is not None:
+        return f"{who} {state.value} ({driver.how}) {ago(now - driver.ended)}"
+    last = f"last sign of life {ago(now - driver.heartbeat)}"
+    hint = "" if state is DriverState.ALIVE else f"; go on with: freetrain resume {store.directory}"
+    return f"{who} {state.value}; {last}{hint}"

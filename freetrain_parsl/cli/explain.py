@@ -1,0 +1,124 @@
+"""``freetrain explain``: which windows are used, and why the others are not."""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
+from freetrain_parsl.cli.sources import (
+    AccountOption,
+    ClusterOption,
+    ConfigOption,
+    ConstraintOption,
+    PartitionOption,
+    QosOption,
+    SetOption,
+    SourceOptions,
+    SystemOption,
+    choose_source,
+    errors_in_one_line,
+    read_variables,
+)
+from freetrain_parsl.cli.windows import notes_view, window_row
+from freetrain_parsl.planning.blocks import format_span
+from freetrain_parsl.windows.hostlist import compress_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from freetrain_parsl.cli.preview import Answer
+    from freetrain_parsl.planning.explain import Verdict
+
+_REASONS_SHOWN = 12
+
+
+def explain(
+    campaign: CampaignArgument = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    system: SystemOption = None,
+    partition: PartitionOption = None,
+    account: AccountOption = None,
+    qos: QosOption = None,
+    constraint: ConstraintOption = None,
+    cluster: ClusterOption = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help=f"All reasons of nodes in no window, not the first {_REASONS_SHOWN} only.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of sentences.")] = False,
+) -> None:
+    """Say of every window whether it would be used now, and why not. Submits nothing."""
+    with errors_in_one_line("explain"):
+        variables = read_variables(set_)
+        options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
+        chosen = choose_source(options, variables)
+        if chosen.remark:
+            typer.echo(chosen.remark, err=True)
+        answer = ask_planner(chosen, campaign, variables)
+        if json:
+            Console().print_json(json_format.dumps(explanation_figures(answer)))
+        else:
+            print_explanation(Console(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
+
+
+def explanation_figures(answer: Answer) -> dict[str, Any]:
+    """Describe verdicts for JSON."""
+    return {
+        "time": answer.survey.time,
+        "windows": [
+            {**window_row(verdict.window), "used": list(verdict.used), "why_not": verdict.why or None}
+            for verdict in answer.explanation.verdicts
+        ],
+        "nodes_in_no_window": dict(answer.survey.unused),
+        "notes": list(answer.notes),
+    }
+
+
+def print_explanation(console: Console, answer: Answer, title: str, most: int | None) -> None:
+    """Print a sentence a window, then why nodes are in none: the `most` frequent reasons."""
+    when = time.strftime("%H:%M:%S", time.localtime(answer.survey.time))
+    verdicts = answer.explanation.verdicts
+    number = {0: "no windows", 1: "1 window"}.get(len(verdicts), f"{len(verdicts)} windows")
+    lines = [f"{title}: {number} at {when}"]
+    lines += [verdict_sentence(verdict, answer.survey.time) for verdict in verdicts]
+    lines += unused_lines(answer.survey.unused, most)
+    console.print("\n".join(lines), highlight=False, markup=False)
+    for note in notes_view(answer.notes):
+        console.print(note)
+
+
+def verdict_sentence(verdict: Verdict, now: float) -> str:
+    """Say what becomes of a window."""
+    window = verdict.window
+    lasts = ", no end known" if window.closes is None else f" × {format_span(window.closes - now)}"  # noqa: RUF001 - a product
+    head = f"window of {_nodes(len(window.nodes))}{lasts} ({compress_hosts(window.nodes)})"
+    if not verdict.why:
+        return f"{head} used"
+    if not verdict.used:
+        return f"{head} not used: {verdict.why}"
+    return f"{head} used on {compress_hosts(verdict.used)} only: {verdict.why}"
+
+
+def unused_lines(unused: Mapping[str, str], most: int | None) -> list[str]:
+    """Group nodes by why they are in no window, most nodes first."""
+    if not unused:
+        return []
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for node, why in unused.items():
+        groups[why].append(node)
+    ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    lines = [f"{_nodes(len(unused))} in no window:"]
+    lines += [f"  {compress_hosts(nodes)}: {why}" for why, nodes in ranked[:most]]
+    if rest := ranked[most:] if most is not None else []:
+        lines.append(f"  {_nodes(sum(len(nodes) for _, nodes in rest))} for {len(rest)} other reasons: --all")
+    return lines
+
+
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number} nodes"

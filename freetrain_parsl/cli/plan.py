@@ -1,0 +1,158 @@
+"""``freetrain plan``: which blocks would be submitted now, who would train in them, and what that gains."""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
+from freetrain_parsl.cli.sources import (
+    AccountOption,
+    ClusterOption,
+    ConfigOption,
+    ConstraintOption,
+    PartitionOption,
+    QosOption,
+    SetOption,
+    SourceOptions,
+    SystemOption,
+    choose_source,
+    errors_in_one_line,
+    read_variables,
+)
+from freetrain_parsl.cli.windows import NARROW, format_closing, format_duration, format_hosts, notes_view, window_row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from freetrain_parsl.cli.preview import Answer
+    from freetrain_parsl.planning.preview import Preview, Share
+
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False}
+
+
+def plan(
+    campaign: CampaignArgument = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    system: SystemOption = None,
+    partition: PartitionOption = None,
+    account: AccountOption = None,
+    qos: QosOption = None,
+    constraint: ConstraintOption = None,
+    cluster: ClusterOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a table.")] = False,
+) -> None:
+    """Show the blocks that would be submitted now and what each gains. Submits nothing."""
+    with errors_in_one_line("plan"):
+        variables = read_variables(set_)
+        options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
+        chosen = choose_source(options, variables)
+        if chosen.remark:
+            typer.echo(chosen.remark, err=True)
+        answer = ask_planner(chosen, campaign, variables)
+        if json:
+            Console().print_json(json_format.dumps(plan_figures(answer)))
+        else:
+            print_plan(Console(), answer, chosen.title)
+
+
+def plan_figures(answer: Answer) -> dict[str, Any]:
+    """Describe the plan for JSON; times in seconds, points in time since the epoch."""
+    preview = answer.explanation.plan
+    blocks = [
+        {
+            **window_row(request.window),
+            "nodes": len(request.nodes),
+            "node_names": list(request.nodes),
+            "walltime": request.seconds,
+            "node_seconds": _node_seconds(shares),
+            "samples": _samples(shares),
+            "trainings": [
+                {
+                    "name": share.trainer,
+                    "nodes": share.nodes,
+                    "node_seconds": share.node_seconds,
+                    "samples": share.samples,
+                }
+                for share in shares
+            ],
+        }
+        for request, shares in zip(preview.requests, preview.shares, strict=True)
+    ]
+    decision = preview.decision
+    return {
+        "time": answer.survey.time,
+        "windows": len(answer.survey.windows),
+        "blocks": blocks,
+        "proven_optimal": None if decision is None else decision.proven_optimal,
+        "solve_seconds": None if decision is None else decision.solve_seconds,
+        "notes": list(answer.notes),
+    }
+
+
+def print_plan(console: Console, answer: Answer, title: str) -> None:
+    """Print the blocks, a row each, and what they gain together."""
+    plan, now = answer.explanation.plan, answer.survey.time
+    when = time.strftime("%H:%M:%S", time.localtime(now))
+    if plan.requests:
+        what = "block" if len(plan.requests) == 1 else "blocks"
+        console.print(f"{title}: {len(plan.requests)} {what} would be submitted at {when}", **_PLAIN)
+        console.print(plan_table(plan, now, narrow=console.width < NARROW))
+        total = [share for shares in plan.shares for share in shares]
+        samples = "" if _samples(total) is None else f" and {_format_samples(total)} samples"
+        console.print(f"{_node_seconds(total) / 3600:.2f} node-hours of training{samples}, after start-up", **_PLAIN)
+    else:
+        console.print(f"{title}: nothing would be submitted at {when}", **_PLAIN)
+    if left := sum(bool(verdict.why) for verdict in answer.explanation.verdicts):
+        windows = "1 window is" if left == 1 else f"{left} windows are"
+        console.print(f"{windows} not used, or not wholly: freetrain explain tells why", **_PLAIN)
+    for note in notes_view(answer.notes):
+        console.print(note)
+
+
+def plan_table(plan: Preview, now: float, *, narrow: bool = False) -> Table:
+    """Draw the blocks, a row each."""
+    with_samples = any(share.samples is not None for shares in plan.shares for share in shares)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("nodes", justify="right")
+    table.add_column("walltime", justify="right", no_wrap=True)
+    if not narrow:
+        table.add_column("closes", no_wrap=True)
+    table.add_column("training", overflow="fold", min_width=12)
+    table.add_column("node-hours", justify="right")
+    if with_samples:
+        table.add_column("samples", justify="right", no_wrap=True)
+    table.add_column("names", overflow="fold")
+    for request, shares in zip(plan.requests, plan.shares, strict=True):
+        table.add_row(
+            str(len(request.nodes)),
+            format_duration(request.seconds),
+            *([] if narrow else [format_closing(request.window, now)]),
+            Text("\n".join(f"{share.trainer} on {share.nodes}" for share in shares)),
+            f"{_node_seconds(shares) / 3600:.2f}",
+            *([_format_samples(shares)] if with_samples else []),
+            format_hosts(request.nodes),
+        )
+    return table
+
+
+def _node_seconds(shares: Iterable[Share]) -> float:
+    return sum(share.node_seconds for share in shares)
+
+
+def _samples(shares: Iterable[Share]) -> float | None:
+    known = [share.samples for share in shares if share.samples is not None]
+    return sum(known) if known else None
+
+
+def _format_samples(shares: Iterable[Share]) -> str:
+    samples = _samples(shares)
+    return "?" if samples is None else f"{samples:,.0f}"

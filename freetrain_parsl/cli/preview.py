@@ -1,0 +1,128 @@
+"""What ``freetrain plan`` and ``freetrain explain`` share: one survey, and the planner's answer to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from freetrain_parsl.windows.base import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.campaign.yaml_file import Variables
+    from freetrain_parsl.cli.sources import ChosenSource
+    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.planning.explain import Explanation
+    from freetrain_parsl.planning.model import RescaleCosts, Trainer
+    from freetrain_parsl.windows.base import Survey, WindowSource
+    from freetrain_parsl.windows.state import BatchState
+
+CampaignArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[CAMPAIGN]", help="Campaign file. Default: one training that takes any number of nodes."),
+]
+
+_JOBS = "freetrain."  # how the names of all our blocks' jobs begin
+_WITHOUT_CAMPAIGN = "no campaign given: for one training that takes any number of nodes"
+_STAND_IN = "any"
+_TICK = 1e-6  # seconds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the batch system and then the planner said.
+
+    Parameters
+    ----------
+    survey
+        The batch system's part.
+    explanation
+        The planner's.
+    notes
+        What was assumed, one line each.
+    """
+
+    survey: Survey
+    explanation: Explanation
+    notes: tuple[str, ...]
+
+
+def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables) -> Answer:
+    """Ask the batch system once, and the planner what it would do now.
+
+    Parameters
+    ----------
+    chosen
+        The batch system, and what is assumed of it.
+    campaign
+        Path of the campaign file, if there is one.
+    variables
+        Of the command line; those that no file asks for are refused.
+
+    Raises
+    ------
+    UsageError
+        The campaign cannot be read, or nothing could ever be submitted here.
+    BatchSystemError
+        The batch system did not answer.
+    """
+    from freetrain_parsl.planning.explain import explain_windows
+    from freetrain_parsl.planning.policies import resolve_policy
+
+    requests = None if campaign is None else _read_campaign(campaign, variables)
+    variables.refuse_unused()
+    settings = chosen.settings
+    chosen.source.check(settings.startup + settings.min_useful + settings.closing_margin)
+    survey = chosen.source.survey()
+    pending, notes = _our_jobs(chosen.source)
+    if requests is None:
+        notes.append(_WITHOUT_CAMPAIGN)
+        trainers = [_stand_in(survey, chosen.costs)]
+    else:
+        # Submitted just before, in the file's order: first come, first served among equals.
+        ages = range(len(requests), 0, -1)
+        trainers = [
+            request.trainer(chosen.costs, survey.time - age * _TICK)
+            for request, age in zip(requests, ages, strict=True)
+        ]
+    explanation = explain_windows(
+        survey.windows, trainers, resolve_policy(chosen.policy), settings, survey.terms, survey.time, pending
+    )
+    return Answer(survey, explanation, (*notes, *survey.notes))
+
+
+def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]:
+    from freetrain_parsl.campaign.campaign import Campaign
+
+    return [training.app.request(training.name) for training in Campaign.load(campaign, variables).trainings]
+
+
+def _stand_in(survey: Survey, costs: RescaleCosts) -> Trainer:
+    """Make a training that uses whatever there is: every node is worth the same to it."""
+    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.scaling import ScalingCurve
+
+    most = max(2, sum(len(window.nodes) for window in survey.windows))
+    curve = ScalingCurve({1: 1.0, most: float(most)}, relative=True)
+    return Trainer(_STAND_IN, 1, most, curve, costs, submitted=survey.time)
+
+
+def _our_jobs(source: WindowSource) -> tuple[int, list[str]]:
+    """Count the blocks of ours that wait; their nodes are in no window, as those of anybody's jobs."""
+    jobs = set(source.find_jobs(_JOBS))
+    if not jobs:
+        return 0, []
+    # Blocks belong to a driver: a look at them must not be taken for its own survey, which may clear up after them.
+    look: Callable[[], BatchState] | None = getattr(source, "state", None)
+    if look is not None:
+        state = look()
+        pending = sum(job.job in jobs for job in state.pending)
+        running = sum(job.job in jobs for job in state.running)
+    else:
+        states = [status.state for status in source.survey(sorted(jobs)).blocks.values()]
+        pending = sum(state in (BlockState.PENDING, BlockState.HELD) for state in states)
+        running = states.count(BlockState.RUNNING)
+    return pending, [f"blocks of yours: {running} running, {pending} waiting; their nodes are in no window"]

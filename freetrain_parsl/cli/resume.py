@@ -1,0 +1,32 @@
+"""``freetrain resume``: goes on with a campaign that was stopped, or whose driver died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from freetrain_parsl.campaign.run import CampaignRun, find_run, refuse_living_driver
+from freetrain_parsl.cli.campaign_view import RunDirectory, drive_and_report
+from freetrain_parsl.cli.sources import errors_in_one_line
+
+__all__ = ["resume"]
+
+
+def resume(
+    run_dir: RunDirectory = None,
+    config: Path | None = typer.Option(
+        None, metavar="SITE", help="Go on with another site file. Default: the one of the run, as it was."
+    ),
+    retry_failed: bool = typer.Option(
+        False, "--retry-failed", help="Try the trainings that failed again, from their checkpoints."
+    ),
+    json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
+) -> None:
+    """Remove what a dead driver left, then go on with the trainings that are not finished."""
+    with errors_in_one_line("resume"):
+        campaign_run = CampaignRun.reopen(find_run(run_dir), config)
+        refuse_living_driver(campaign_run.store)
+        if retry_failed:
+            campaign_run.store.retry_failed()
+    drive_and_report(campaign_run, as_json=json, resuming=True)

@@ -1,0 +1,37 @@
+"""``freetrain status``: how a campaign stands, from any shell."""
+
+from __future__ import annotations
+
+import json as json_format
+
+import typer
+from rich.console import Console
+
+from freetrain_parsl.campaign.run import find_run
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli.campaign_view import RunDirectory, driver_line, result_table, summary, trainings_of
+from freetrain_parsl.cli.sources import errors_in_one_line
+
+__all__ = ["status"]
+
+
+def status(
+    run_dir: RunDirectory = None,
+    json: bool = typer.Option(False, "--json", help="Print a JSON object instead of a table."),
+) -> None:
+    """Show the trainings of a run, and whether its driver lives."""
+    with errors_in_one_line("status"):
+        store = RunStore(find_run(run_dir).absolute())
+        if json:
+            typer.echo(json_format.dumps(summary(store), indent=2))
+            return
+        trainings = trainings_of(store)
+        console = Console()
+        finished = sum(item.state == "finished" for item in trainings)
+        console.print(
+            f"{store.fact('name')}: {finished} of {len(trainings)} trainings finished, in {store.directory}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(driver_line(store), highlight=False, soft_wrap=True)
+        console.print(result_table(trainings))

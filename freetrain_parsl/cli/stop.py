@@ -1,0 +1,41 @@
+"""``freetrain stop``: lets a campaign save its work and end, from any shell."""
+
+from __future__ import annotations
+
+import time
+
+import typer
+from rich.console import Console
+
+from freetrain_parsl.campaign.lock import DriverState, driver_state
+from freetrain_parsl.campaign.run import find_run
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli.campaign_view import RunDirectory, driver_line
+from freetrain_parsl.cli.sources import errors_in_one_line
+
+__all__ = ["stop"]
+
+_PERIOD = 0.5  # seconds between looks at the driver
+
+
+def stop(
+    run_dir: RunDirectory = None,
+    timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for the driver's end."),
+) -> None:
+    """Ask the driver to save all trainings, withdraw its jobs and end; wait until it has."""
+    console = Console()
+    with errors_in_one_line("stop"):
+        store = RunStore(find_run(run_dir).absolute())
+        if driver_state(store.last_driver()) is DriverState.ALIVE:
+            store.request_stop()
+            end = time.monotonic() + timeout
+            with console.status("waiting for the driver: trainings save their work, jobs are withdrawn"):
+                while driver_state(store.last_driver()) is DriverState.ALIVE:
+                    if time.monotonic() > end:
+                        console.print(f"it was asked, and has not ended after {timeout:g} s", highlight=False)
+                        raise typer.Exit(1)
+                    time.sleep(_PERIOD)
+        console.print(driver_line(store), highlight=False, soft_wrap=True)
+        if driver_state(store.last_driver()) is DriverState.DEAD:
+            console.print(f"jobs it may have left are ended by: freetrain clean {store.directory}", highlight=False)
+            raise typer.Exit(1)

@@ -1,0 +1,188 @@
+"""Why a window is used, or not: the planner's own rules and answers, put into words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.planning.blocks import why_not
+from freetrain_parsl.planning.preview import Preview, preview
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from freetrain_parsl.planning.model import BlockTerms, Trainer, Window
+    from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.planning.settings import PlannerSettings
+
+__all__ = ["Explanation", "Verdict", "explain_windows"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a window.
+
+    Parameters
+    ----------
+    window
+        The window.
+    used
+        Its nodes that blocks would be submitted for, by name.
+    why
+        Why not the others, in plain English; empty if all are used.
+    """
+
+    window: Window
+    used: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the planner would submit now, and its verdict on each window, in the order of the windows."""
+
+    plan: Preview
+    verdicts: tuple[Verdict, ...]
+
+
+def explain_windows(
+    windows: Sequence[Window],
+    trainers: Sequence[Trainer],
+    policy: Policy,
+    settings: PlannerSettings,
+    terms: BlockTerms,
+    now: float,
+    pending: int = 0,
+) -> Explanation:
+    """Tell what a planner would do with each window if it were started now.
+
+    Parameters
+    ----------
+    windows, terms
+        As the batch system's survey told them.
+    trainers
+        The trainings that wait; they hold no nodes.
+    policy, settings
+        The planner's.
+    now
+        Seconds, on the windows' clock.
+    pending
+        Blocks of ours that wait already.
+
+    Raises
+    ------
+    InvalidTrainer
+        Two trainers have the same name.
+    """
+    left = settings.max_pending_blocks - pending
+    if left < 1:
+        plan = Preview((), (), None)
+    else:
+        settings = replace(settings, max_pending_blocks=left)
+        plan = preview(windows, trainers, policy, settings, terms, now)
+    reasons = _Reasons(plan, trainers, policy, settings, terms, now, pending, full=left < 1)
+    reasons.count_left(windows)
+    used = {name for request in plan.requests for name in request.nodes}
+    verdicts = []
+    for window in windows:
+        taken = tuple(name for name in window.nodes if name in used)
+        verdicts.append(Verdict(window, taken, "" if len(taken) == len(window.nodes) else reasons.why(window, taken)))
+    return Explanation(plan, tuple(verdicts))
+
+
+@dataclass
+class _Reasons:
+    """Finds the first of the planner's reasons that holds."""
+
+    plan: Preview
+    trainers: Sequence[Trainer]
+    policy: Policy
+    settings: PlannerSettings
+    terms: BlockTerms
+    now: float
+    pending: int
+    full: bool
+    left: int = 0
+    """Nodes that could be had and that nobody wants."""
+
+    def __post_init__(self) -> None:
+        allocation = {} if self.plan.decision is None else self.plan.decision.allocation
+        self._counts = {trainer.name: len(allocation.get(trainer.name, ())) for trainer in self.trainers}
+        self._chosen = frozenset().union(*allocation.values())
+
+    def count_left(self, windows: Iterable[Window]) -> None:
+        """Count the nodes that could be had and that nobody wants."""
+        self.left = sum(len(window.nodes) for window in windows if self._rule(window) is None) - len(self._chosen)
+
+    def why(self, window: Window, used: tuple[str, ...]) -> str:
+        """Say why the nodes of a window that are not `used` are left alone."""
+        if (reason := self._rule(window)) is not None:
+            return reason
+        if not self.trainers:
+            return "no training waits for nodes"
+        if self.full:
+            return f"{_blocks(self.pending)} of yours {_wait(self.pending)} already, the most that may"
+        if self.plan.decision is None:
+            return f"policy {self.policy.name!r} gave no valid answer; its error is in the log"
+        if wanted := len(self._chosen.intersection(window.nodes)) - len(used):
+            return self._why_not_requested(wanted)
+        if not any(self._grows(trainer) for trainer in self.trainers):
+            return self._why_nobody_grows()
+        return self._why_not_chosen(window, used)
+
+    def _rule(self, window: Window) -> str | None:
+        return why_not(window, self.settings, self.terms, self.now)
+
+    def _grows(self, trainer: Trainer) -> bool:
+        """Whether the nodes that nobody took would be enough for a training to start, or to have one more."""
+        count = self._counts[trainer.name]
+        return self.left >= trainer.min_nodes if not count else count < trainer.max_nodes
+
+    def _why_nobody_grows(self) -> str:
+        idle = [trainer for trainer in self.trainers if not self._counts[trainer.name]]
+        if idle:
+            least = min(idle, key=lambda trainer: (trainer.min_nodes, trainer.name))
+            others = "; the others have all that they can use" if len(idle) < len(self.trainers) else ""
+            return f"training {least.name!r} needs at least {least.min_nodes} nodes, {_are(self.left)} left{others}"
+        return f"no training can use more nodes: at most {sum(self._counts.values())} together"
+
+    def _why_not_requested(self, wanted: int) -> str:
+        waiting = len(self.plan.requests) + self.pending
+        if len(self.plan.requests) >= self.settings.max_pending_blocks:
+            return f"{_blocks(waiting)} {_wait(waiting)} then, the most that may; longer windows go first"
+        return (
+            f"{_nodes(wanted)} of it {'is' if wanted == 1 else 'are'} wanted, "
+            f"fewer than the {self.terms.min_nodes} that one job must have here"
+        )
+
+    def _why_not_chosen(self, window: Window, used: tuple[str, ...]) -> str:
+        decision = self.plan.decision
+        stopped = decision is not None and not decision.proven_optimal
+        doubt = "; it was stopped before it was sure (time_limit)" if stopped else ""
+        if used:
+            return f"policy {self.policy.name!r} finds that more nodes would gain nothing{doubt}"
+        alone = preview([window], self.trainers, self.policy, self.settings, self.terms, self.now)
+        if alone.requests:
+            full = len(self.plan.requests) >= self.settings.max_pending_blocks
+            limit = f", and only {_blocks(len(self.plan.requests) + self.pending)} may wait" if full else ""
+            return f"policy {self.policy.name!r} finds other windows worth more{limit}{doubt}"
+        least = min(self.trainers, key=lambda trainer: (trainer.min_nodes, trainer.name))
+        if least.min_nodes > len(window.nodes):
+            return f"training {least.name!r} needs at least {least.min_nodes} nodes, more than are here"
+        return f"policy {self.policy.name!r} finds that no training would gain from it{doubt}"
+
+
+def _blocks(number: int) -> str:
+    return "1 block" if number == 1 else f"{number} blocks"
+
+
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number} nodes"
+
+
+def _are(number: int) -> str:
+    return f"{number} {'is' if number == 1 else 'are'}"
+
+
+def _wait(number: int) -> str:
+    return "waits" if number == 1 else "wait"

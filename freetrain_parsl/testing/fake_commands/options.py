@@ -1,0 +1,100 @@
+"""Reading the options of the fake commands: those that are known, and a refusal in one line of all others."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["Options", "Refused", "directives", "parse"]
+
+
+class Refused(Exception):
+    """The command prints this and fails."""
+
+    def __init__(self, complaint: str, code: int = 1) -> None:
+        super().__init__(complaint)
+        self.code = code
+
+
+@dataclass
+class Options:
+    """Option -> value (empty for a flag), and the words that are none."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def get(self, name: str, otherwise: str = "") -> str:
+        """Give an option's value."""
+        return self.values.get(name, otherwise)
+
+
+def parse(
+    arguments: Sequence[str],
+    *,
+    flags: Iterable[str] = (),
+    valued: Iterable[str] = (),
+    short: Mapping[str, str] | None = None,
+    until_word: bool = False,
+) -> Options:
+    """Read a command line.
+
+    Parameters
+    ----------
+    arguments
+        Without the command's name.
+    flags, valued
+        The options there are, without dashes; with ``--name=value`` and ``--name value`` alike.
+    short
+        One letter -> name.
+    until_word
+        Whether everything from the first word on belongs to another command.
+
+    Raises
+    ------
+    Refused
+        There is no such option here.
+    """
+    flags, valued, short = set(flags), set(valued), short or {}
+    options = Options()
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("-") or word == "-":
+            options.words.append(word)
+            if until_word:
+                options.words += left
+                break
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("--") and name not in flags | valued:
+            letter, rest = word[1], word[2:]
+            name, equals, value = short.get(letter, letter), rest and "=", rest
+        if name in valued:
+            if not equals:
+                if not left:
+                    raise Refused(f"option {word} needs a value", 2)
+                value = left.pop(0)
+            options.values[name] = value
+        elif name in flags and not equals:
+            options.values[name] = ""
+        else:
+            raise Refused(f"unrecognized option '{word}': the fake does not know it", 2)
+    return options
+
+
+def directives(script: str, mark: str) -> list[str]:
+    """Get the options that a batch script has in its lines ``#SBATCH …`` or ``#PBS …``, up to the first command."""
+    found: list[str] = []
+    for line in script.splitlines():
+        if line.startswith(f"{mark} "):
+            found += shlex.split(line[len(mark) :], comments=True)
+        elif line.strip() and not line.startswith("#"):
+            break
+    return found

@@ -1,0 +1,222 @@
+"""The fake PBS commands: ``python -m freetrain_parsl.testing.fake_commands.pbs DIRECTORY COMMAND …``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import BatchSystemError, InvalidSettings
+from freetrain_parsl.testing.fake_commands import pbs_answers as answers
+from freetrain_parsl.testing.fake_commands.mishaps import suffer
+from freetrain_parsl.testing.fake_commands.options import Options, Refused, directives, parse
+from freetrain_parsl.testing.fake_commands.steps import Task, run_tasks, stay_at_sigterm
+from freetrain_parsl.testing.fake_commands.store import QUEUES, Store, Submission
+from freetrain_parsl.windows.pbs_values import as_duration
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+_QSUB_VALUED = "ANSejlmoqrv"
+_PASSED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TZ", "USER", "XDG_RUNTIME_DIR", "TMPDIR")
+"""What of the caller's environment a job has. A real job has that of a login shell; the fake has no other."""
+
+_UNKNOWN_JOB = 153
+_FINISHED_JOB = 35
+_LONGEST = 5 * 365 * 86400.0
+
+
+def qsub(store: Store, arguments: list[str]) -> None:
+    """Submit a batch script."""
+    given, given_resources, words = _qsub_options(arguments)
+    if not words:
+        raise Refused("the fake reads batch scripts from files only")
+    try:
+        script = Path(words[0]).read_text(encoding="utf-8")
+    except OSError:
+        raise Refused("script file:: No such file or directory") from None
+    options, resources, _ = _qsub_options(directives(script, "#PBS"))
+    options |= given
+    resources |= given_resources
+    queue = options.get("q", QUEUES[0])
+    if queue not in QUEUES:
+        raise Refused("Unknown queue", 170)
+    name = options.get("N", Path(words[0]).name)
+    walltime = as_duration(resources.get("max_walltime") or resources.get("walltime"))
+    env = {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
+    env |= {f"PBS_O_{key}": os.environ[key] for key in ("HOME", "PATH") if key in os.environ}
+    env |= {"PBS_JOBNAME": name, "PBS_QUEUE": queue, "PBS_O_QUEUE": queue, "PBS_O_WORKDIR": str(Path.cwd())}
+    stdout = Path(options.get("o", f"{name}.o"))
+    stderr = stdout if "o" in options.get("j", "") else Path(options.get("e", f"{name}.e"))
+    submission = Submission(
+        name,
+        queue,
+        _chunks(resources.get("select", "1")),
+        _LONGEST if walltime is None else walltime,
+        _named_nodes(resources.get("select", "1")),
+        stdout,
+        stderr,
+        env,
+    )
+    try:
+        job = store.submit(script if script.startswith("#!") else f"#!/bin/sh\n{script}", submission)
+    except InvalidSettings as error:
+        raise Refused(f"Job violates queue and/or server resource limits: {error}", 188) from None
+    _print(answers.full_id(job))
+
+
+def _qsub_options(arguments: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Read qsub's options: letter -> value, what ``-l`` asks for together, and the words after them."""
+    options: dict[str, str] = {}
+    resources: dict[str, str] = {}
+    left = list(arguments)
+    while left and left[0].startswith("-"):
+        word = left.pop(0)
+        letter, value = word[1:2], word[2:]
+        if letter not in _QSUB_VALUED:
+            raise Refused(f"illegal option {word}: the fake does not know it", 2)
+        if not value and not left:
+            raise Refused(f"option {word} needs a value", 2)
+        value = value or left.pop(0)
+        if letter == "l":
+            resources.update(item.partition("=")[::2] for item in re.split(r",(?=\w+=)", value))
+        else:
+            options[letter] = value
+    return options, resources, left
+
+
+def qstat(store: Store, arguments: list[str]) -> None:
+    """Tell of jobs, queues or the server, as JSON."""
+    options = parse(arguments, flags=("f", "x", "Q", "B", "Qf", "Bf", "fx", "xf"), valued=("F",))
+    letters = {letter for name in options.values if name != "F" for letter in name}
+    if options.get("F").lower() != "json" or "f" not in letters:
+        raise Refused("the fake prints JSON only: ask with -f -F json")
+    if "Q" in letters:
+        _print(answers.queues(store))
+        return
+    if "B" in letters:
+        _print(answers.server(store))
+        return
+    jobs = store.jobs()
+    ended = {job for job, told in jobs.items() if told.end is not None and "x" not in letters}
+    wanted = [word.partition(".")[0] for word in options.words]
+    complaints = []
+    for job in wanted:
+        if job not in jobs:
+            complaints.append((f"Unknown Job Id {answers.full_id(job)}", _UNKNOWN_JOB))
+        elif job in ended:
+            complaints.append((f"{answers.full_id(job)} Job has finished, use -x or -H to obtain", _FINISHED_JOB))
+    shown = [told for job, told in jobs.items() if job not in ended and (not wanted or job in wanted)]
+    _print(answers.jobs(store, shown))
+    if complaints:
+        raise Refused(*complaints[0])
+
+
+def pbsnodes(store: Store, arguments: list[str]) -> None:
+    """Tell of nodes, as JSON."""
+    options = parse(arguments, flags=("a", "v", "av"), valued=("F",))
+    if options.get("F").lower() != "json" or options.words:
+        raise Refused("the fake prints JSON of all vnodes only: ask with -av -F json")
+    _print(answers.nodes(store))
+
+
+def pbs_rstat(_: Store, arguments: list[str]) -> None:
+    """Tell of reservations: there are none."""
+    parse(arguments, flags=("f", "F", "B", "S"))
+
+
+def qmgr(_: Store, arguments: list[str]) -> None:
+    """Tell of the scheduler."""
+    if arguments != ["-c", "list sched"]:
+        raise Refused(f"the fake knows only -c 'list sched', not {' '.join(arguments)!r}")
+    _print(answers.SCHEDULER)
+
+
+def qdel(store: Store, arguments: list[str]) -> None:
+    """End jobs; goes on after one that cannot be ended."""
+    jobs = [word.partition(".")[0] for word in parse(arguments, valued=("W",)).words]
+    known = store.jobs(jobs)
+    living = [job for job in jobs if job in known and known[job].end is None]
+    store.client.cancel(living)
+    complaints = []
+    for job in jobs:
+        if job not in known:
+            complaints.append((f"Unknown Job Id {answers.full_id(job)}", _UNKNOWN_JOB))
+        elif job not in living:
+            complaints.append((f"Job has finished {answers.full_id(job)}", _FINISHED_JOB))
+    if complaints:
+        raise Refused(*complaints[0])
+
+
+def mpiexec(_: Store, arguments: list[str]) -> None:
+    """Start tasks on the nodes of the job that it is called in."""
+    options: Options = parse(
+        arguments,
+        flags=("l", "prepend-rank"),
+        valued=("bind-to", "cpu-bind", "depth", "hostfile", "n", "np", "ppn"),
+        until_word=True,
+    )
+    job = os.environ.get("PBS_JOBID", "").partition(".")[0]
+    if not job or "FREETRAIN_CLUSTER" not in os.environ:
+        raise Refused("the fake runs inside of batch jobs only")
+    nodes = Path(os.environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
+    hosts = nodes
+    if "hostfile" in options:
+        hosts = [line.split()[0] for line in Path(options.get("hostfile")).read_text(encoding="utf-8").splitlines()]
+    strangers = set(hosts) - set(nodes)
+    if strangers:
+        raise Refused(f"{min(strangers)} is no node of job {job}")
+    count = int(options.get("n") or options.get("np") or len(hosts))
+    per_node = int(options.get("ppn", "1"))
+    tasks = []
+    for number in range(count):
+        host = hosts[number // per_node % len(hosts)]
+        rank = {"PMI_RANK": str(number), "PMI_SIZE": str(count), "PALS_RANKID": str(number)}
+        tasks.append(Task(nodes.index(host), rank))
+    stay_at_sigterm()
+    code = run_tasks(job, options.words, tasks, label="l" in options or "prepend-rank" in options)
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+COMMANDS = {command.__name__: command for command in (mpiexec, pbs_rstat, pbsnodes, qdel, qmgr, qstat, qsub)}
+
+
+def main(directory: str, name: str, arguments: list[str]) -> int:
+    """Be the command `name`."""
+    store = Store(Path(directory))
+    store.note_call([name, *arguments])
+    if name != "mpiexec":  # which asks no server
+        suffer(store.directory, store.settings.kind, name)
+    if arguments == ["--version"]:
+        _print(f"pbs_version = {store.settings.version}")
+        return 0
+    try:
+        COMMANDS[name](store, arguments)
+    except Refused as refusal:
+        _print(f"{name}: {refusal}", sys.stderr)
+        return refusal.code
+    except BatchSystemError as error:  # the cluster is gone: a server that is down
+        _print(f"{name}: cannot connect to server fake (errno=111): {error}", sys.stderr)
+        return 1
+    return 0
+
+
+def _chunks(select: str) -> int:
+    """Count the chunks; the fake gives each a node of its own."""
+    counts = [chunk.partition(":")[0] for chunk in select.split("+")]
+    return sum(int(count) if count.isdecimal() else 1 for count in counts)
+
+
+def _named_nodes(select: str) -> tuple[str, ...] | None:
+    return tuple(re.findall(r":(?:host|vnode)=([^:+]+)", select)) or None
+
+
+def _print(text: str, file: TextIO | None = None) -> None:
+    print(text, file=file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,543 @@
+"""A real Slurm of several nodes on this one machine's loopback, for tests and benchmarks: neither systemd nor root.
+
+::
+
+    with LoopbackSlurm(nodes=4) as cluster:
+        job = cluster.submit("--nodes=2", "--time=5")
+        cluster.wait_for_state(job, "RUNNING")
+
+The daemons are Slurm's own (Debian: ``slurmctld slurmd slurm-client munge``); nothing is installed here, and
+`LoopbackSlurm.missing` tells what is not there. Nodes have whatever hardware the cluster's maker says they have; their
+jobs are real processes of this machine. All of it ends with the context, and also if this process is killed: see
+`testing.sweeper`.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import random
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
+from freetrain_parsl.testing import sweeper
+from freetrain_parsl.testing.slurm_config import (
+    PARTITIONS,
+    ClusterPlan,
+    LoopbackPartition,
+    node_names,
+    slurm_conf,
+    slurmdbd_conf,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["PARTITIONS", "LoopbackPartition", "LoopbackSlurm"]
+
+_PROGRAMS = {
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+}
+_ACCOUNTING_PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server"}
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+_LONGEST_PATH = 80  # a socket's path may have 107 bytes
+_FIRST_PORT, _LAST_PORT = 10240, 32000  # below those that the kernel gives away
+_PERIOD = 0.02
+_NODE_MARK = "FREETRAIN_LOOPBACK_NODE"  # environment variable of a node's daemon and of its job steps
+_JOB_NODE = "SLURMD_NODENAME"  # the same of its jobs, by Slurm itself
+_FOREIGN = ("SLURM", "SBATCH", "SQUEUE", "SINFO", "SALLOC", "SRUN")  # another cluster's settings
+
+
+class LoopbackSlurm:
+    """A cluster that lives as long as its context.
+
+    Parameters
+    ----------
+    directory
+        For everything that it writes; must not hold anything, and is removed at the end. Default: a temporary one.
+    nodes, cpus, memory, gpus
+        Number of nodes, and what each has; `memory` in MiB.
+    features
+        Node -> its features, comma-separated.
+    partitions
+        Default: `PARTITIONS`.
+    bf_interval, bf_resolution
+        Seconds: between passes of the backfill scheduler, and the grain of its plan.
+    kill_wait
+        Seconds between SIGTERM and SIGKILL at the end of a job's time.
+    slurmd_timeout
+        Seconds after which a silent node is down.
+    accounting
+        Whether there is a slurmdbd, and with it ``sacct`` and QOS; takes some seconds.
+    warn_preempted
+        Whether preempted jobs get the signal that they asked for with ``--signal``.
+    scheduler_parameters, extra
+        Further words of SchedulerParameters, and lines of ``slurm.conf``.
+
+    Attributes
+    ----------
+    environment
+        What a client of this cluster needs, all of it: ``subprocess.run(…, env=cluster.environment)``.
+    node_names
+        The nodes, in order.
+    work
+        A directory that every user may write to, where clients are run.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        nodes: int = 8,
+        cpus: int = 4,
+        memory: int = 16000,
+        gpus: int = 0,
+        features: Mapping[str, str] | None = None,
+        partitions: Sequence[LoopbackPartition] = PARTITIONS,
+        bf_interval: int = 2,
+        bf_resolution: int = 1,
+        kill_wait: int = 5,
+        slurmd_timeout: int = 10,
+        accounting: bool = False,
+        warn_preempted: bool = True,
+        scheduler_parameters: Sequence[str] = (),
+        extra: Sequence[str] = (),
+    ) -> None:
+        missing = self.missing(accounting=accounting)
+        if missing is not None:
+            raise CommandNotFound(missing)
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="ft-slurm-"))
+        if len(str(self.directory.absolute())) > _LONGEST_PATH:
+            raise InvalidSettings(f"{self.directory}: too long a path for the sockets in it, give a shorter one")
+        self.directory = self.directory.absolute()
+        self.node_names = node_names(nodes)
+        self.work = self.directory / "work"
+        self._plan = ClusterPlan(
+            name=f"loop{secrets.token_hex(4)}",
+            directory=self.directory,
+            user=pwd.getpwuid(os.geteuid()).pw_name,
+            version=_version(),
+            ports=_ports(nodes),
+            loopback_only=_loopback_only(),
+            nodes=nodes,
+            cpus=cpus,
+            memory=memory,
+            gpus=gpus,
+            features=features or {},
+            partitions=partitions,
+            bf_interval=bf_interval,
+            bf_resolution=bf_resolution,
+            kill_wait=kill_wait,
+            slurmd_timeout=slurmd_timeout,
+            accounting=accounting,
+            warn_preempted=warn_preempted,
+            scheduler_parameters=scheduler_parameters,
+            extra=extra,
+        )
+        own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+        self.environment = own | {"PATH": _PATH, "SLURM_CONF": str(self._conf), sweeper.MARK: self._plan.name}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._lost: set[str] = set()
+        self._sweeper: subprocess.Popen[bytes] | None = None
+
+    @staticmethod
+    def missing(*, accounting: bool = False) -> str | None:
+        """Say what this machine lacks for a cluster, in a line; ``None`` if nothing."""
+        if not Path("/proc/self/environ").exists():
+            return f"a loopback Slurm needs Linux (it reads /proc), this is {sys.platform}"
+        programs = _PROGRAMS | (_ACCOUNTING_PROGRAMS if accounting else {})
+        absent = [name for name in programs if shutil.which(name, path=_PATH) is None]
+        if not absent:
+            return None
+        packages = " ".join(dict.fromkeys(programs[name] for name in absent))
+        return f"no {', '.join(absent)} here (Debian: apt-get install {packages})"
+
+    @staticmethod
+    def installed_version() -> tuple[int, int]:
+        """Ask the installed Slurm for its version: ``(22, 5)``."""
+        return _version()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of the installed Slurm: ``(22, 5)``."""
+        return self._plan.version
+
+    def __enter__(self) -> Self:
+        """Write the configuration, start the daemons, wait until every node is idle.
+
+        Raises
+        ------
+        BatchSystemError
+            A daemon did not start; the message has its last words.
+        """
+        self._write_files()
+        self._start_sweeper()
+        try:
+            self._start_daemons()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill every process of the cluster and remove its directory."""
+        if self._sweeper is None:
+            return
+        assert self._sweeper.stdin is not None
+        self._sweeper.stdin.close()
+        while self._sweeper.poll() is None:
+            for daemon in self._daemons.values():
+                daemon.poll()  # else they stay zombies
+            time.sleep(_PERIOD)
+        self._daemons.clear()
+        failed, self._sweeper = self._sweeper.returncode, None
+        if failed:
+            raise BatchSystemError(f"processes of cluster {self._plan.name} would not die")
+
+    # Its users.
+
+    def run(self, *arguments: str, user: str | None = None, timeout: float = 60.0) -> str:
+        """Run a client command and return what it printed.
+
+        Parameters
+        ----------
+        *arguments
+            The command and its arguments.
+        user
+            As whom; needs root.
+        timeout
+            Seconds.
+
+        Raises
+        ------
+        BatchSystemError
+            It failed; the message has its complaint.
+        """
+        done = subprocess.run(
+            arguments,
+            env=self.environment,
+            cwd=self.work,
+            user=user,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode:
+            raise BatchSystemError(f"{shlex.join(arguments)}: {(done.stderr or done.stdout).strip()}")
+        return done.stdout
+
+    def submit(self, *options: str, command: str = "exec sleep 100000", user: str | None = None) -> str:
+        """Submit a batch job that runs a shell command, with further options of ``sbatch``; return its id."""
+        output = [] if any(option.startswith("--output") for option in options) else ["--output=/dev/null"]
+        printed = self.run("sbatch", "--parsable", *output, *options, f"--wrap={command}", user=user)
+        return printed.strip().partition(";")[0]
+
+    def describe(self, job: str) -> dict[str, str]:
+        """Get what ``scontrol show job`` tells of a job, field by field; of its first task if it is an array."""
+        text = self.run("scontrol", "--oneliner", "show", "job", job).partition("\n")[0]
+        return {name: value for name, _, value in (word.partition("=") for word in text.split()) if value}
+
+    def state_of(self, job: str) -> str:
+        """Get the state of a job: ``PENDING``, ``RUNNING`` and so on."""
+        return self.describe(job)["JobState"]
+
+    def wait_for_state(self, job: str, *states: str, timeout: float = 30.0) -> str:
+        """Wait until a job is in one of these states, and return it.
+
+        Raises
+        ------
+        BatchSystemError
+            It was not within `timeout` seconds.
+        """
+        seen = ""
+
+        def reached() -> bool:
+            nonlocal seen
+            seen = self.state_of(job)
+            return seen in states
+
+        _wait(reached, timeout, lambda: f"job {job} to be {' or '.join(states)}, it is {seen}")
+        return seen
+
+    def clear(self, timeout: float = 30.0) -> None:
+        """End all jobs, remove reservations, and wait until every node is idle: as the cluster was at first."""
+        self.start_controller()
+        for name in self.node_names:
+            self.start_node(name)
+        for line in self.run("scontrol", "--oneliner", "show", "reservation").splitlines():
+            if found := re.match(r"ReservationName=(\S+)", line):
+                self.run("scontrol", "delete", f"ReservationName={found[1]}")
+
+        def empty() -> bool:
+            jobs = self.run("squeue", "--noheader", "--format=%A").split()
+            if jobs:
+                self.run("scancel", "--quiet", *jobs)
+            return not jobs
+
+        _wait(empty, timeout, lambda: "the queue to be empty")
+        for line in self.run(
+            "sinfo", "--noheader", "--Node", f"--partition={self._plan.partitions[0].name}", "--format=%N %T"
+        ).splitlines():
+            name, state = line.split()
+            if "drain" in state:
+                self.run("scontrol", "update", f"NodeName={name}", "State=UNDRAIN")
+        self._await_nodes()
+
+    # Its administrator, and its accidents.
+
+    def stop_node(self, name: str) -> None:
+        """End a node's daemon in good order; jobs on it go on."""
+        self._end(name, signal.SIGTERM)
+
+    def kill_node(self, name: str) -> None:
+        """Kill a node with all that runs on it, as a loss of power does."""
+        self._lost.add(name)
+        pids = [pid for pid in sweeper.marked(self._plan.name) if _runs_on(pid, name)]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._end(name, signal.SIGKILL)
+        _wait(lambda: not any(map(sweeper.is_alive, pids)), 10.0, lambda: f"the processes of {name} to die")
+
+    def start_node(self, name: str) -> None:
+        """Start a node's daemon, unless it runs."""
+        if not self._runs(name):
+            boot = ["-b"] if name in self._lost else []  # the controller then knows that the jobs there are gone
+            self._lost.discard(name)
+            self._start(name, "slurmd", "-D", "-N", name, "-f", str(self._conf), *boot, extra={_NODE_MARK: name})
+
+    def stop_controller(self) -> None:
+        """End slurmctld; jobs go on, clients get no answer."""
+        self._end("slurmctld", signal.SIGTERM)
+
+    def start_controller(self) -> None:
+        """Start slurmctld where it left off, unless it runs, and wait until it answers."""
+        if not self._runs("slurmctld"):
+            self._start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
+        self._await("slurmctld", lambda: self._answers("sinfo", "--noheader"))
+
+    def restart_controller(self) -> None:
+        """Stop slurmctld and start it again."""
+        self.stop_controller()
+        self.start_controller()
+
+    def log(self, daemon: str) -> str:
+        """Read what a daemon has written: ``slurmctld``, ``munged``, a node's name."""
+        file = self.directory / "log" / f"{daemon}.log"
+        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+    # How it comes up.
+
+    @property
+    def _conf(self) -> Path:
+        return self.directory / "etc" / "slurm.conf"
+
+    def _write_files(self) -> None:
+        self.directory.mkdir(exist_ok=True)
+        if any(self.directory.iterdir()):
+            raise InvalidSettings(f"{self.directory}: not empty, a cluster wants a directory of its own")
+        self.directory.chmod(0o755)  # clients of other users come through it
+        for name in ("etc", "state", "spool", "log", "run", "work"):
+            (self.directory / name).mkdir()
+        self.work.chmod(0o1777)
+        files = {"slurm.conf": slurm_conf(self._plan)}
+        # slurmd wants a plugin for cgroups though nothing uses them; this one starts where none is mounted.
+        plugin = "disabled" if self.version >= (24, 5) else "cgroup/v1"
+        files["cgroup.conf"] = f"CgroupPlugin={plugin}\n"
+        if self._plan.gpus:
+            # Only character devices give jobs CUDA_VISIBLE_DEVICES; nothing opens these.
+            lines = [f"Name=gpu File={device}" for device in _character_devices(self._plan.gpus)]
+            files["gres.conf"] = "\n".join(["AutoDetect=off", *lines, ""])
+        if self._plan.accounting:
+            files["slurmdbd.conf"] = slurmdbd_conf(self._plan)
+        for name, text in files.items():
+            (self.directory / "etc" / name).write_text(text, encoding="utf-8")
+        key = self.directory / "etc" / "munge.key"
+        key.write_bytes(os.urandom(128))
+        for secret in (key, self.directory / "etc" / "slurmdbd.conf"):
+            if secret.exists():
+                secret.chmod(0o600)
+
+    def _start_sweeper(self) -> None:
+        command = [sys.executable, "-I", "-S", sweeper.__file__, self._plan.name, str(self.directory)]
+        self._sweeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _start_daemons(self) -> None:
+        run, log = self.directory / "run", self.directory / "log"
+        munge = [f"--key-file={self.directory}/etc/munge.key", f"--socket={run}/munge.sock", "--force"]
+        places = [f"--pid-file={run}/munged.pid", f"--log-file={log}/munged.log", f"--seed-file={run}/munge.seed"]
+        self._start("munged", "munged", "--foreground", "--num-threads=4", "--group-update-time=-1", *munge, *places)
+        self._await("munged", lambda: _listens(run / "munge.sock"))
+        if self._plan.accounting:
+            self._start_accounting()
+        self._start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
+        for name in self.node_names:
+            self.start_node(name)
+        self.start_controller()
+        self._await_nodes()
+
+    def _start_accounting(self) -> None:
+        data, sock = self.directory / "database", self.directory / "run" / "database.sock"
+        as_root = ["--user=root"] if os.geteuid() == 0 else []
+        common = ["--no-defaults", f"--datadir={data}", *as_root]
+        data.mkdir()
+        self.run("mariadb-install-db", *common, "--auth-root-authentication-method=normal", "--skip-test-db")
+        words = [f"--socket={sock}", f"--port={self._plan.ports['database']}", "--bind-address=127.0.0.1"]
+        words += ["--skip-log-bin", "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
+        self._start("mariadbd", "mariadbd", *common, *words)
+        self._await("mariadbd", lambda: _listens(sock))
+        grants = "create database slurm_acct;" + "".join(
+            f"create user slurm@'{host}' identified by 'slurm'; grant all on slurm_acct.* to slurm@'{host}';"
+            for host in ("127.0.0.1", "localhost")
+        )
+        self.run("mariadb", "--no-defaults", f"--socket={sock}", "-uroot", "-e", grants)
+        self._start("slurmdbd", "slurmdbd", "-D")
+        self._await("slurmdbd", lambda: self._answers("sacctmgr", "--noheader", "show", "cluster"))
+        for words in (
+            ["cluster", self._plan.name],
+            ["account", "test", f"Cluster={self._plan.name}"],
+            ["user", self._plan.user, "Account=test"],
+        ):
+            self.run("sacctmgr", "--immediate", "add", *words)
+
+    def _await_nodes(self) -> None:
+        def idle() -> bool:
+            states = self.run("sinfo", "--noheader", "--format=%T").split()
+            return bool(states) and set(states) == {"idle"}
+
+        _wait(idle, 60.0, lambda: f"all nodes to be idle:\n{self.run('sinfo')}{self._last_words('slurmctld')}")
+
+    def _start(self, name: str, *command: str, extra: Mapping[str, str] | None = None) -> None:
+        with ExitStack() as files:
+            log = files.enter_context((self.directory / "log" / f"{name}.log").open("ab"))
+            self._daemons[name] = subprocess.Popen(
+                command,
+                env=self.environment | dict(extra or {}),
+                cwd=self.directory / "run",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _runs(self, name: str) -> bool:
+        return name in self._daemons and self._daemons[name].poll() is None
+
+    def _end(self, name: str, number: signal.Signals) -> None:
+        if name not in self._daemons:
+            raise InvalidSettings(f"{name!r} is no daemon of this cluster: {', '.join(self._daemons)}")
+        daemon = self._daemons[name]
+        daemon.send_signal(number)
+        daemon.wait(30.0)
+
+    def _answers(self, *command: str) -> bool:
+        try:
+            self.run(*command)
+        except BatchSystemError:
+            return False
+        return True
+
+    def _await(self, name: str, ready: Callable[[], bool]) -> None:
+        daemon = self._daemons[name]
+        _wait(
+            lambda: ready() or daemon.poll() is not None,
+            60.0,
+            lambda: f"{name} to answer: {self._last_words(name)}",
+        )
+        if daemon.poll() is not None:
+            raise BatchSystemError(f"{name} ended with {daemon.returncode}: {self._last_words(name)}")
+
+    def _last_words(self, name: str) -> str:
+        return " | ".join(self.log(name).splitlines()[-8:])
+
+
+def _wait(ready: Callable[[], bool], timeout: float, what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + timeout
+    while not ready():
+        if time.monotonic() > deadline:
+            raise BatchSystemError(f"waited {timeout:g} s for {what()}")
+        time.sleep(_PERIOD)
+
+
+def _runs_on(pid: int, node: str) -> bool:
+    """Whether a process is a daemon, a step or a job of this node."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return not {f"{name}={node}".encode() for name in (_NODE_MARK, _JOB_NODE)}.isdisjoint(entries)
+
+
+def _version() -> tuple[int, int]:
+    command = [shutil.which("slurmctld", path=_PATH) or "slurmctld", "-V"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    major, minor = printed.split()[-1].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _ports(nodes: int) -> dict[str, int]:
+    """Choose a row of free ports."""
+    count = nodes + 3
+    for _ in range(100):
+        first = random.randrange(_FIRST_PORT, _LAST_PORT - count)
+        if _are_free(range(first, first + count)):
+            return dict(zip(("slurmctld", "slurmdbd", "database", "slurmd"), range(first, first + 4), strict=True))
+    raise BatchSystemError(f"no {count} free ports in a row on the loopback")
+
+
+def _are_free(ports: Collection[int]) -> bool:
+    with ExitStack() as sockets:
+        for port in ports:
+            probe = sockets.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+    return True
+
+
+def _loopback_only() -> bool:
+    try:
+        return socket.gethostbyname(socket.gethostname()).startswith("127.")
+    except OSError:
+        return False
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _character_devices(count: int) -> list[str]:
+    devices = [f"/dev/tty{number}" for number in range(count)]
+    absent = [device for device in devices if not Path(device).exists()]
+    if absent:
+        raise InvalidSettings(f"pretended GPUs stand on character devices, and there is no {absent[0]}")
+    return devices

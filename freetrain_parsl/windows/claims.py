@@ -1,0 +1,145 @@
+"""Which of the nodes that our jobs hold somebody else's job is waiting for: the ones to hand back.
+
+The pending jobs of others are walked in the scheduler's own order, as if our running jobs were gone:
+
+- A job that would start now gets free nodes first, then those of jobs that yield to it, then ours: these are wanted
+  now.
+- One that would not, but that the batch system plans on nodes of ours, is held up by us only if the other nodes of
+  its plan are free before its planned start; then ours are wanted from that time.
+- Nobody is let past: nodes of a job that must wait may be used by the jobs after it only until its start (EASY).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from freetrain_parsl.windows.occupancy import Occupancy
+    from freetrain_parsl.windows.state import PendingJob
+
+__all__ = ["find_claims"]
+
+
+def find_claims(occupancy: Occupancy) -> dict[str, float]:
+    """Tell which nodes of our running jobs others wait for: node -> when their job would start there, seconds."""
+    walk = _Walk(occupancy)
+    if walk.mine:
+        for job in occupancy.queue:
+            if job.job not in occupancy.out_of_reach:
+                walk.visit(job)
+            if not walk.mine.difference(walk.wanted):
+                break
+    return walk.wanted
+
+
+class _Walk:
+    def __init__(self, occupancy: Occupancy) -> None:
+        self.wanted: dict[str, float] = {}
+        self._occupancy = occupancy
+        self._now = occupancy.now
+        nodes = occupancy.state.nodes
+        self._free = {name for name, node in nodes.items() if occupancy.is_free(node)}
+        self.mine = {
+            name
+            for name, jobs in occupancy.jobs_on.items()
+            if all(job.job in occupancy.ours for job in jobs)
+            and name in nodes
+            and not nodes[name].unusable
+            and occupancy.in_force(name) is None
+        }
+        self._taken_until: dict[str, float] = {}
+        self._lasts = {name: occupancy.next_reservation(name) for name in nodes}
+        self._usable: dict[tuple[str, frozenset[str]], list[str]] = {}
+        self._ends: dict[tuple[str, frozenset[str]], list[float]] = {}
+
+    def visit(self, job: PendingJob) -> None:
+        """Let a job start now, or keep nodes for its start."""
+        if job.eligible and self._starts_now(job):
+            return
+        if job.start is None:
+            if job.eligible:
+                self._keep_earliest(job)
+            return
+        if job.planned_nodes:
+            self._keep_planned(job, job.start)
+        else:
+            self._keep(sorted(self._usable_by(job), key=self._lasts.__getitem__)[-job.node_count :], job.start)
+
+    def _usable_by(self, job: PendingJob) -> list[str]:
+        """List the nodes that suit a job, that are free, ours or yield to it, and that no job before it has taken."""
+        key = (job.partition, job.features)
+        if key not in self._usable:
+            tier = self._occupancy.tier_of(job)
+            self._usable[key] = [
+                name
+                for name in self._occupancy.suitable(job)
+                if name in self._free or name in self.mine or self._occupancy.can_be_preempted(name, tier)
+            ]
+        self._usable[key] = [name for name in self._usable[key] if name not in self._taken_until]
+        return self._usable[key]
+
+    def _starts_now(self, job: PendingJob) -> bool:
+        end = self._now + job.walltime
+        usable = [name for name in self._usable_by(job) if self._lasts[name] >= end]
+        if len(usable) < job.node_count or not set(usable).issuperset(job.named_nodes):
+            return False
+        named = set(job.named_nodes)
+        planned = set(job.planned_nodes)
+        usable.sort(
+            key=lambda name: (name not in named, name not in self._free, name in self.mine, name not in planned)
+        )
+        for name in usable[: job.node_count]:
+            self._taken_until[name] = end
+            if name in self.mine:
+                self.wanted[name] = self._now
+        return True
+
+    def _keep_planned(self, job: PendingJob, start: float) -> None:
+        others = [name for name in job.planned_nodes if name not in self.mine]
+        tier = self._occupancy.tier_of(job)
+        without_us = max((self._free_from(name, tier) for name in others), default=self._now)
+        ours = self.mine.intersection(job.planned_nodes)
+        if job.eligible and ours and without_us < start:
+            for name in ours:
+                self.wanted[name] = min(without_us, self.wanted.get(name, math.inf))
+            start = without_us
+        self._keep(job.planned_nodes, start)
+
+    def _keep_earliest(self, job: PendingJob) -> None:
+        """Keep nodes for a job without a plan, from the first time at which there are enough.
+
+        It gets those that come last, so that the others stay of use to the jobs after it.
+        """
+        usable = self._usable_by(job)
+        missing = job.node_count - len(usable)
+        if missing <= 0:
+            return  # there are enough; it waits for the jobs before it, and its turn is after theirs
+        key = (job.partition, job.features)
+        if key not in self._ends:
+            tier = self._occupancy.tier_of(job)
+            busy = (
+                name
+                for name in self._occupancy.suitable(job)
+                if name not in self._free and name not in self.mine and not self._occupancy.can_be_preempted(name, tier)
+            )
+            self._ends[key] = sorted(self._occupancy.free_from(name, tier) for name in busy)
+        suitable = self._occupancy.suitable(job)
+        taken = sorted(end for name, end in self._taken_until.items() if name in suitable)
+        start = next(islice(heapq.merge(self._ends[key], taken), missing - 1, None), math.inf)
+        if math.isfinite(start):
+            in_time = bisect_right(self._ends[key], start) + bisect_right(taken, start)
+            self._keep(usable[: max(0, job.node_count - in_time)], start)
+
+    def _free_from(self, name: str, tier: float) -> float:
+        return self._taken_until.get(name, self._occupancy.free_from(name, tier))
+
+    def _keep(self, names: Iterable[str], start: float) -> None:
+        for name in names:
+            if start < self._lasts.get(name, -math.inf):
+                self._lasts[name] = start

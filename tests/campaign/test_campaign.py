@@ -1,0 +1,182 @@
+"""Campaign files: a whole campaign is checked before anything is submitted."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from freetrain_parsl.campaign.campaign import Campaign
+from freetrain_parsl.campaign.site import shipped_sites
+from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.errors import InvalidInput, UsageError
+
+HERE = Path(__file__).parent
+APP = "slow_app.py:train"
+
+
+@pytest.fixture(autouse=True)
+def search_path(monkeypatch, tmp_path):
+    """Keep what a campaign imports to its test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(tmp_path):
+            del sys.modules[name]
+
+
+def campaign(text: str, directory: Path = HERE, given: dict[str, str] | None = None) -> Campaign:
+    return Campaign.parse(text, "c.yaml", directory, Variables(given or {}, {}))
+
+
+def test_a_training_has_the_options_and_arguments_of_its_item() -> None:
+    read = campaign(f"""
+name: one
+trainings:
+  - app: {APP}
+    name: first
+    min_nodes: 2
+    max_nodes: 4
+    priority: 2.5
+    epochs: 7
+    samples: 1400
+    seed: 3
+    scaling: {{1: 10, 2: 18, 4: 30}}
+    checkpoint_interval: 2 min
+    rescale_costs: {{up: 4 s}}
+    arguments:
+      lr: 1e-3
+      epochs: ${{N}}
+""", given={"n": "7"})  # fmt: skip
+    (training,) = read.trainings
+    request = training.app.request(training.name)
+    assert (read.name, training.name) == ("one", "first")
+    assert training.arguments == {"lr": 0.001, "epochs": 7}
+    assert (request.min_nodes, request.max_nodes, request.priority) == (2, 4, 2.5)
+    assert (request.epochs, request.samples, request.seed) == (7, 1400, 3)
+    assert (request.scaling(4), request.checkpoint_interval, request.costs.up) == (30, timedelta(minutes=2), 4)
+    assert read.import_paths == (HERE,)
+    assert read.variables == {"N": "7"}
+
+
+def test_options_that_are_not_given_stay_those_of_the_app() -> None:
+    (training,) = campaign(f"trainings: [{{app: '{APP}'}}]").trainings
+    assert training.app.request(training.name).max_nodes == 2
+    assert training.name == "slow_app"
+
+
+def test_a_grid_makes_every_combination_and_repeats_differ_in_their_seed() -> None:
+    read = campaign(f"""
+trainings:
+  - app: {APP}
+    grid: {{lr: [0.1, 1e-3], epochs: [2, 3]}}
+    repeat: 2
+    seed: 10
+    arguments: {{fail: false}}
+""")
+    assert [(item.name, item.arguments["lr"], item.arguments["epochs"]) for item in read.trainings[::2]] == [
+        ("slow_app-lr0.1-epochs2-1", 0.1, 2),
+        ("slow_app-lr0.1-epochs3-1", 0.1, 3),
+        ("slow_app-lr0.001-epochs2-1", 0.001, 2),
+        ("slow_app-lr0.001-epochs3-1", 0.001, 3),
+    ]
+    assert [item.app.request(item.name).seed for item in read.trainings[:2]] == [10, 11]
+    assert all(item.arguments["fail"] is False for item in read.trainings)
+
+
+def test_a_name_may_use_the_values_of_its_grid_and_only_has_characters_that_names_may_have() -> None:
+    read = campaign(f"trainings: [{{app: '{APP}', name: 'a {{slow}}', grid: {{slow: ['x/y', '.']}}}}]")
+    assert [item.name for item in read.trainings] == ["a_x_y", "a_."]
+
+
+def test_an_app_may_be_in_an_importable_module(tmp_path: Path) -> None:
+    package = tmp_path / "models_here"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text((HERE / "slow_app.py").read_text())
+    read = campaign("trainings: [{app: 'models_here.net:train'}]", tmp_path)
+    assert read.import_paths == (tmp_path.resolve(),)
+    assert read.trainings[0].name == "net"
+
+
+def test_the_shipped_campaigns_are_right() -> None:
+    files = sorted((shipped_sites()["local"].parent / "campaigns").glob("*.yaml"))
+    assert files
+    for file in files:
+        assert Campaign.load(file).trainings
+
+
+MANY = ", ".join(map(str, range(150)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: x", "c.yaml:1: there are no 'trainings'"),
+        ("trainings: x", "trainings: should be a list"),
+        ("training: []", r"unknown key 'training' \(did you mean 'trainings'\?\)"),
+        ("trainings: [{name: x}]", r"c.yaml:1: trainings\[1\].app: is missing; give it like 'app: path.py:function'"),
+        ("trainings: [{app: slow_app.py}]", r"an app is named 'module:function' or 'path.py:function'"),
+        ("trainings: [{app: 'none.py:train'}]", r"trainings\[1\].app: there is no file .*none.py"),
+        ("trainings: [{app: 'no_such_module:train'}]", "importing no_such_module from .* failed: ModuleNotFoundError"),
+        (
+            "trainings: [{app: 'slow_app.py:tran'}]",
+            r"has no 'tran' \(did you mean 'train'\?\); its training apps: train",
+        ),
+        ("trainings: [{app: 'slow_app.py:not_an_app'}]", "is no training app: decorate it with @training_app"),
+        (
+            f"trainings: [{{app: '{APP}', max_node: 3}}]",
+            r"unknown key 'trainings\[1\].max_node' \(did you mean 'max_nodes'",
+        ),
+        (f"trainings: [{{app: '{APP}', max_nodes: four}}]", "max_nodes: must be a whole number"),
+        (f"trainings: [{{app: '{APP}', min_nodes: 5, max_nodes: 3}}]", r"max_nodes \(3\) is less than min_nodes \(5\)"),
+        (f"trainings: [{{app: '{APP}', priority: 0}}]", "priority must be positive"),
+        (
+            f"trainings: [{{app: '{APP}', scaling: 3}}]",
+            "scaling: is a mapping of nodes to samples per second, or a file",
+        ),
+        (f"trainings: [{{app: '{APP}', scaling: none.csv}}]", "none.csv: cannot read the scaling curve"),
+        (f"trainings: [{{app: '{APP}', scaling: {{2: 1}}}}]", "its scaling curve starts at 2 nodes"),
+        (f"trainings: [{{app: '{APP}', arguments: {{lrr: 1}}}}]", r"takes no argument 'lrr' \(did you mean 'lr'\?\)"),
+        (f"trainings: [{{app: '{APP}', arguments: {{session: 1}}}}]", "is the training session, which FreeTrain gives"),
+        (f"trainings: [{{app: '{APP}', arguments: [1]}}]", "arguments: should be a mapping"),
+        (f"trainings: [{{app: '{APP}', grid: {{lr: 1}}}}]", "'lr' should be a list of values"),
+        (
+            f"trainings: [{{app: '{APP}', grid: {{lr: [1]}}, arguments: {{lr: 2}}}}]",
+            "'lr' is among the arguments already",
+        ),
+        (f"trainings: [{{app: '{APP}', name: 'x{{width}}', grid: {{lr: [1]}}}}]", r"a name may use \{lr\}, \{repeat\}"),
+        (f"trainings: [{{app: '{APP}', name: same, grid: {{lr: [1, 2]}}}}]", "two trainings are named 'same'"),
+        (f"trainings: [{{app: '{APP}', name: '-x'}}]", "training name '-x' must be 1 to 128 letters"),
+        (f"trainings: [{{app: '{APP}', grid: {{lr: [{MANY}], slow: [{MANY}]}}}}]", "more than 10000 trainings"),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_line_and_key(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        campaign(text)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("c.yaml:")
+
+
+def test_an_import_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
+    """Importing runs the user's code, which may raise anything, in any number of lines."""
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('first\\nsecond')")
+    with pytest.raises(InvalidInput, match=r"importing breaks from .* failed: RuntimeError: first$"):
+        campaign("trainings: [{app: 'breaks.py:train'}]", tmp_path)
+
+
+def test_a_required_argument_that_is_missing_is_told(tmp_path: Path) -> None:
+    (tmp_path / "needs.py").write_text(
+        "from freetrain_parsl import training_app\n@training_app\ndef train(session, data): ...\n"
+    )
+    with pytest.raises(InvalidInput, match="the app cannot be called like this: missing a required argument: 'data'"):
+        campaign("trainings: [{app: 'needs.py:train'}]", tmp_path)
+
+
+def test_a_file_whose_name_another_module_has_is_refused(tmp_path: Path) -> None:
+    """The nodes would import that other module."""
+    (tmp_path / "json.py").touch()
+    with pytest.raises(InvalidInput, match=r"another module 'json' is loaded already .*; rename the file"):
+        campaign("trainings: [{app: 'json.py:train'}]", tmp_path)

@@ -1,0 +1,227 @@
+"""Site files: the shipped ones are right, and what is wrong in one is told in one line before anything is asked."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from parsl.launchers import MpiExecLauncher, SingleNodeLauncher, SrunLauncher
+from parsl.providers import PBSProProvider, SlurmProvider
+
+from freetrain_parsl import EmbeddedClusterProvider
+from freetrain_parsl.campaign.site import Site, shipped_sites
+from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.errors import InvalidInput, UsageError
+from freetrain_parsl.windows.pbs import PbsWindowSource
+from freetrain_parsl.windows.slurm import SlurmWindowSource
+
+VALUES = {"account": "abc123", "venv": "/sw/venv", "partition": "batch", "queue": "workq"}
+
+
+def site(text: str, given: dict[str, str] | None = None) -> Site:
+    return Site.parse(text, "site.yaml", Variables(given or {}, {}))
+
+
+@pytest.fixture
+def no_commands(monkeypatch):
+    """No command of a batch system runs: Parsl's provider for Slurm asks `sacct` when it is made."""
+    asked = []
+    monkeypatch.setattr(
+        SlurmProvider, "execute_wait", lambda self, command, timeout=None: asked.append(command) or (1, "", "disabled")
+    )
+    return asked
+
+
+@pytest.mark.parametrize("name", ["aurora", "frontier", "local", "pbs", "perlmutter", "polaris", "slurm"])
+def test_every_shipped_site_makes_a_provider_and_a_window_source(name: str, no_commands: list[str]) -> None:
+    read = Site.load(name, Variables(VALUES, {}))
+    kinds = {
+        "slurm": (SlurmProvider, SlurmWindowSource),
+        "pbs": (PBSProProvider, PbsWindowSource),
+        "local": (EmbeddedClusterProvider, None),
+    }
+    provider, source = kinds[read.system]
+    assert isinstance(read.provider(), provider)
+    if source is not None:
+        before = list(no_commands)
+        assert isinstance(read.window_source(), source)
+        assert no_commands == before, "a window source runs no command until it is asked"
+    assert read.least_walltime < read.planner_settings.max_walltime
+
+
+def test_the_shipped_sites_are_those_that_are_tested_here() -> None:
+    assert shipped_sites().keys() == {"aurora", "frontier", "local", "pbs", "perlmutter", "polaris", "slurm"}
+
+
+@pytest.mark.parametrize("name", ["aurora", "frontier", "perlmutter", "polaris"])
+def test_a_real_site_tells_its_documentation_and_needs_an_account(name: str) -> None:
+    assert "https://docs." in shipped_sites()[name].read_text(encoding="utf-8")
+    with pytest.raises(InvalidInput, match=rf"{name}.yaml:\d+: block.account needs a value for \$\{{ACCOUNT\}}"):
+        Site.load(name, Variables({"venv": "/v"}, {}))
+
+
+SLURM = """\
+system: slurm
+block:
+  partition: gpu
+  account: abc
+  qos: preempt
+  constraint: a100
+  scheduler_options: "#SBATCH --licenses=scratch"
+  launcher_overrides: --cpus-per-task=8
+  worker_init: module load python
+  command_timeout: 90 s
+node: {cores: 64, gpus: 4, memory: 256 GB, exclusive: false}
+planner: {startup: 40 s, max_walltime: "02:00:00", max_nodes_per_block: 8}
+manners: {poll_interval: 20 s, submissions_per_minute: 3, max_pending_blocks: 2, max_refusals: 4}
+trainings: {policy: window, threads_per_slot: 2, grace: 10 s, silence: 20 s, rescale_costs: {up: 3 s, start: 5 s}}
+network: {node_interface: hsn0, driver_address: 10.0.0.1}
+checkpoints: {directory: /scratch/me, interval: 5 min, least_free: 2 GB}
+"""
+
+
+def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
+    read = site(SLURM)
+    provider = read.provider([Path("/apps dir")])
+    assert (provider.partition, provider.account, provider.qos, provider.constraint) == (
+        "gpu",
+        "abc",
+        "preempt",
+        "a100",
+    )
+    assert (provider.cores_per_node, provider.gpus_per_node, provider.mem_per_node) == (64, 4, 239)
+    assert (provider.exclusive, provider.cmd_timeout) == (False, 90)
+    assert "#SBATCH --licenses=scratch" in provider.scheduler_options
+    assert isinstance(provider.launcher, SrunLauncher)
+    assert provider.launcher.overrides == "--cpus-per-task=8"
+    assert provider.worker_init == (
+        "export PYTHONPATH='/apps dir'\"${PYTHONPATH:+:$PYTHONPATH}\"\nmodule load python\n"
+    )
+    planner = read.planner_settings
+    assert (planner.startup, planner.max_walltime, planner.max_nodes_per_block) == (40, 7200, 8)
+    assert (planner.max_pending_blocks, planner.min_useful) == (2, 60)
+    assert (read.node.slots, read.node.accelerators) == (4, 4)
+    assert read.checkpoint_dir == Path("/scratch/me")
+    assert read.least_free == 2 * 10**9
+    settings = dict(read.executor_settings)
+    costs = settings.pop("rescale_costs")
+    assert (costs.up, costs.down, costs.start) == (3, 0, 5)
+    assert settings == {
+        "address": "10.0.0.1",
+        "interface": "hsn0",
+        "checkpoint_interval": timedelta(minutes=5),
+        "poll_interval": timedelta(seconds=20),
+        "submissions_per_minute": 3,
+        "max_refusals": 4,
+        "policy": "window",
+        "threads_per_slot": 2,
+        "grace": timedelta(seconds=10),
+        "silence": timedelta(seconds=20),
+    }
+
+
+def test_an_executor_is_made_of_it(no_commands: list[str], tmp_path: Path) -> None:
+    executor = site(SLURM.replace("/scratch/me", str(tmp_path))).executor(run_dir=tmp_path / "run", run_id="r1")
+    assert executor.job_prefix == "freetrain.freetrain.r1."
+    assert executor.checkpoint_dir == tmp_path
+    assert (executor.slots_per_node, executor.available_accelerators, executor.max_refusals) == (
+        4,
+        ["0", "1", "2", "3"],
+        4,
+    )
+    assert isinstance(executor.windows, SlurmWindowSource)
+
+
+def test_checkpoints_go_to_the_run_directory_unless_the_site_says_otherwise(tmp_path: Path) -> None:
+    assert site("system: local").executor(run_dir=tmp_path).checkpoint_dir == tmp_path / "checkpoints"
+
+
+def test_pbs_asks_for_gpus_and_memory_of_the_node_once() -> None:
+    text = "system: pbs\nblock: {queue: q, launcher_bind: --cpu-bind, launcher_overrides: --ppn 1%s}\n"
+    node = "node: {cores: 32, gpus: 4, memory: 64 GiB}"
+    provider = site(text % "" + node).provider()
+    assert provider.select_options == "ngpus=4:mem=65536mb"
+    assert isinstance(provider.launcher, MpiExecLauncher)
+    assert (provider.launcher.bind_cmd, provider.launcher.overrides) == ("--cpu-bind", "--ppn 1")
+    assert site(text % ", select_options: 'ngpus=2:mem=1gb'" + node).provider().select_options == "ngpus=2:mem=1gb"
+
+
+def test_windows_may_be_asked_for_elsewhere_than_blocks_are_submitted(no_commands: list[str]) -> None:
+    read = site("system: pbs\nblock: {queue: prod, windows_in: tiny}")
+    source = read.window_source()
+    assert isinstance(source, PbsWindowSource)
+    assert (read.provider().queue, source.queue) == ("prod", "tiny")
+
+
+def test_accelerators_may_have_names(no_commands: list[str]) -> None:
+    read = site("system: slurm\nnode: {accelerators: ['0.0', '0.1', 2]}\nblock: {launcher: single}")
+    assert read.node.accelerators == ("0.0", "0.1", "2")
+    assert read.node.slots == 3
+    assert isinstance(read.provider().launcher, SingleNodeLauncher)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("site: x", "site.yaml:1: 'system' is missing; it is one of local, slurm, pbs"),
+        (
+            "system: slurmm",
+            r"site.yaml:1: system: must be local or slurm or pbs, got 'slurmm' \(did you mean 'slurm'\?\)",
+        ),
+        ("system: slurm\nblok: {}", r"site.yaml:2: unknown key 'blok' \(did you mean 'block'\?\)"),
+        ("system: slurm\nblock: {queue: x}", "site.yaml:2: unknown key 'block.queue'"),
+        ("system: pbs\nblock: {qos: x}", r"site.yaml:2: unknown key 'block.qos'"),
+        ("system: local\nblock: {partition: x}", "unknown key 'block.partition'"),
+        ("system: local\nblock: {cluster: c, nodes: 3}", "a cluster that is named has its own nodes"),
+        ("system: slurm\nblock: {partition: 'a; rm -rf /'}", "block.partition: may hold no blanks"),
+        ("system: pbs\nblock: {account: $(id)}", "block.account: may hold no blanks"),
+        ("system: slurm\nblock: {scheduler_options: --qos=x}", "each line begins with '#SBATCH '"),
+        ("system: slurm\nblock: {launcher: aprun}", "block.launcher: must be srun or mpiexec"),
+        ("system: pbs\nblock: {launcher: mpirun, launcher_bind: x}", "belongs to the launcher mpiexec"),
+        ("system: slurm\nnode: {gpus: -1}", "node.gpus: must be a whole number of at least 0"),
+        ("system: slurm\nnode: {gpus: 2, slots: 4}", "there are 2 accelerators for 4 slots"),
+        ("system: slurm\nnode: {accelerators: many}", "node.accelerators: is a number, or a list of their names"),
+        ("system: slurm\nnode: {accelerators: [0.1]}", "a list of their names in quotes"),
+        ("system: slurm\nnode: {memory: 64}", "node.memory: an amount of memory is written like"),
+        ("system: slurm\nplanner: {startup: 60}", "site.yaml:2: planner.startup: a length of time is written like"),
+        (
+            "system: slurm\nplanner: {max_walltime: 0 s}",
+            "planner setting 'max_walltime' must be a number of at least 1",
+        ),
+        ("system: slurm\nplanner: {max_pending_blocks: 1}", "unknown key 'planner.max_pending_blocks'"),
+        ("system: slurm\nmanners: {poll_interval: 0 s}", "manners.poll_interval: must be longer than nothing"),
+        ("system: slurm\nmanners: {max_pending_blocks: 0}", "must be a whole number of at least 1"),
+        ("system: slurm\ntrainings: {policy: best}", "site.yaml:2: trainings.policy: .*no policy 'best'"),
+        ("system: slurm\ntrainings: {rescale_costs: 5 s}", "trainings.rescale_costs: should be a mapping"),
+        (
+            "system: slurm\nnetwork: {driver_interface: a, driver_address: b}",
+            "give driver_address or driver_interface, not both",
+        ),
+        ("system: slurm\ncheckpoints: {least_free: 5}", "an amount of memory"),
+    ],
+)
+def test_a_mistake_is_one_line_with_file_line_and_key(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        site(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_interface_of_this_host_is_refused(tmp_path: Path) -> None:
+    read = site("system: local\nnetwork: {driver_interface: nonexistent0}")
+    with pytest.raises(InvalidInput, match="this host has no interface 'nonexistent0' with an IPv4 address; it has"):
+        read.executor(run_dir=tmp_path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="No such file"):
+        Site.load(tmp_path / "none.yaml")
+    with pytest.raises(
+        InvalidInput, match=r"no shipped site of that name \(did you mean 'polaris'\?\); shipped: aurora"
+    ):
+        Site.load("polari")
+    with pytest.raises(InvalidInput, match="Is a directory"):
+        Site.load(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInput, match="it is not text in UTF-8"):
+        Site.load(tmp_path / "bytes.yaml")

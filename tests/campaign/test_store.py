@@ -1,0 +1,246 @@
+"""The state of a run: what is written is read back from any process, and a driver's end is told from its death."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+import stat
+from typing import TYPE_CHECKING
+
+import pytest
+
+from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, own_identity
+from freetrain_parsl.campaign.orphans import remove_orphans
+from freetrain_parsl.campaign.run import find_run, preflight, refuse_living_driver
+from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.store import DATABASE, DriverRecord, RunStore
+from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> _Clock:
+    return _Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: _Clock) -> RunStore:
+    return RunStore.create(tmp_path, {"name": "c", "run_id": "r", "created": 1.0}, ["a", "b", "c"], clock)
+
+
+def states(store: RunStore) -> list[str]:
+    return [training.state for training in store.trainings()]
+
+
+def test_a_new_run_is_private_and_all_its_trainings_wait(store: RunStore) -> None:
+    assert states(store) == ["waiting"] * 3
+    assert store.fact("name") == "c"
+    assert stat.S_IMODE((store.directory / DATABASE).stat().st_mode) == 0o600
+    assert driver_state(store.last_driver()) is DriverState.NONE
+
+
+def test_what_a_driver_tells_is_read_back(store: RunStore) -> None:
+    driver = store.begin_driver(*own_identity())
+    store.beat(driver, {"a": ("running", 0.25, ["n1", "n2"]), "b": ("waiting", None, [])})
+    first = store.trainings()[0]
+    assert (first.state, first.share, first.nodes) == ("running", 0.25, ("n1", "n2"))
+    store.beat(driver, {"a": ("waiting", None, [])})
+    assert store.trainings()[0].share == 0.25, "a share that is not known now is the last one known"
+
+
+def test_results_are_json_if_they_can_be_and_a_later_beat_does_not_undo_them(store: RunStore) -> None:
+    driver = store.begin_driver(*own_identity())
+    store.finish("a", {"loss": 0.5})
+    store.finish("b", float("nan"))
+    store.fail("c", "ValueError: no", final=True)
+    store.beat(driver, {name: ("running", 0.1, ["n1"]) for name in "abc"})
+    assert states(store) == ["finished", "finished", "failed"]
+    assert [item.result for item in store.trainings()] == [{"loss": 0.5}, "nan", None]
+    assert store.trainings()[2].error == "ValueError: no"
+
+
+def test_what_the_site_refused_waits_and_what_failed_is_retried_on_request(store: RunStore) -> None:
+    store.fail("a", "BatchSystemError: full", final=False)
+    store.fail("b", "ValueError: no", final=True)
+    assert states(store) == ["waiting", "failed", "waiting"]
+    store.retry_failed()
+    assert states(store) == ["waiting"] * 3
+
+
+def test_a_request_is_for_the_present_driver_only(store: RunStore) -> None:
+    store.begin_driver(*own_identity())
+    assert not store.stop_requested()
+    store.request_stop()
+    assert store.stop_requested()
+    store.begin_driver(*own_identity())
+    assert not store.stop_requested()
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_whatever_ends_a_driver_what_ran_waits_for_the_next(store: RunStore, orderly: bool) -> None:
+    driver = store.begin_driver(*own_identity())
+    store.beat(driver, {"a": ("running", 0.5, ["n1"])})
+    if orderly:
+        store.end_driver(driver, "stopped")
+        assert driver_state(store.last_driver()) is DriverState.ENDED
+    else:
+        store.begin_driver(*own_identity())
+    assert states(store) == ["waiting"] * 3
+    assert store.trainings()[0].nodes == ()
+
+
+def record(**changes: object) -> DriverRecord:
+    host, pid, started = own_identity()
+    values = {"host": host, "pid": pid, "started": started, "since": 900.0, "heartbeat": 990.0, "ended": None}
+    return DriverRecord(**{"id": 1, "how": None, "job_prefix": None, "journal": None, **values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("driver", "state"),
+    [
+        (record(), DriverState.ALIVE),
+        (record(started=own_identity()[2] - 1), DriverState.DEAD),
+        (record(heartbeat=0.0), DriverState.ALIVE),
+        (record(ended=995.0), DriverState.ENDED),
+        (record(host="elsewhere"), DriverState.ALIVE),
+        (record(host="elsewhere", heartbeat=930.0), DriverState.DEAD),
+    ],
+    ids=["here", "its id is another's now", "here but busy", "ended", "elsewhere", "elsewhere and silent"],
+)
+def test_a_driver_here_is_known_by_its_process_and_one_elsewhere_by_its_heartbeat(
+    driver: DriverRecord, state: DriverState, clock: _Clock
+) -> None:
+    assert driver_state(driver, clock) is state
+
+
+def test_a_living_driver_is_not_joined_by_another(store: RunStore) -> None:
+    store.begin_driver(*own_identity())
+    with pytest.raises(InvalidInput, match=rf"its driver runs on {platform.node()} \(process {os.getpid()}\); stop it"):
+        refuse_living_driver(store)
+
+
+def test_the_lock_is_held_by_one(tmp_path: Path) -> None:
+    with (
+        driver_lock(tmp_path),
+        pytest.raises(InvalidInput, match="another driver has"),
+        driver_lock(tmp_path),
+    ):
+        pass
+    with driver_lock(tmp_path):
+        assert stat.S_IMODE((tmp_path / "driver.lock").stat().st_mode) == 0o600
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="is no run directory of 'freetrain run'"):
+        RunStore(tmp_path)
+    (tmp_path / DATABASE).write_text("this is not a database, whatever its name says" * 100)
+    with pytest.raises(InvalidInput, match="cannot be read: file is not a database"):
+        RunStore(tmp_path)
+
+
+def test_a_run_of_another_version_is_refused(store: RunStore) -> None:
+    database = sqlite3.connect(store.directory / DATABASE)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(InvalidInput, match=r"is of another version of FreeTrain \(format 99, not 1\)"):
+        RunStore(store.directory)
+
+
+def test_the_newest_run_here_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match="there is no freetrain-run-… here"):
+        find_run(None)
+    for name, created in (("freetrain-run-z", 1.0), ("freetrain-run-a", 2.0)):
+        (tmp_path / name).mkdir()
+        RunStore.create(tmp_path / name, {"created": created}, [])
+    assert find_run(None).name == "freetrain-run-a"
+    assert find_run(tmp_path) == tmp_path
+
+
+class _Queue:
+    """Stands in for a batch system's window source: jobs end `slow` looks after they were told to."""
+
+    def __init__(self, jobs: dict[str, str], slow: int = 0) -> None:
+        self.jobs = jobs
+        self.slow = slow
+        self.cancelled: list[list[str]] = []
+
+    def find_jobs(self, prefix: str) -> dict[str, str]:
+        if self.cancelled:
+            self.slow -= 1
+            if self.slow < 0:
+                self.jobs = {job: name for job, name in self.jobs.items() if job not in self.cancelled[-1]}
+        return {job: name for job, name in self.jobs.items() if name.startswith(prefix)}
+
+    def cancel(self, jobs: list[str]) -> None:
+        self.cancelled.append(list(jobs))
+
+
+class _Site:
+    outlives_driver = True
+
+    def __init__(self, source: Callable[[], object]) -> None:
+        self.window_source = source
+
+
+def _run_with_two_drivers(store: RunStore) -> RunStore:
+    for label in ("one", "two"):
+        driver = store.begin_driver(*own_identity())
+        store.describe_driver(driver, f"freetrain.{label}.r.", store.directory / "journal")
+    return store
+
+
+def test_orphans_of_all_drivers_are_ended_and_jobs_of_others_are_not(store: RunStore, clock: _Clock) -> None:
+    queue = _Queue(
+        {"1": "freetrain.one.r.block-0", "2": "freetrain.two.r.block-3", "3": "freetrain.two.s.block-3", "4": "x"},
+        slow=2,
+    )
+    told: list[str] = []
+    ended = remove_orphans(
+        _Site(lambda: queue), _run_with_two_drivers(store), told.append, clock=clock, sleep=clock.sleep
+    )
+    assert ended == {"1": "freetrain.one.r.block-0", "2": "freetrain.two.r.block-3"}
+    assert queue.cancelled == [["1", "2"]]
+    assert queue.jobs.keys() == {"3", "4"}, "it waited until they were gone"
+    assert "1 (freetrain.one.r.block-0)" in told[0]
+
+
+def test_jobs_that_do_not_end_are_told_instead_of_a_second_driver_beside_them(store: RunStore, clock: _Clock) -> None:
+    queue = _Queue({"1": "freetrain.one.r.block-0"}, slow=10**6)
+    with pytest.raises(BatchSystemError, match="jobs 1 were told to end and are still there after 300 s"):
+        remove_orphans(_Site(lambda: queue), _run_with_two_drivers(store), str, clock=clock, sleep=clock.sleep)
+
+
+def test_a_run_that_never_submitted_asks_nobody_and_a_cluster_that_is_gone_has_no_jobs(
+    store: RunStore, clock: _Clock
+) -> None:
+    def gone() -> object:
+        raise ClusterGone("no embedded cluster 'x' of yours is running")
+
+    told: list[str] = []
+    assert remove_orphans(_Site(gone), store, told.append, clock=clock, sleep=clock.sleep) == {}
+    assert told == []
+    assert remove_orphans(_Site(gone), _run_with_two_drivers(store), told.append) == {}
+    assert told == ["the cluster of this run is gone, and all jobs with it"]
+
+
+def test_a_disk_without_room_for_checkpoints_is_refused(tmp_path: Path) -> None:
+    site = Site.parse("system: local\ncheckpoints: {least_free: 1000000 TB}", "s.yaml", Variables({}, {}))
+    with pytest.raises(InvalidInput, match=r"MB are free, fewer than the .* MB that site s wants for checkpoints"):
+        preflight(site, tmp_path)

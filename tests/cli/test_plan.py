@@ -1,0 +1,161 @@
+"""`freetrain plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from freetrain_parsl.cli.plan import plan
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.model import BlockTerms, Window
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
+from freetrain_parsl.windows.state import BatchState, PendingJob, RunningJob, Scheduling
+from tests.cli.fixed_source import FixedSource, run_verb
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NOW = 1_000_000.0
+WINDOWS = (
+    Window(("n1", "n2"), NOW, NOW + 1000.0, partition="main"),
+    Window(("n3",), NOW, NOW + 90.0),
+    Window(("n4",), NOW, None),
+)
+SURVEY = Survey(NOW, WINDOWS, terms=BlockTerms(start_delay=30.0, walltime_step=60.0), notes=("of the plan",))
+APP = """
+from freetrain_parsl import training_app
+
+@training_app(scaling={1: 10.0, 2: 18.0})
+def train(session, lr=0.1): ...
+"""
+CAMPAIGN = """
+trainings:
+  - {app: "plan_app.py:train", name: "small", max_nodes: 1, samples: 3000}
+  - {app: "plan_app.py:train", name: "large", max_nodes: "${MOST}"}
+"""
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory) -> Path:
+    """One for all tests: a module is imported once."""
+    directory = tmp_path_factory.mktemp("campaign")
+    (directory / "plan_app.py").write_text(APP)
+    (directory / "campaign.yaml").write_text(CAMPAIGN)
+    return directory / "campaign.yaml"
+
+
+def figures(monkeypatch, source, *arguments):
+    result = run_verb(monkeypatch, plan, source, "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_without_a_campaign_the_plan_is_for_a_training_that_takes_any_number_of_nodes(monkeypatch):
+    """Blocks of 3600 s and, in whole minutes, 960 s; start-up 30 s, margin 10 s, start of the training 2 s."""
+    source = FixedSource(SURVEY)
+    told = figures(monkeypatch, source)
+    assert [(block["node_names"], block["walltime"], block["node_seconds"]) for block in told["blocks"]] == [
+        (["n4"], 3600, 3558),
+        (["n1", "n2"], 960, 2 * 918),
+    ]
+    assert told["blocks"][1] == {
+        "nodes": 2,
+        "node_names": ["n1", "n2"],
+        "opens": NOW,
+        "closes": NOW + 1000,
+        "kind": "backfill",
+        "partition": "main",
+        "walltime": 960,
+        "node_seconds": 1836,
+        "samples": None,
+        "trainings": [{"name": "any", "nodes": 2, "node_seconds": 1836, "samples": None}],
+    }
+    assert (told["time"], told["windows"], told["proven_optimal"]) == (NOW, 3, True)
+    assert told["notes"] == ["no campaign given: for one training that takes any number of nodes", "of the plan"]
+    assert source.asked == [()]
+
+
+def test_a_campaign_tells_who_trains_where_and_what_that_gains(monkeypatch, campaign):
+    """The second gets two nodes, of which one closes earlier; the first is done before its block ends."""
+    told = figures(monkeypatch, FixedSource(SURVEY), str(campaign), "--set", "most=2")
+    trainings = {t["name"]: t["samples"] for block in told["blocks"] for t in block["trainings"]}
+    assert trainings.keys() == {"small", "large"}
+    assert trainings["small"] == 3000
+    assert sum(block["samples"] for block in told["blocks"]) > 3000
+    assert told["notes"] == ["of the plan"]
+
+
+def test_the_table_has_a_row_a_block_and_the_sum(monkeypatch):
+    text = run_verb(monkeypatch, plan, FixedSource(SURVEY)).stdout
+    assert "Slurm, default partition: 2 blocks would be submitted at" in text
+    assert "any on 2" in text
+    assert "1.50 node-hours of training, after start-up" in text
+    assert "1 window is not used, or not wholly: freetrain explain tells why" in text
+
+
+def test_where_rates_are_known_samples_are_told(monkeypatch, campaign):
+    text = run_verb(monkeypatch, plan, FixedSource(SURVEY), str(campaign), "--set", "most=1").stdout
+    assert "3,000" in text
+    assert " samples, after start-up" in text
+
+
+def test_without_windows_nothing_would_be_submitted(monkeypatch):
+    result = run_verb(monkeypatch, plan, FixedSource(Survey(NOW)))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Slurm, default partition: nothing would be submitted at ")
+    assert figures(monkeypatch, FixedSource(Survey(NOW)))["blocks"] == []
+
+
+def test_blocks_of_ours_that_wait_count(monkeypatch):
+    """Only as many more may wait; those that run do not count, and jobs of other programs neither."""
+    states = {f"{n}": BlockState.PENDING for n in range(6)} | {"6": BlockState.HELD, "7": BlockState.RUNNING}
+    blocks = {job: BlockStatus(state) for job, state in states.items()}
+    jobs = {**{job: f"freetrain.x.1.block-{job}" for job in states}, "99": "other"}
+    source = FixedSource(SURVEY, Survey(NOW, blocks=blocks), jobs=jobs)
+    told = figures(monkeypatch, source)
+    assert len(told["blocks"]) == 1
+    assert told["notes"][0] == "blocks of yours: 1 running, 7 waiting; their nodes are in no window"
+    assert source.asked == [(), tuple(sorted(states))]
+
+
+def test_a_real_batch_system_is_only_looked_at(monkeypatch):
+    """Its survey of our jobs is for their driver, and may clear up after them."""
+    jobs = {job: f"freetrain.x.1.block-{job}" for job in ("1", "2", "3")}
+    source = FixedSource(SURVEY, jobs=jobs)
+    source.state = lambda: BatchState(
+        NOW,
+        Scheduling("pbs"),
+        running=(RunningJob("1", jobs["1"], "ann", "workq", ("n9",), None), RunningJob("8", "x", "bob", "q", (), None)),
+        pending=tuple(PendingJob(job, "", "ann", "workq", 1) for job in ("2", "3", "7")),
+    )
+    told = figures(monkeypatch, source)
+    assert told["notes"][0] == "blocks of yours: 1 running, 2 waiting; their nodes are in no window"
+    assert source.asked == [()]
+
+
+def test_what_could_never_run_is_refused_before_anything_is_asked(monkeypatch):
+    source = FixedSource(SURVEY)
+
+    def refuse(least_walltime):
+        raise InvalidSettings(f"the limit is below {least_walltime:g} s")
+
+    source.check = refuse
+    result = run_verb(monkeypatch, plan, source)
+    assert (result.exit_code, result.stderr, source.asked) == (2, "freetrain plan: the limit is below 100 s\n", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "campaign file nowhere.yaml: No such file or directory"),
+        (["--set", "a=1"], "--set a=…: the files have no ${A}; theirs are: none"),
+        (["--set", "a"], "--set a: write --set name=value"),
+        (["--config", "nowhere.yaml"], "--system and --config: the site file says that; leave one of them out"),
+    ],
+)
+def test_wrong_input_is_one_line_and_asks_nothing(monkeypatch, arguments, message):
+    source = FixedSource(SURVEY)
+    result = run_verb(monkeypatch, plan, source, *arguments)
+    assert (result.exit_code, result.stderr, source.asked) == (2, f"freetrain plan: {message}\n", [])

@@ -1,0 +1,127 @@
+"""`freetrain status`, `stop`, `resume` and `clean` on run directories that nobody drives, or this process does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from freetrain_parsl.campaign.lock import own_identity
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli import app
+from freetrain_parsl.cli.campaign_view import ago
+
+FACTS = {
+    "name": "sweep",
+    "run_id": "r",
+    "created": 1.0,
+    "campaign_file": "/c.yaml",
+    "campaign_text": "trainings: [{app: 'gone.py:train'}]",
+    "site_file": "/s.yaml",
+    "site_text": "system: local",
+    "variables": {},
+}
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "freetrain-run-1"
+    directory.mkdir()
+    return RunStore.create(directory, FACTS, ["a", "b"])
+
+
+def freetrain(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def killed(store: RunStore) -> None:
+    """Enter a driver whose process is gone."""
+    host, pid, started = own_identity()
+    store.begin_driver(host, pid, started - 1)
+
+
+@pytest.mark.parametrize("verb", ["status", "stop", "resume", "clean"])
+def test_without_a_run_it_is_one_line_and_exit_code_2(verb, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments, message in (([], "there is no freetrain-run-… here"), (["x"], "x is no run directory")):
+        result = freetrain(verb, *arguments)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"freetrain {verb}: ")
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_status_shows_results_errors_and_that_the_driver_has_died(store) -> None:
+    killed(store)
+    store.finish("a", {"loss": 0.123456, "history": [1, 2]})
+    store.fail("b", "ValueError: no data\nTraceback …", final=True)
+    shown = freetrain("status").stdout
+    assert "sweep: 1 of 2 trainings finished" in shown
+    assert "has died; last sign of life 0 s ago; go on with: freetrain resume" in shown
+    assert "loss 0.12346" in shown
+    assert "ValueError: no data" in shown
+    assert "Traceback" not in shown
+
+
+def test_what_a_dead_driver_ran_does_not_run_any_more(store) -> None:
+    host, pid, started = own_identity()
+    store.beat(store.begin_driver(host, pid, started - 1), {"a": ("running", 0.5, ["n1"])})
+    (first, _) = json.loads(freetrain("status", "--json").stdout)["trainings"]
+    assert (first["state"], first["share"], first["nodes"]) == ("waiting", 0.5, [])
+
+
+def test_status_as_json_tells_everything(store) -> None:
+    store.begin_driver(*own_identity())
+    told = json.loads(freetrain("status", str(store.directory), "--json").stdout)
+    assert told["driver"]["state"] == "alive"
+    assert [item["name"] for item in told["trainings"]] == ["a", "b"]
+    assert (told["finished"], told["failed"], told["run_dir"]) == (0, 0, str(store.directory))
+
+
+def test_stop_gives_up_waiting_and_says_so(store) -> None:
+    store.begin_driver(*own_identity())
+    result = freetrain("stop", "--timeout", "0")
+    assert result.exit_code == 1
+    assert "it was asked, and has not ended after 0 s" in result.stdout
+    assert store.stop_requested()
+
+
+def test_stop_of_a_dead_driver_tells_how_to_clean_up(store) -> None:
+    killed(store)
+    result = freetrain("stop")
+    assert result.exit_code == 1
+    assert "freetrain clean" in result.stdout
+
+
+def test_stop_of_a_run_that_has_ended_is_done(store) -> None:
+    store.end_driver(store.begin_driver(*own_identity()), "finished")
+    result = freetrain("stop")
+    assert result.exit_code == 0
+    assert "has ended in order (finished)" in result.stdout
+
+
+def test_a_run_that_somebody_drives_is_left_alone(store) -> None:
+    store.begin_driver(*own_identity())
+    result = freetrain("clean")
+    assert result.exit_code == 2
+    assert "its driver runs on" in result.stderr
+
+
+def test_resume_tells_that_an_app_is_gone(store) -> None:
+    result = freetrain("resume")
+    assert result.exit_code == 2
+    assert result.stderr == "freetrain resume: /c.yaml:1: trainings[1].app: there is no file /gone.py\n"
+
+
+def test_clean_of_a_run_on_a_cluster_that_died_with_its_driver_finds_nothing(store) -> None:
+    killed(store)
+    assert freetrain("clean").stdout == "no job was left\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0 s ago"), (90, "90 s ago"), (600, "10 min ago"), (7200, "2 h ago"), (1e6, "12 d ago")]
+)
+def test_times_are_told_in_peoples_units(seconds, text) -> None:
+    assert ago(seconds) == text

@@ -1,0 +1,212 @@
+"""Why a window is used, or not, in the planner's own words."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freetrain_parsl.planning.explain import explain_windows
+from freetrain_parsl.planning.model import BlockTerms, Decision, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
+from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.preview import preview
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.settings import PlannerSettings
+
+SETTINGS = PlannerSettings(startup=10, min_useful=20, closing_margin=5, max_walltime=1000, max_pending_blocks=4)
+LINEAR = ScalingCurve({1: 10.0, 64: 640.0})
+FLAT = ScalingCurve({1: 10.0, 2: 10.0})
+NOW = 1000.0
+TERMS = BlockTerms()
+
+
+def trainer(name="t", *, least=1, most=4, work=math.inf, curve=LINEAR, start=0.0) -> Trainer:
+    return Trainer(name, least, most, curve, RescaleCosts(0, 0, start), work_left=work, submitted=NOW)
+
+
+def window(*nodes: str, lasts: float | None = 500.0, opens: float = 0.0) -> Window:
+    return Window(nodes, NOW + opens, None if lasts is None else NOW + lasts)
+
+
+def explain(windows, trainers, *, policy=None, settings=SETTINGS, terms=TERMS, pending=0):
+    return explain_windows(windows, trainers, policy or MilpPolicy(), settings, terms, NOW, pending)
+
+
+def reasons(windows, trainers, **others):
+    return [verdict.why for verdict in explain(windows, trainers, **others).verdicts]
+
+
+def shown(windows, trainers, **terms):
+    plan = preview(windows, trainers, MilpPolicy(), SETTINGS, BlockTerms(**terms), NOW)
+    return [
+        [(share.trainer, share.nodes, share.node_seconds, share.samples) for share in shares] for shares in plan.shares
+    ]
+
+
+class Broken(Policy):
+    name = "broken"
+
+    def allocate(self, pool, trainers, current, now):
+        return Decision({"nobody": frozenset(pool)}, 0.0, proven_optimal=True, bound=0.0)
+
+
+class Hasty(Policy):
+    """Gives nobody anything, and is not sure of it."""
+
+    name = "hasty"
+
+    def allocate(self, pool, trainers, current, now):
+        return Decision({}, 0.0, proven_optimal=False, bound=1.0)
+
+
+def test_a_window_that_is_used_needs_no_reason():
+    (verdict,) = explain([window("a", "b")], [trainer()]).verdicts
+    assert (verdict.used, verdict.why) == (("a", "b"), "")
+
+
+def test_a_short_window_is_too_short_whatever_the_trainings():
+    """The planner's own rule comes first."""
+    for trainers in ([], [trainer()]):
+        (why,) = reasons([window("a", lasts=30)], trainers)
+        assert why.startswith("shorter than start-up 10 s + minimum 20 s + margin 5 s")
+
+
+def test_a_window_that_is_not_open_says_when_it_will_be():
+    assert reasons([window("a", opens=120)], [trainer()]) == ["opens in 2 min only"]
+
+
+def test_without_trainings_nothing_is_wanted():
+    assert reasons([window("a")], []) == ["no training waits for nodes"]
+
+
+def test_trainings_that_have_all_they_can_use_want_no_more():
+    verdict, other = explain([window(*"abc"), window("d")], [trainer(most=2)]).verdicts
+    assert len(verdict.used) == 2
+    assert verdict.why == other.why == "no training can use more nodes: at most 2 together"
+
+
+def test_a_training_that_needs_more_than_is_left_is_named():
+    """Another may have its nodes."""
+    assert reasons([window("a", "b")], [trainer(least=3)]) == ["training 't' needs at least 3 nodes, 2 are left"]
+    (why,) = reasons([window("a", "b")], [trainer(most=1), trainer("big", least=3)])
+    assert why == "training 'big' needs at least 3 nodes, 1 is left; the others have all that they can use"
+
+
+def test_blocks_that_wait_already_are_the_most_that_may():
+    assert reasons([window("a")], [trainer()], pending=4) == ["4 blocks of yours wait already, the most that may"]
+    assert reasons([window("a")], [trainer()], pending=3) == [""]
+
+
+def test_what_is_wanted_beyond_the_number_of_blocks_waits():
+    settings = PlannerSettings(**{**vars(SETTINGS), "max_pending_blocks": 2})
+    longer, shorter = explain([window("a", lasts=600), window("b")], [trainer()], settings=settings, pending=1).verdicts
+    assert longer.used == ("a",)
+    assert shorter.why == "2 blocks wait then, the most that may; longer windows go first"
+
+
+def test_fewer_nodes_than_one_job_must_have_are_told_apart():
+    terms = BlockTerms(min_nodes=2)
+    assert reasons([window("a")], [trainer()], terms=terms) == ["fewer nodes than the 2 that one job must have here"]
+    (why,) = reasons([window("a", "b")], [trainer(most=1)], terms=terms)
+    assert why == "1 node of it is wanted, fewer than the 2 that one job must have here"
+
+
+def test_more_nodes_that_make_nothing_faster_gain_nothing():
+    (verdict,) = explain([window("a", "b")], [trainer(curve=FLAT)]).verdicts
+    assert len(verdict.used) == 1
+    assert verdict.why == "policy 'milp' finds that more nodes would gain nothing"
+
+
+def test_a_window_that_would_be_used_alone_loses_to_others():
+    """The count policy prefers what closes last."""
+    verdicts = explain([window("a", lasts=900), window("b", lasts=400)], [trainer(curve=FLAT)]).verdicts
+    assert [verdict.used for verdict in verdicts] == [("a",), ()]
+    assert verdicts[1].why == "policy 'milp' finds other windows worth more"
+
+
+def test_windows_that_lose_because_few_blocks_may_wait_say_so():
+    settings = PlannerSettings(**{**vars(SETTINGS), "max_pending_blocks": 1})
+    seen = [window("a", lasts=900), window("b", lasts=400)]
+    verdict = explain(seen, [trainer(curve=FLAT)], settings=settings).verdicts[1]
+    assert verdict.why == "policy 'milp' finds other windows worth more, and only 1 block may wait"
+
+
+def test_a_start_that_costs_more_than_it_gives_is_not_made():
+    (why,) = reasons([window("a", lasts=40)], [trainer(start=1e5)])
+    assert why == "policy 'milp' finds that no training would gain from it"
+
+
+def test_a_window_smaller_than_any_training_says_so():
+    """Together with another it would do, and the policy found no use for both."""
+    seen = [window("a", "b", lasts=900), window("c", lasts=400)]
+    why = reasons(seen, [trainer(least=2, curve=ScalingCurve({2: 10.0, 3: 10.0}))])[1]
+    assert why == "training 't' needs at least 2 nodes, more than are here"
+
+
+def test_an_answer_that_was_cut_short_is_doubted():
+    (why,) = reasons([window("a")], [trainer()], policy=Hasty())
+    assert why.endswith("would gain from it; it was stopped before it was sure (time_limit)")
+
+
+def test_a_policy_that_breaks_its_contract_is_named(caplog):
+    assert reasons([window("a")], [trainer()], policy=Broken()) == [
+        "policy 'broken' gave no valid answer; its error is in the log"
+    ]
+    assert "refused" in caplog.text
+
+
+@given(
+    lengths=st.lists(st.one_of(st.none(), st.integers(1, 2000)), max_size=5),
+    sizes=st.lists(st.integers(1, 4), min_size=5, max_size=5),
+    bounds=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=3),
+    pending=st.integers(0, 5),
+    min_nodes=st.integers(1, 3),
+    policy=st.sampled_from([MilpPolicy(), EqualSharePolicy(), WindowPolicy()]),
+)
+def test_every_node_is_requested_or_its_window_has_a_reason(lengths, sizes, bounds, pending, min_nodes, policy):
+    """What is used is what the planner requests, and exactly the windows with nodes left have a reason."""
+    windows = [
+        window(*(f"n{number}-{index}" for index in range(size)), lasts=length)
+        for number, (length, size) in enumerate(zip(lengths, sizes, strict=False))
+    ]
+    trainers = [trainer(f"t{n}", least=least, most=least + more) for n, (least, more) in enumerate(bounds)]
+    terms = BlockTerms(min_nodes=min_nodes)
+    found = explain(windows, trainers, policy=policy, terms=terms, pending=pending)
+    requested = [name for request in found.plan.requests for name in request.nodes]
+    assert sorted(requested) == sorted(name for verdict in found.verdicts for name in verdict.used)
+    assert [verdict.window for verdict in found.verdicts] == windows
+    for verdict in found.verdicts:
+        assert bool(verdict.why) == (len(verdict.used) < len(verdict.window.nodes))
+
+
+def test_a_block_gains_what_is_trained_between_start_up_and_margin():
+    """10 s start-up, 3 s start of the training, 5 s margin."""
+    assert shown([window("a", "b", lasts=118)], [trainer(start=3.0)]) == [[("t", 2, 200.0, 2000.0)]]
+
+
+def test_a_training_over_several_blocks_slows_down_as_they_end():
+    """100 s on three nodes, then 100 s on two."""
+    seen = [window("a", "b", lasts=215), window("c", lasts=115)]
+    assert shown(seen, [trainer()]) == [[("t", 2, 400.0, 4000.0)], [("t", 1, 100.0, 1000.0)]]
+
+
+def test_a_training_left_with_too_few_nodes_gains_nothing_more():
+    seen = [window("a", "b", lasts=215), window("c", lasts=115)]
+    assert shown(seen, [trainer(least=3)]) == [[("t", 2, 200.0, 2000.0)], [("t", 1, 100.0, 1000.0)]]
+
+
+def test_no_more_is_gained_than_there_is_to_do():
+    assert shown([window("a", lasts=115)], [trainer(work=250.0)]) == [[("t", 1, 25.0, 250.0)]]
+
+
+def test_samples_are_unknown_where_the_curve_is_relative():
+    assert shown([window("a", lasts=115)], [trainer(most=1, curve=ScalingCurve.default())]) == [[("t", 1, 100.0, None)]]
+
+
+@pytest.mark.parametrize(("step", "node_seconds"), [(1.0, 100.0), (60.0, 45.0)])
+def test_walltimes_are_rounded_as_the_planner_rounds_them(step, node_seconds):
+    ((share,),) = shown([window("a", lasts=115)], [trainer()], walltime_step=step)
+    assert share[2] == node_seconds

@@ -1,0 +1,149 @@
+"""The real Slurm that the tests bring up: it is real, it has accidents on demand, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from freetrain_parsl.errors import BatchSystemError, InvalidSettings
+from freetrain_parsl.testing import loopback_slurm, sweeper
+from freetrain_parsl.testing.loopback_slurm import LoopbackPartition, LoopbackSlurm
+from freetrain_parsl.testing.slurm_config import node_names
+
+pytestmark = pytest.mark.slurm
+
+_SCRIPT = """
+import sys
+from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+with LoopbackSlurm(nodes=1) as cluster:
+    cluster.wait_for_state(cluster.submit("--time=5"), "RUNNING")
+    print(cluster.environment["FREETRAIN_LOOPBACK_SLURM"], cluster.directory, flush=True)
+    if sys.argv[1] == "fail":
+        raise KeyboardInterrupt
+    sys.stdin.read()
+"""
+
+
+def test_jobs_are_real_processes_on_named_nodes(cluster):
+    """A job on two nodes writes the names of both."""
+    file = cluster.work / "names"
+    file.unlink(missing_ok=True)
+    job = cluster.submit(
+        "--nodes=2", "--nodelist=node03,node05", command=f"srun hostname -s; echo $SLURM_JOB_NODELIST > {file}"
+    )
+    cluster.wait_for_state(job, "COMPLETED")
+    assert file.read_text() == "node[03,05]\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may submit as another user")
+def test_root_submits_as_anyone(cluster):
+    """The neighbours can be other users."""
+    job = cluster.submit("--time=5", user="nobody")
+    assert cluster.describe(job)["UserId"].startswith("nobody(")
+
+
+def test_jobs_outlive_the_controller(cluster):
+    """A stopped slurmctld answers nobody, and knows the running job when it is back."""
+    job = cluster.submit("--time=5")
+    cluster.wait_for_state(job, "RUNNING")
+    cluster.stop_controller()
+    with pytest.raises(BatchSystemError, match="Unable to contact slurm controller"):
+        cluster.run("squeue")
+    cluster.start_controller()
+    assert cluster.state_of(job) == "RUNNING"
+
+
+def test_killed_node_takes_its_jobs_along(cluster):
+    """A node that loses power loses every process; its jobs end once Slurm misses it, and it comes back."""
+    file = cluster.work / "pid"
+    file.unlink(missing_ok=True)
+    job = cluster.submit("--time=5", "--nodelist=node04", "--no-requeue", command=f"echo $$ > {file}; exec sleep 1000")
+    deadline = time.monotonic() + 10
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pid = int(file.read_text())
+    assert sweeper.is_alive(pid)
+    cluster.kill_node("node04")
+    assert not sweeper.is_alive(pid)
+    cluster.wait_for_state(job, "NODE_FAIL", timeout=60)
+    cluster.start_node("node04")
+    cluster.wait_for_state(cluster.submit("--nodelist=node04"), "RUNNING")
+
+
+def test_clear_ends_jobs_reservations_and_drains(cluster):
+    """What one test leaves behind does not reach the next."""
+    job = cluster.submit("--time=5")
+    cluster.submit("--hold")
+    cluster.run("scontrol", "create", "reservation", "StartTime=now+60", "Duration=5", "Users=root", "Nodes=node01")
+    cluster.run("scontrol", "update", "NodeName=node02", "State=DRAIN", "Reason=test")
+    cluster.clear()
+    assert cluster.state_of(job) in ("CANCELLED", "COMPLETING")
+    assert cluster.run("squeue", "--noheader") == ""
+    assert "No reservations" in cluster.run("scontrol", "show", "reservation")
+    assert set(cluster.run("sinfo", "--noheader", "--format=%T").split()) == {"idle"}
+
+
+@pytest.mark.parametrize("how", ["killed", "fail"])
+def test_nothing_outlives_its_maker(how):
+    """Killed or with an exception: every process goes, those of jobs too, and the directory."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as maker:
+        name, directory = maker.stdout.readline().split()
+        if how == "killed":
+            assert len(sweeper.marked(name)) > 4
+            maker.kill()
+        maker.wait(30)
+    deadline = time.monotonic() + 10
+    while (sweeper.marked(name) or os.path.exists(directory)) and time.monotonic() < deadline:  # noqa: PTH110
+        time.sleep(0.02)
+    assert sweeper.marked(name) == []
+    assert not os.path.exists(directory)  # noqa: PTH110
+
+
+def test_a_cluster_that_cannot_start_tells_why(tmp_path):
+    """The error has the daemon's own words, and nothing stays."""
+    directory = tmp_path / "c"
+    if len(str(directory)) > 80:
+        pytest.skip("the path of this test's directory is too long for sockets")
+    with (
+        pytest.raises(BatchSystemError, match=r"slurmctld .*NoSuchSetting"),
+        LoopbackSlurm(directory, nodes=1, extra=["NoSuchSetting=1"]),
+    ):
+        pass
+    assert not directory.exists()
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path):
+    """A cluster never writes beside, or removes, what is not its own."""
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(InvalidSettings, match="not empty"), LoopbackSlurm(tmp_path, nodes=1):
+        pass
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_missing_programs_are_named(monkeypatch):
+    """Where Slurm is not installed the tests skip with the names of what would mend it."""
+    monkeypatch.setattr(loopback_slurm, "_PATH", "/nonexistent")
+    assert LoopbackSlurm.missing() == (
+        "no munged, slurmctld, slurmd, sbatch here (Debian: apt-get install munge slurmctld slurmd slurm-client)"
+    )
+    assert "mariadb-server" in LoopbackSlurm.missing(accounting=True)
+
+
+def test_settings_are_checked():
+    """A partition's preemption and the nodes of features are among those that there are."""
+    with pytest.raises(InvalidSettings, match="preempt must be off, cancel or requeue"):
+        LoopbackPartition("x", preempt="suspend")
+    with pytest.raises(InvalidSettings, match="node77"), LoopbackSlurm(nodes=1, features={"node77": "fast"}):
+        pass
+    assert node_names(2) == ["node01", "node02"]
+    assert node_names(100)[-1] == "node100"

@@ -1,0 +1,213 @@
+"""Windows computed = what Slurm then does.
+
+In each situation every window is tried on the real thing: a job of all of its nodes and as many whole minutes as it
+is open for starts at once; one a minute longer does not. Minutes, since that is Slurm's grain.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from freetrain_parsl.planning.model import WindowKind
+from freetrain_parsl.windows.slurm import SlurmWindowSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+
+pytestmark = pytest.mark.slurm
+
+MINUTE = 60.0
+UNBOUNDED = math.inf
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A state of the cluster.
+
+    Parameters
+    ----------
+    name
+        Of the test.
+    prepare
+        Brings it about.
+    steps
+        The windows expected: (nodes, minutes until the closing, rounded up), largest first.
+    partition
+        Where the windows are looked for.
+    kind
+        Of the windows.
+    enforced
+        Slurm itself refuses what is longer; where it does not, a block that is would delay the job in question.
+    """
+
+    name: str
+    prepare: Callable[[LoopbackSlurm], object]
+    steps: list[tuple[int, float]]
+    partition: str = "backfill"
+    kind: WindowKind = WindowKind.BACKFILL
+    enforced: bool = True
+
+
+def run(cluster, *options):
+    """Start a job of whole nodes and wait until it runs."""
+    job = cluster.submit("--exclusive", *options)
+    cluster.wait_for_state(job, "RUNNING")
+    return job
+
+
+def plan(cluster, *options):
+    """Queue a job of whole nodes and wait until Slurm has planned it."""
+    job = cluster.submit("--exclusive", *options)
+    deadline = time.monotonic() + 20
+    while "SchedNodeList" not in cluster.describe(job):
+        assert time.monotonic() < deadline, cluster.describe(job)
+        time.sleep(0.1)
+    return job
+
+
+def passes(cluster, count):
+    """Let the backfill scheduler make that many full passes."""
+
+    def made():
+        return int(re.search(r"Total cycles:\s*(\d+)", cluster.run("sdiag").partition("Backfilling")[2])[1])
+
+    wanted, deadline = made() + count, time.monotonic() + 20
+    while made() < wanted and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def nothing(cluster):
+    """Leave the cluster empty: one window, open for ever."""
+
+
+def head_job(cluster):
+    run(cluster, "--nodes=5", "--time=4")
+    plan(cluster, "--nodes=8", "--time=10")
+
+
+def two_steps(cluster):
+    run(cluster, "--nodelist=node01,node02", "--time=3")
+    run(cluster, "--nodelist=node03,node04,node05", "--time=6")
+    plan(cluster, "--nodelist=node01,node02,node06", "--time=2")
+    plan(cluster, "--nodelist=node03,node04,node05,node07,node08", "--time=2")
+
+
+def beside_a_reservation(cluster):
+    now = time.time()
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(math.ceil(now / MINUTE) * MINUTE + 3 * MINUTE))
+    cluster.run(
+        "scontrol",
+        "create",
+        "reservation",
+        "ReservationName=maint",
+        f"StartTime={start}",
+        "Duration=30",
+        "Users=root",
+        "Nodes=node[01-03]",
+    )
+
+
+def with_a_drained_node(cluster):
+    run(cluster, "--nodelist=node[01-04]", "--time=3")
+    cluster.run("scontrol", "update", "NodeName=node08", "State=DRAIN", "Reason=fan")
+    plan(cluster, "--nodes=7", "--time=5")
+    cluster.submit("--exclusive", "--nodes=8", "--time=5")  # cannot be planned: a node is missing
+    passes(cluster, 2)
+
+
+def plan_in_another_partition(cluster):
+    run(cluster, "--partition=small", "--nodes=2", "--time=5")
+    plan(cluster, "--partition=small", "--nodes=4", "--time=5")
+
+
+def held_job(cluster):
+    cluster.submit("--exclusive", "--nodes=8", "--time=5", "--hold")
+
+
+def array_behind_a_job(cluster):
+    run(cluster, "--nodelist=node[01-06]", "--time=3")
+    plan(cluster, "--array=1-2", "--nodes=4", "--time=2")
+
+
+def dependent_job(cluster):
+    first = run(cluster, "--nodelist=node[01-02]", "--time=3")
+    job = cluster.submit("--exclusive", "--nodes=8", "--time=5", f"--dependency=afterany:{first}")
+    deadline = time.monotonic() + 20
+    while cluster.describe(job)["Reason"] != "Dependency":  # until Slurm has looked at it, it may start any time
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def job_of_the_future(cluster):
+    cluster.submit("--exclusive", "--nodes=8", "--time=5", "--begin=now+3600")
+
+
+def head_job_with_features(cluster):
+    run(cluster, "--nodelist=node01", "--time=3")
+    plan(cluster, "--nodes=2", "--time=5", "--constraint=fast")
+
+
+def over_a_preemptible_job(cluster):
+    run(cluster, "--partition=preemptible", "--nodelist=node[01-02]", "--time=60")
+    run(cluster, "--nodelist=node[03-06]", "--time=3")
+    plan(cluster, "--nodes=8", "--time=10")
+
+
+SITUATIONS = [
+    Situation("empty", nothing, [(8, UNBOUNDED)]),
+    Situation("head_job", head_job, [(3, 4)]),
+    Situation("head_job_in_the_same_partition", head_job, [(3, 4)], partition="main"),
+    Situation("head_job_over_preemptible_blocks", head_job, [(3, 4)], "preemptible", WindowKind.PREEMPTIBLE),
+    Situation("two_steps", two_steps, [(2, 6), (1, 3)]),
+    Situation("reservation", beside_a_reservation, [(5, UNBOUNDED), (3, 4)]),
+    Situation("drained_node", with_a_drained_node, [(3, 3)]),
+    Situation("other_partition", plan_in_another_partition, [(4, UNBOUNDED), (2, 5)]),
+    Situation("held_job", held_job, [(8, UNBOUNDED)]),
+    Situation("array", array_behind_a_job, [(2, 3)]),
+    Situation("dependency", dependent_job, [(6, UNBOUNDED)]),
+    Situation("begin_time", job_of_the_future, [(8, 60)], enforced=False),
+    Situation("features", head_job_with_features, [(6, UNBOUNDED), (1, 3)]),
+    Situation("preemptible_job_in_the_way", over_a_preemptible_job, [(2, 3)]),
+]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
+def test_slurm_keeps_to_the_windows(cluster, situation):
+    """A block that fits is started at once, and one that is a minute too long is not."""
+    situation.prepare(cluster)
+    source = SlurmWindowSource(partition=situation.partition)
+    survey = source.survey()
+
+    def steps():
+        for window in survey.windows:
+            remaining = window.remaining(survey.time)
+            yield len(window.nodes), remaining if math.isinf(remaining) else math.ceil(remaining / MINUTE)
+
+    assert list(steps()) == situation.steps
+    assert {window.kind for window in survey.windows} == {situation.kind}
+
+    def submit(window, minutes):
+        nodes = f"--nodelist={','.join(window.nodes)}"
+        return cluster.submit("--exclusive", f"--partition={situation.partition}", nodes, f"--time={minutes}")
+
+    bounded = [window for window in survey.windows if window.closes is not None]
+    longer = [submit(window, int(window.remaining(time.time()) // MINUTE) + 1) for window in bounded]
+    if longer and situation.enforced:
+        passes(cluster, 2)
+        assert [cluster.state_of(job) for job in longer] == ["PENDING"] * len(longer)
+    for job in longer:
+        cluster.run("scancel", job)
+        cluster.wait_for_state(job, "CANCELLED")
+    fitting = [
+        submit(w, 10000 if w.closes is None else int(w.remaining(time.time()) // MINUTE)) for w in survey.windows
+    ]
+    for job in fitting:
+        cluster.wait_for_state(job, "RUNNING", timeout=10)
