@@ -19,6 +19,8 @@ from parsl.providers import PBSProProvider, SlurmProvider
 from parsl.providers.errors import SubmitException
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.windows.pbs import PbsWindowSource
+from freetrain_parsl.windows.slurm import SlurmWindowSource
 
 if TYPE_CHECKING:
     from parsl.providers.base import ExecutionProvider
@@ -53,7 +55,7 @@ class BlockSpec:
     pinned: bool = True
 
 
-def provider_for(provider: ExecutionProvider, spec: BlockSpec) -> Any:
+def provider_for(provider: Any, spec: BlockSpec) -> Any:
     """Copy a provider so that it submits this block."""
     changed: Any = copy.copy(provider)
     changed.nodes_per_block = len(spec.nodes)
@@ -78,9 +80,7 @@ def provider_for(provider: ExecutionProvider, spec: BlockSpec) -> Any:
 def window_source_for(provider: Any) -> WindowSource:
     """Return what asks the provider's batch system."""
     if isinstance(provider, SlurmProvider):
-        from freetrain_parsl.windows.slurm import SlurmWindowSource
-
-        memory = None if provider.mem_per_node is None else provider.mem_per_node * 1024
+        memory = None if provider.mem_per_node is None else int(provider.mem_per_node * 1024)
         return SlurmWindowSource(
             partition=provider.partition,
             account=provider.account,
@@ -92,8 +92,6 @@ def window_source_for(provider: Any) -> WindowSource:
             memory_per_node=memory,
         )
     if isinstance(provider, PBSProProvider):
-        from freetrain_parsl.windows.pbs import PbsWindowSource
-
         return PbsWindowSource(
             queue=provider.queue,
             account=provider.account,

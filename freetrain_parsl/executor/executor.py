@@ -41,7 +41,7 @@ from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.storage.posix import check_writable
-from freetrain_parsl.windows.base import Survey, WindowSource
+from freetrain_parsl.windows.base import OUR_JOBS, Survey, WindowSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,7 +227,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
     @property
     def job_prefix(self) -> str:
         """How the names of this run's batch jobs begin."""
-        return f"freetrain.{self.label}.{self.job_tag}."
+        return f"{OUR_JOBS}{self.label}.{self.job_tag}."
 
     def monitor_resources(self) -> bool:
         """Decline: Parsl's resource monitoring forks inside the worker, which torch's threads do not survive."""
@@ -376,6 +376,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def _launch(self, spec: BlockSpec) -> str:
         """Submit a block through a copy of the user's provider that has this block's size and walltime."""
+        assert self.provider is not None, "the constructor makes one"
         provider = provider_for(self.provider, spec)
         job = provider.submit(self._get_launch_command(spec.block), 1, f"{self.job_prefix}block-{spec.block}")
         if not job:

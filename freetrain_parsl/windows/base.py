@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Window
 
-__all__ = ["BlockState", "BlockStatus", "Refusal", "Survey", "WindowSource"]
+__all__ = ["OUR_JOBS", "BlockState", "BlockStatus", "Refusal", "Survey", "WindowSource"]
+
+OUR_JOBS = "freetrain."
+"""How the names of all batch jobs of FreeTrain begin, whoever runs it: they do not make way for each other."""
 
 
 class BlockState(str, Enum):

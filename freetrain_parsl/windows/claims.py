@@ -17,6 +17,8 @@ from bisect import bisect_right
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.windows.base import OUR_JOBS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -27,11 +29,14 @@ __all__ = ["find_claims"]
 
 
 def find_claims(occupancy: Occupancy) -> dict[str, float]:
-    """Tell which nodes of our running jobs others wait for: node -> when their job would start there, seconds."""
+    """Tell which nodes of our running jobs others wait for: node -> when their job would start there, seconds.
+
+    Other users' FreeTrain takes what is left, as we do: if both made way for each other, neither would get anywhere.
+    """
     walk = _Walk(occupancy)
     if walk.mine:
         for job in occupancy.queue:
-            if job.job not in occupancy.out_of_reach:
+            if job.job not in occupancy.out_of_reach and not job.name.startswith(OUR_JOBS):
                 walk.visit(job)
             if not walk.mine.difference(walk.wanted):
                 break

@@ -38,6 +38,7 @@ class JobRecord(NamedTuple):
     priority: float
     reason: str
     features: str
+    name: str  # perhaps its beginning only
 
 
 def sort_jobs(
@@ -56,7 +57,7 @@ def sort_jobs(
     for record in records:
         if record.state in HOLDS_NODES:
             nodes = _expand(record.nodes, hosts)
-            running.append(RunningJob(record.job, "", record.user, record.partition, nodes, record.ends))
+            running.append(RunningJob(record.job, record.name, record.user, record.partition, nodes, record.ends))
         elif block_state(record.state)[0] in (BlockState.PENDING, BlockState.HELD):
             pending.append(_pending(record, partitions, hosts))
     return tuple(running), tuple(pending)
@@ -70,7 +71,7 @@ def _pending(record: JobRecord, partitions: Mapping[str, Partition], hosts: dict
         walltime = max((partitions[name].max_walltime for name in names), default=math.inf)
     return PendingJob(
         record.job,
-        "",
+        record.name,
         record.user,
         record.partition,
         record.node_count,

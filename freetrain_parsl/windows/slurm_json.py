@@ -69,6 +69,7 @@ def _job(item: dict[str, Any]) -> JobRecord:
             _number(item["priority"]) or 0.0,
             item["state_reason"],
             item["features"],
+            item["name"],
         )
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"a job lacks {error}") from None

@@ -10,6 +10,7 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.windows.base import OUR_JOBS
 from freetrain_parsl.windows.hostlist import expand_hosts
 from freetrain_parsl.windows.slurm_jobs import JobRecord
 from freetrain_parsl.windows.slurm_words import UNUSABLE
@@ -47,10 +48,12 @@ JOB_FIELDS = (
     "PriorityLong",
     "Reason",
     "Feature",
+    "Name",
 )
+_NAME_WIDTH = len(OUR_JOBS)
 
-# A suffix instead of a width: nothing is cut off. Names and comments, which may hold anything, are not asked for.
-JOB_FORMAT = ",".join(f"{name}:\t" for name in JOB_FIELDS)
+# A suffix instead of a width: nothing is cut off, but names, which may hold anything, and so come last.
+JOB_FORMAT = ",".join(f"{name}:{_NAME_WIDTH if name == 'Name' else ''}\t" for name in JOB_FIELDS)
 
 _NOTHING = frozenset(("", "N/A", "(null)", "None", "NONE", "Unknown", "UNKNOWN", "n/a"))
 _MARKS = {"*": "NOT_RESPONDING", "~": "POWERED_DOWN", "#": "POWERING_UP", "%": "POWERING_DOWN", "!": "POWER_DOWN"}
@@ -106,16 +109,24 @@ def parse_jobs(text: str) -> list[JobRecord]:
     ValueError
         A line is none of that format.
     """
-    return [_job(line) for line in text.splitlines() if line]
+    records: list[JobRecord] = []
+    for line in text.splitlines():
+        if not (records and _continues_a_name(line)):
+            records.append(_job(line))
+    return records
+
+
+def _continues_a_name(line: str) -> bool:
+    """Whether this is what follows a line feed in the name of the job before."""
+    return "\t" not in line[:-1] and len(line) <= _NAME_WIDTH + 1
 
 
 def _job(line: str) -> JobRecord:
-    values = ["" if value in _NOTHING else value for value in line.split("\t")]
-    if len(values) != len(JOB_FIELDS) + 1 or not values[0].isdecimal():
+    *texts, name = line.split("\t", len(JOB_FIELDS) - 1)
+    values = ["" if value in _NOTHING else value for value in texts]
+    if len(values) != len(JOB_FIELDS) - 1 or not values[0].isdecimal():
         raise ValueError(f"line {line[:80]!r} does not have the {len(JOB_FIELDS)} fields that were asked for")
-    job, partition, state, user, limit, start, ends, count, nodes, planned, named, priority, reason, features, _ = (
-        values
-    )
+    job, partition, state, user, limit, start, ends, count, nodes, planned, named, priority, reason, features = values
     return JobRecord(
         job,
         partition,
@@ -131,6 +142,7 @@ def _job(line: str) -> JobRecord:
         float(priority),
         reason,
         features,
+        name.rstrip(),
     )
 
 

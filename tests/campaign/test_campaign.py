@@ -150,7 +150,11 @@ MANY = ", ".join(map(str, range(150)))
         (f"trainings: [{{app: '{APP}', name: 'x{{width}}', grid: {{lr: [1]}}}}]", r"a name may use \{lr\}, \{repeat\}"),
         (f"trainings: [{{app: '{APP}', name: same, grid: {{lr: [1, 2]}}}}]", "two trainings are named 'same'"),
         (f"trainings: [{{app: '{APP}', name: '-x'}}]", "training name '-x' must be 1 to 128 letters"),
-        (f"trainings: [{{app: '{APP}', grid: {{lr: [{MANY}], slow: [{MANY}]}}}}]", "more than 10000 trainings"),
+        pytest.param(
+            f"trainings: [{{app: '{APP}', grid: {{lr: [{MANY}], slow: [{MANY}]}}}}]",
+            "more than 10000 trainings",
+            id="22500 trainings",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_with_file_line_and_key(text: str, message: str) -> None:

@@ -365,6 +365,8 @@ def test_exit_codes_are_told_apart(changed, ended):
         ({"job_state": "W"}, BlockState.PENDING),
         ({"job_state": "H", "Hold_Types": "so", "comment": "too many failed attempts"}, BlockState.HELD),
         ({"run_count": 1}, BlockState.PREEMPTED),
+        ({"job_state": "R", "run_count": 2}, BlockState.PREEMPTED),
+        ({"job_state": "R", "run_count": 1}, BlockState.RUNNING),
         ({"job_state": "S", "exec_vnode": "(a:ncpus=1)"}, BlockState.PREEMPTED),
         ({"job_state": "E", "exec_vnode": "(a:ncpus=1)"}, BlockState.RUNNING),
         ({"job_state": "M"}, BlockState.CANCELLED),

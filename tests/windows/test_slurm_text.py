@@ -226,6 +226,16 @@ def test_json_that_is_none_of_squeue_is_refused(text):
         parse_json_jobs(text)
 
 
+@pytest.mark.parametrize("name", ["a\tb", "two\nlines", "freetrain.", ""])
+def test_a_job_may_have_any_name(name):
+    """Names come last and cut off, so that nobody's can break the reading of the others."""
+    line = "7\tmain\tPENDING\tada\t5:00\tN/A\tN/A\t1\t\t(null)\t\t1\tNone\t(null)\t"
+    jobs = parse_jobs(f"{line}{name:10}\t\n{line}next      \t\n")
+    assert len(jobs) == 2
+    assert jobs[0].name == name.partition("\n")[0]
+    assert jobs[1].name == "next"
+
+
 @pytest.mark.parametrize(
     ("constraint", "features"),
     [("", set()), ("a100", {"a100"}), ("a100&nvme", {"a100", "nvme"}), ("a|b", None), ("[a|b]*2", None), ("!x", None)],
@@ -236,7 +246,7 @@ def test_plain_constraints(constraint, features):
 
 
 def record(state: str, reason: str = "None") -> JobRecord:
-    return JobRecord("1", "main", state, "ada", 60.0, 1.0, 2.0, 1, "n[1-2]", "", "", 1.0, reason, "")
+    return JobRecord("1", "main", state, "ada", 60.0, 1.0, 2.0, 1, "n[1-2]", "", "", 1.0, reason, "", "train")
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,12 @@ class TestWanted:
         state = cluster(4, {"1": ("n3 n4", 9000.0)}, (job("2", 3),))
         assert find(state, "1").wanted == {"n3": NOW}
 
+    def test_freetrain_of_another_user_wants_none_of_ours(self) -> None:
+        """Else two of them would make way for each other for ever; its block still closes the nodes that it waits for."""
+        other = replace(job("2", 3), name="freetrain.theirs.ab12.block-0")
+        found = find(cluster(4, {"1": ("n3 n4", 9000.0)}, (other,)), "1")
+        assert found.wanted == {}
+
     def test_job_that_starts_on_free_nodes_wants_none_of_ours(self) -> None:
         """Nothing is gained by handing back."""
         assert find(cluster(3, {"1": ("n3", 9000.0)}, (job("2", 2),)), "1").wanted == {}

@@ -1,0 +1,350 @@
+"""The fake commands: what is submitted runs, what they print is understood, what they do not know they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from parsl.launchers import MpiExecLauncher, SrunLauncher
+from parsl.providers import PBSProProvider, SlurmProvider
+from parsl.providers.errors import SubmitException
+
+from freetrain_parsl.cluster.client import EmbeddedCluster
+from freetrain_parsl.errors import BatchSystemError, InvalidSettings
+from freetrain_parsl.testing.fake_commands import (
+    MISHAP_VARIABLE,
+    PBS_COMMANDS,
+    SLURM_COMMANDS,
+    calls,
+    clear_mishaps,
+    install_fake_pbs,
+    install_fake_slurm,
+    set_mishap,
+)
+from freetrain_parsl.testing.window_suite import WindowSourceConformance
+from freetrain_parsl.windows.base import BlockState
+from freetrain_parsl.windows.commands import Commands
+from freetrain_parsl.windows.pbs import PbsWindowSource
+from freetrain_parsl.windows.slurm import SlurmWindowSource
+
+NODES = ("n00", "n01", "n02", "n03")
+STEP = """echo "$FREETRAIN_CLUSTER_NODE hello"
+trap 'echo "$FREETRAIN_CLUSTER_NODE saved"; exit 0' TERM
+sleep 60 & wait"""
+
+
+class Slurm:
+    """A fake Slurm in front of a cluster."""
+
+    kind, mark, launch, submit = "slurm", "#SBATCH", "srun --ntasks {nodes} bash", "sbatch"
+
+    def __init__(self, directory, cluster, version):
+        self.directory, self.cluster = directory, cluster
+        self.bin = install_fake_slurm(directory / "fake", cluster.name, version=version)
+
+    @property
+    def fake(self):
+        return self.directory / "fake"
+
+    def source(self, queue="backfill", **settings):
+        return SlurmWindowSource(partition=queue, **settings)
+
+    def options(self, nodes, seconds, queue):
+        assert seconds % 60 == 0
+        return [f"--nodes={nodes}", f"--time={seconds // 60}", f"--partition={queue}", "--job-name=ft-test"]
+
+    def provider(self, queue="backfill"):
+        return SlurmProvider(
+            partition=queue, nodes_per_block=2, walltime="00:05:00", launcher=SrunLauncher(overrides="--overlap")
+        )
+
+    def run(self, body, *, nodes=1, seconds=300, queue="backfill"):
+        """Submit a batch script and give its job's id."""
+        script = self.directory / "job.sh"
+        head = [f"{self.mark} {option}" for option in self.options(nodes, seconds, queue)]
+        output = self.directory / "out"
+        head += [f"{self.mark} {flag} {output}" for flag in ("-o", "-e")]
+        script.write_text("\n".join(["#!/bin/bash", *head, body, ""]), encoding="utf-8")
+        answer = subprocess.run([self.submit, str(script)], capture_output=True, text=True, check=True).stdout
+        return answer.split()[-1]
+
+    def step(self, nodes):
+        """Write what a batch script does to run STEP on every node."""
+        step = self.directory / "step.sh"
+        step.write_text(STEP, encoding="utf-8")
+        return f"{self.launch.format(nodes=nodes)} {step}"
+
+    def output(self):
+        file = self.directory / "out"
+        return sorted(file.read_text(encoding="utf-8").split("\n")) if file.exists() else []
+
+
+class Pbs(Slurm):
+    """A fake PBS in front of a cluster."""
+
+    kind, mark, launch, submit = "pbs", "#PBS", "trap : TERM\nmpiexec -n {nodes} --ppn 1 bash", "qsub"
+
+    def __init__(self, directory, cluster, version):
+        self.directory, self.cluster = directory, cluster
+        self.bin = install_fake_pbs(directory / "fake", cluster.name, version=version)
+
+    def source(self, queue="backfill", **settings):
+        return PbsWindowSource(queue=queue, **settings)
+
+    def options(self, nodes, seconds, queue):
+        return [f"-l select={nodes}:ncpus=4", f"-l walltime={seconds}", f"-q {queue}", "-N ft-test"]
+
+    def provider(self, queue="backfill"):
+        return PBSProProvider(queue=queue, nodes_per_block=2, walltime="00:05:00", launcher=MpiExecLauncher())
+
+
+FAKES = {"slurm 24.11": (Slurm, "24.11.5"), "slurm 22.05": (Slurm, "22.05.8"), "pbs": (Pbs, "23.06.06")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def runtime():
+    """Keep the tests' clusters apart from the user's; short, because a socket's path is limited."""
+    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield
+
+
+@contextmanager
+def fake_of(name, directory):
+    kind, version = FAKES[name]
+    nodes, grace = len(NODES), timedelta(seconds=1)
+    with (
+        EmbeddedCluster(directory / "cluster", nodes=nodes, grace=grace) as cluster,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        fake = kind(directory, cluster, version)
+        patch.setenv("PATH", str(fake.bin), prepend=":")
+        yield fake
+
+
+@pytest.fixture(params=FAKES)
+def fake(request, tmp_path):
+    with fake_of(request.param, tmp_path) as fake:
+        yield fake
+
+
+def main_job(fake, nodes, seconds):
+    """Submit a job of the main queue straight to the cluster."""
+    walltime = timedelta(seconds=seconds)
+    return fake.cluster.client.submit(["sleep", "60"], nodes=nodes, walltime=walltime, preemptible=False)
+
+
+def wait_for(ask, what, seconds=20.0):
+    """Wait until `ask` gives what is waited for, and give it."""
+    deadline = time.monotonic() + seconds
+    while (got := ask()) != what:
+        assert time.monotonic() < deadline, f"waited for {what}, got {got}"
+        time.sleep(0.05)
+    return got
+
+
+def state_of(source, job):
+    return source.survey([job]).blocks[job].state
+
+
+# -- windows -------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_those_of_the_cluster(fake):
+    """Three nodes until the head job starts, whose start the cluster plans; the node in use is in none."""
+    main_job(fake, 1, 90)
+    head = main_job(fake, 4, 60)
+    start = fake.cluster.client.expected_starts()[head]["start"]
+    survey = fake.source().survey()
+    assert [window.nodes for window in survey.windows] == [NODES[1:]]
+    assert survey.windows[0].closes == pytest.approx(start, abs=1.5)
+    assert set(survey.unused) == {"n00"}
+
+
+def test_a_block_that_fits_starts_at_once_and_a_longer_one_waits(fake):
+    main_job(fake, 1, 90)
+    main_job(fake, 4, 60)
+    source = fake.source()
+    longer, fitting = fake.run("sleep 60", nodes=3, seconds=120), fake.run("sleep 60", nodes=3, seconds=60)
+    assert wait_for(lambda: state_of(source, fitting), BlockState.RUNNING)
+    survey = source.survey([fitting, longer])
+    assert survey.blocks[fitting].nodes == NODES[1:]
+    assert survey.blocks[longer].state is BlockState.PENDING
+    assert survey.windows == ()
+
+
+def test_a_job_of_the_main_queue_goes_before_blocks(fake):
+    """A block of ours is preempted for it, and says so."""
+    source = fake.source()
+    block = fake.run("sleep 60", nodes=4)
+    wait_for(lambda: state_of(source, block), BlockState.RUNNING)
+    main = fake.run("sleep 60", nodes=4, queue="main")
+    wait_for(lambda: state_of(source, block), BlockState.PREEMPTED)
+    wait_for(lambda: state_of(source, main), BlockState.RUNNING)
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------
+
+
+def test_the_script_runs_on_the_first_node_and_its_step_on_every_node(fake):
+    job = fake.run(f'echo "$FREETRAIN_CLUSTER_NODE batch"\n{fake.step(3)}', nodes=3)
+    wait_for(fake.output, ["", "n00 batch", "n00 hello", "n01 hello", "n02 hello"])
+    assert state_of(fake.source(), job) is BlockState.RUNNING
+
+
+def test_every_task_hears_that_its_job_is_cancelled_and_may_save(fake):
+    source = fake.source()
+    job = fake.run(fake.step(2), nodes=2)
+    wait_for(lambda: len(fake.output()), 3)
+    source.cancel([job])
+    wait_for(lambda: state_of(source, job), BlockState.CANCELLED)
+    assert fake.output() == ["", "n00 hello", "n00 saved", "n01 hello", "n01 saved"]
+
+
+@pytest.mark.parametrize(("body", "state"), [("exit 0", BlockState.COMPLETED), ("exit 3", BlockState.FAILED)])
+def test_how_the_script_ends_is_how_its_job_ends(fake, body, state):
+    """The other nodes of the job end with it."""
+    source = fake.source()
+    job = fake.run(body, nodes=2)
+    wait_for(lambda: state_of(source, job), state)
+
+
+def test_what_the_script_leaves_behind_ends_with_it(fake):
+    job = fake.run(f"{fake.step(2)} &\nsleep 2", nodes=2)
+    source = fake.source()
+    wait_for(lambda: state_of(source, job).ended, True)
+    wait_for(lambda: {node["job"] for node in fake.cluster.client.nodes().values()}, {None})
+
+
+def test_a_walltime_that_is_over_is_told(tmp_path):
+    """PBS counts seconds; Slurm's least walltime, a minute, is too long for a test."""
+    with fake_of("pbs", tmp_path) as fake:
+        job, source = fake.run("exec sleep 60", seconds=1), fake.source()
+        wait_for(lambda: state_of(source, job), BlockState.TIMED_OUT)
+
+
+def test_parsls_providers_submit_to_them(fake):
+    """Each launcher starts the command once on every node of the block."""
+    provider = fake.provider()
+    provider.script_dir = str(fake.directory)
+    seen = fake.directory / "seen"
+    job = provider.submit(f"echo one >> {seen}", 1, "ft-parsl")
+    source = fake.source()
+    wait_for(lambda: state_of(source, job), BlockState.COMPLETED)
+    assert seen.read_text(encoding="utf-8") == "one\none\n"
+
+
+def test_a_living_job_is_found_by_its_name(fake):
+    job = fake.run("sleep 60")
+    assert fake.source().find_jobs("ft-") == {job: "ft-test"}
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["down", "garbage", "refuse"])
+def test_a_batch_system_in_trouble_is_an_error_that_passes(fake, kind):
+    source = fake.source()
+    source.survey()
+    set_mishap(fake.fake, kind, value="busy" if kind == "refuse" else "")
+    with pytest.raises(BatchSystemError):
+        source.survey()
+    clear_mishaps(fake.fake)
+    assert source.survey().windows
+
+
+def test_a_command_that_hangs_is_given_up(fake, monkeypatch):
+    """The environment sets mishaps too."""
+    source = fake.source(run=Commands(timedelta(seconds=0.5)))
+    monkeypatch.setenv(MISHAP_VARIABLE, "* hang")
+    with pytest.raises(BatchSystemError, match="did not answer within"):
+        source.survey()
+
+
+def test_a_slow_command_answers_in_the_end(fake):
+    set_mishap(fake.fake, "slow", command=fake.submit, value="0.3")
+    begin = time.monotonic()
+    fake.run("exit 0")
+    assert time.monotonic() - begin > 0.3
+
+
+def test_a_refused_submission_says_why(fake):
+    complaint = {"slurm": "Invalid account or account/partition combination specified", "pbs": "Invalid Account"}
+    set_mishap(fake.fake, "refuse", command=fake.submit, value=complaint[fake.kind])
+    provider = fake.provider()
+    provider.script_dir = str(fake.directory)
+    with pytest.raises(SubmitException) as refused:
+        provider.submit("exit 0", 1, "ft-parsl")
+    refusal = fake.source().explain_refusal(refused.value.stderr.strip())
+    assert complaint[fake.kind] in refusal.reason
+    assert not refusal.passing
+
+
+def test_an_unknown_queue_is_refused(fake):
+    with pytest.raises(InvalidSettings, match="backfil"):
+        fake.source("backfil").check(60.0)
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        fake.run("exit 0", queue="nowhere")
+    assert refused.value.stderr.count("\n") == 1
+    assert not fake.source().explain_refusal(refused.value.stderr.strip()).passing
+
+
+def test_a_cluster_that_is_gone_is_a_batch_system_that_is_down(fake):
+    source = fake.source()
+    fake.cluster.stop()
+    with pytest.raises(BatchSystemError, match=r"controller|connect"):
+        source.survey()
+
+
+def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
+    """So that a change of what is asked of the real ones is noticed."""
+    for name in SLURM_COMMANDS if fake.kind == "slurm" else PBS_COMMANDS:
+        answer = subprocess.run([name, "--no-such-option"], capture_output=True, text=True, check=False)
+        assert answer.returncode != 0, name
+        assert answer.stdout == "", name
+        assert answer.stderr.count("\n") == 1, answer.stderr
+
+
+def test_calls_are_counted(fake):
+    """A first round asks more than the next, which is two queries of the batch system."""
+    source = fake.source()
+    source.survey()
+    first = len(calls(fake.fake))
+    source.survey()
+    assert len(calls(fake.fake)) - first == 2
+    assert {words[0] for _, words in calls(fake.fake)} <= {*SLURM_COMMANDS, *PBS_COMMANDS}
+
+
+def test_fakes_are_not_installed_over_others(fake):
+    with pytest.raises(InvalidSettings, match="has commands already"):
+        install_fake_slurm(fake.fake, fake.cluster.name)
+
+
+# -- the contract --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=FAKES)
+def standing(request, tmp_path_factory):
+    """Give a fake with a job of ours that runs."""
+    with fake_of(request.param, tmp_path_factory.mktemp("standing")) as fake:
+        fake.job = fake.run("exec sleep 600")
+        wait_for(lambda: state_of(fake.source(), fake.job), BlockState.RUNNING)
+        yield fake
+
+
+class TestContract(WindowSourceConformance):
+    """A window source keeps its contract in front of each fake."""
+
+    @pytest.fixture(autouse=True)
+    def _standing(self, standing):
+        self.fake = standing
+
+    def make_source(self):
+        return self.fake.source()
+
+    def own_job(self):
+        return self.fake.job, "ft-test"
