@@ -19,6 +19,7 @@ from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import BatchSystemError, InvalidInput
+from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
 
@@ -50,7 +51,7 @@ def preflight(site: Site, run_dir: Path) -> None:
             f"{site.name} wants for checkpoints; name another place in its checkpoints.directory"
         )
     if site.outlives_driver:
-        site.window_source().check(site.least_walltime)
+        site.window_source().check(least_walltime(site.planner_settings))
 
 
 def find_run(directory: Path | None) -> Path:

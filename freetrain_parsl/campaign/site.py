@@ -159,12 +159,6 @@ class Site:
         )
 
     @property
-    def least_walltime(self) -> float:
-        """Of a block that is worth submitting, seconds."""
-        settings = self.planner_settings
-        return settings.startup + settings.min_useful + settings.closing_margin
-
-    @property
     def outlives_driver(self) -> bool:
         """Whether the batch system runs on when the driver ends: all but an embedded cluster of the driver's own."""
         return self.system != "local" or "cluster" in self.block

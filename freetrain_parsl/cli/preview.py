@@ -69,13 +69,14 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     BatchSystemError
         The batch system did not answer.
     """
+    from freetrain_parsl.planning.blocks import least_walltime
     from freetrain_parsl.planning.explain import explain_windows
     from freetrain_parsl.planning.policies import resolve_policy
 
     requests = None if campaign is None else _read_campaign(campaign, variables)
     variables.refuse_unused()
     settings = chosen.settings
-    chosen.source.check(settings.startup + settings.min_useful + settings.closing_margin)
+    chosen.source.check(least_walltime(settings))
     survey = chosen.source.survey()
     pending, notes = _our_jobs(chosen.source)
     if requests is None:

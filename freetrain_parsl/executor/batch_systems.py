@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from parsl.launchers import SimpleLauncher, SingleNodeLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 from parsl.providers.errors import SubmitException
+from parsl.providers.pbspro.template import template_string
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.windows.pbs import PbsWindowSource
+from freetrain_parsl.windows.pbs import PbsWindowSource, pbs_walltime_request
 from freetrain_parsl.windows.slurm import SlurmWindowSource
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockSpec", "complaint_of", "provider_for", "refuse_provider", "window_source_for"]
 
 _WARNING = "USR1@1"  # the slots' early warning of preemption, where the site sends one
+_SHRINKS_TO_FIT = template_string.replace("walltime=$walltime", "$walltime")
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -45,6 +47,8 @@ class BlockSpec:
         The nodes that it is meant for, by name.
     seconds
         Its walltime.
+    least_seconds
+        Least walltime that is worth a start, where the batch system may shrink it to fit.
     pinned
         Whether it must run on exactly these nodes; others of the partition close too early.
     """
@@ -52,6 +56,7 @@ class BlockSpec:
     block: str
     nodes: tuple[str, ...]
     seconds: float
+    least_seconds: float
     pinned: bool = True
 
 
@@ -69,9 +74,13 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
             lines.append(f"#SBATCH --nodelist={','.join(_checked(spec.nodes))}")
         changed.scheduler_options = provider.scheduler_options + "\n".join([*lines, ""])
     elif isinstance(provider, PBSProProvider):
-        # The job's shell must outlive SIGTERM for as long as the slots save, or PBS kills them with it.
-        changed.worker_init = f"trap : TERM\n{provider.worker_init}"
-        changed.scheduler_options = f"{provider.scheduler_options}\n#PBS -r n\n"
+        changed.walltime = pbs_walltime_request(min(spec.least_seconds, spec.seconds), spec.seconds)
+        changed.template_string = _SHRINKS_TO_FIT
+        # The job's shell must outlive SIGTERM for as long as the slots save, or PBS kills them with it; and launchers
+        # leave files where they are started, which would be the user's home.
+        changed.worker_init = f"{provider.worker_init}\ntrap : TERM\ncd {shlex.quote(str(provider.script_dir))}"
+        if "place=" not in provider.scheduler_options:
+            changed.scheduler_options = f"{provider.scheduler_options}\n#PBS -l place=scatter\n"
     else:
         changed.nodelist = spec.nodes if spec.pinned else None
     return changed

@@ -259,6 +259,8 @@ class BatchDesk(threading.Thread):
         begin = self._clock()
         try:
             survey = self._source.survey(jobs)
+            if lingering := [job for job, status in survey.blocks.items() if status.lingers]:
+                self._source.cancel(lingering)
             if begin < self._in_the_dark_until and (
                 strays := self._source.find_jobs(self._job_prefix).keys() - set(jobs)
             ):

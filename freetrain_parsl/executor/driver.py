@@ -24,6 +24,7 @@ from freetrain_parsl.executor.roster import Block, Roster, Slot
 from freetrain_parsl.executor.tasks import Task, TaskQueue
 from freetrain_parsl.executor.trainings import Training
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.model import Decision, PoolNode, Window
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.windows.base import BlockState, Survey
@@ -343,7 +344,7 @@ class Driver(threading.Thread):
         if block is None or block.releasing:
             self._server.send(name, Message("exit", {"now": True}))
             return
-        slot = Slot(name, message["token"], message["node"], block.name, heard=self._clock())
+        slot = Slot(name, message["token"], block.node_of(message["node"]), block.name, heard=self._clock())
         self._roster.slots[name] = slot
         closes = block.loses_nodes_at(self._clock())
         self._server.send(name, Message("welcome", {"closes_in": closes - self._clock()}))
@@ -402,7 +403,8 @@ class Driver(threading.Thread):
         self._roster.blocks[action.block] = Block(action.block, action.nodes, action.seconds, action.window.closes)
         # The batch system may choose among all windows that last long enough; nodes of others must be kept out.
         pinned = any(window.remaining(self._clock()) < action.seconds for window in self._windows)
-        self._desk.order(BlockSpec(action.block, action.nodes, action.seconds, pinned))
+        least = min(action.seconds, least_walltime(self._planner.settings))
+        self._desk.order(BlockSpec(action.block, action.nodes, action.seconds, least, pinned))
         for _ in range(self._roster.missing_tasks()):
             self._order_slot()
         self._write(

@@ -36,6 +36,7 @@ from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest
 from freetrain_parsl.executor.worker import SlotSettings, run_slot
+from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
@@ -249,7 +250,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._log_handler = _log_to(Path(self.logdir) / "freetrain.log")
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or window_source_for(provider)
-        source.check(self.planner.startup + self.planner.min_useful + self.planner.closing_margin)
+        source.check(least_walltime(self.planner))
         server = SlotServer(self.cert_dir, _PORTS)
         self._slot_settings = SlotSettings(
             addresses=tuple(sorted(self.all_addresses)),

@@ -66,6 +66,11 @@ class Block:
         times = [time for time in (ends, self.closes) if time is not None]
         self.ends = min(times, default=None)
 
+    def node_of(self, host: str) -> str:
+        """Name the node of a host, which may call itself by a longer or shorter name than the batch system does."""
+        short = host.partition(".")[0]
+        return next((node for node in self.nodes if node == host or node.partition(".")[0] == short), host)
+
     def loses_nodes_at(self, now: float) -> float:
         """When it loses its nodes, or by when at the latest if the batch system has not told its start yet."""
         latest = now + self.seconds if self.ends is None else self.ends

@@ -9,13 +9,18 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import BlockTerms, Window
     from freetrain_parsl.planning.settings import PlannerSettings
 
-__all__ = ["block_size", "block_walltime", "format_span", "why_not"]
+__all__ = ["block_size", "block_walltime", "format_span", "least_walltime", "why_not"]
 
 
 def block_walltime(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> float:
     """Walltime of a block that ends before the window closes even if it starts late; zero if there is none, s."""
     longest = min(settings.max_walltime, terms.max_walltime, window.remaining(now) - terms.start_delay)
     return max(0.0, math.floor(longest / terms.walltime_step) * terms.walltime_step)
+
+
+def least_walltime(settings: PlannerSettings) -> float:
+    """Walltime of the shortest block that is worth its start, s."""
+    return settings.startup + settings.min_useful + settings.closing_margin
 
 
 def block_size(settings: PlannerSettings, terms: BlockTerms) -> int | None:
@@ -31,7 +36,7 @@ def why_not(window: Window, settings: PlannerSettings, terms: BlockTerms, now: f
     if len(window.nodes) < terms.min_nodes:
         return f"fewer nodes than the {terms.min_nodes} that one job must have here"
     walltime = block_walltime(window, settings, terms, now)
-    if walltime < settings.startup + settings.min_useful + settings.closing_margin:
+    if walltime < least_walltime(settings):
         late = f"start within {format_span(terms.start_delay)} + " if terms.start_delay else ""
         return (
             f"shorter than {late}start-up {format_span(settings.startup)} + "

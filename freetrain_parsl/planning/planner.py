@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.blocks import block_size, block_walltime, why_not
-from freetrain_parsl.planning.model import Allocation, BlockTerms, Decision, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.holdings import Holdings
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
 from freetrain_parsl.planning.outlook import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.settings import PlannerSettings
@@ -28,29 +28,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.policies.base import Policy
 
 logger = logging.getLogger(__name__)
-
-_MOST_DOUBLINGS = 5  # of the pause after a block that did not start
-
-
-@dataclass
-class _Block:
-    """A block between its request and its end."""
-
-    nodes: tuple[str, ...]
-    ends: float | None
-    requested: float
-    started: bool = False
-    unwanted_since: float | None = None
-    missing_since: dict[str, float] = field(default_factory=dict)
-    """Its nodes whose slots have not joined yet, or have left, since it started."""
-
-
-@dataclass(frozen=True)
-class _Shunned:
-    """A node on which blocks of ours did not start, `times` in a row: it is left alone until `until`."""
-
-    until: float
-    times: int
 
 
 @dataclass
@@ -96,14 +73,10 @@ class Planner:
         self._on_decision = on_decision
         self._trainers: dict[str, Trainer] = {}
         self._members: dict[str, _Member] = {}
-        self._blocks: dict[str, _Block] = {}
-        self._windows: tuple[Window, ...] = ()
-        self._terms = BlockTerms()
-        self._shunned: dict[str, _Shunned] = {}
+        self._holdings = Holdings(self.settings)
         self._assigned: dict[str, frozenset[str]] = {}
         self._lent: frozenset[str] = frozenset()
         self._tasks = ev.TasksWaiting(0.0, 0)
-        self._block_count = 0
         self._settle_until: float | None = None
         self._dirty = False
         self._planned_at = -math.inf
@@ -123,21 +96,15 @@ class Planner:
     @property
     def windows(self) -> tuple[Window, ...]:
         """The windows as last seen."""
-        return self._windows
+        return self._holdings.windows
 
     def wake_at(self, now: float) -> float:
         """When the planner wants the next event at the latest (a `Tick` will do); infinity if never."""
         closings = (m.node.closes_or_inf - self.settings.closing_margin for m in self._members.values())
-        expiries = (
-            block.unwanted_since + self.settings.idle_timeout
-            for block in self._blocks.values()
-            if block.unwanted_since is not None
-        )
         settles = () if self._settle_until is None else (self._settle_until,)
-        missing = (since for block in self._blocks.values() for since in block.missing_since.values())
-        given_up = (since + self.settings.join_timeout for since in missing)
         again = (self._planned_at + self.settings.replan_interval,) if self._trainers else ()
-        return min((t for t in chain(closings, expiries, settles, given_up, again) if t > now), default=math.inf)
+        due = chain(closings, self._holdings.wakes(), settles, again)
+        return min((time for time in due if time > now), default=math.inf)
 
     # Events.
 
@@ -170,40 +137,34 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.WindowsSeen) -> None:
-        self._dirty = self._dirty or event.windows != self._windows or event.terms != self._terms
-        self._windows, self._terms = event.windows, event.terms
+        news = self._holdings.see(event.windows, event.terms)
+        self._dirty = self._dirty or news
 
     @_take.register
     def _(self, event: ev.BlockStarted) -> None:
-        if (block := self._blocks.get(event.block)) is not None:
-            block.nodes, block.ends, block.started = event.nodes, event.ends, True
-            for name in event.nodes:
-                self._shunned.pop(name, None)
-            block.missing_since = {name: event.time for name in event.nodes if name not in self._members}
+        self._holdings.start(event, self._members.keys())
 
     @_take.register
     def _(self, event: ev.BlockEnded) -> None:
-        block = self._blocks.pop(event.block, None)
+        in_time = self._holdings.end(event.block, event.time)
         gone = [name for name, member in self._members.items() if member.block == event.block]
-        ended = block is not None and block.ends is not None and event.time >= block.ends
-        self._drop(gone, event.time, given_back=ended)
+        self._drop(gone, event.time, given_back=in_time)
 
     @_take.register
     def _(self, event: ev.NodesJoined) -> None:
         for node in event.nodes:
             self._members[node.name] = _Member(node, event.block)
-            if (block := self._blocks.get(event.block)) is not None:
-                block.missing_since.pop(node.name, None)
+            self._holdings.join(event.block, node.name)
         self.outlook.opened(event.time, (node.name for node in event.nodes))
-        if self._settle_until is None and self._still_joining():
+        if self._settle_until is None and self._holdings.still_joining(self._members):
             self._settle_until = event.time + self.settings.settle
         self._dirty = True
 
     @_take.register
     def _(self, event: ev.NodesLeft) -> None:
         for name in event.nodes:
-            if (member := self._members.get(name)) is not None and member.block in self._blocks:
-                self._blocks[member.block].missing_since[name] = event.time
+            if (member := self._members.get(name)) is not None:
+                self._holdings.lack(member.block, name, event.time)
         self._drop(event.nodes, event.time)
 
     @_take.register
@@ -260,9 +221,6 @@ class Planner:
                 self.outlook.closed(now, [name], given_back=given_back)
         self._dirty = True
 
-    def _still_joining(self) -> bool:
-        return any(block.started and not set(block.nodes) <= self._members.keys() for block in self._blocks.values())
-
     # Planning.
 
     def _plan(self, now: float) -> ev.Actions:
@@ -273,7 +231,9 @@ class Planner:
         }
         actions = self._lend(usable)
         pool = self._pool((node for name, node in usable.items() if name not in self._lent), now)
-        if self._settle_until is not None and (now >= self._settle_until or not self._still_joining()):
+        if self._settle_until is not None and (
+            now >= self._settle_until or not self._holdings.still_joining(self._members)
+        ):
             self._settle_until = None
         actions += self._reassign(pool, now)
         actions += self._adjust_blocks(pool, now)
@@ -294,7 +254,7 @@ class Planner:
                 for node in nodes
             ),
             outlook.horizon,
-            max(0, self.settings.max_pending_blocks - self._pending()),
+            self._holdings.may_be_requested,
         )
 
     def _lend(self, usable: dict[str, PoolNode]) -> ev.Actions:
@@ -366,24 +326,14 @@ class Planner:
 
     def _adjust_blocks(self, pool: Pool, now: float) -> ev.Actions:
         """Request what is wanted beyond the nodes we hold or await; release what nothing wants."""
-        if not (self._blocks or self._windows or self._tasks.nodes_wanted):
+        holdings = self._holdings
+        if not (len(holdings) or holdings.windows or self._tasks.nodes_wanted):
             return []  # the nodes are not had by blocks: there is nothing to request or to release
-        lost = self._give_up(now) + self._withdraw(now)
-        awaited = [
-            PoolNode(name, block.ends)
-            for block in self._blocks.values()
-            for name in block.nodes
-            if name not in self._members
-            and not self._given_up(block, name, now)
-            and (block.ends is None or block.ends - now > self.settings.closing_margin)
-        ]
-        candidates = [
-            (window, self._free(window, now))
-            for window in self._windows
-            if why_not(window, self.settings, self._terms, now) is None
-        ]
-        startup = self._startup
-        offered = [PoolNode(name, window.closes, startup=startup) for window, names in candidates for name in names]
+        lost = holdings.give_up(now) + holdings.withdraw(now)
+        awaited = holdings.awaited(self._members.keys(), now)
+        offers = holdings.offers(self._members.keys(), now)
+        startup = holdings.startup
+        offered = [PoolNode(name, window.closes, startup=startup) for window, names in offers for name in names]
         # What is requested now comes when those that close soon have closed.
         ready = now + startup + self.settings.closing_margin
         lasting = [node for node in chain(pool.values(), awaited) if node.closes_or_inf > ready]
@@ -392,24 +342,13 @@ class Planner:
         waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
         chosen = _beyond(lasting, offered, wanted)
         if chosen or waiting_tasks > spare:
-            for block in self._blocks.values():
-                block.unwanted_since = None
-            return lost + self._request(chosen, max(0, waiting_tasks - spare), candidates, now)
-        return lost + self._release(spare - waiting_tasks, now)
-
-    def _given_up(self, block: _Block, node: str, now: float) -> bool:
-        return now - block.missing_since.get(node, math.inf) >= self.settings.join_timeout
-
-    def _give_up(self, now: float) -> ev.Actions:
-        """Release the blocks of which no node came, or came back, in time."""
-        hopeless = [
-            name
-            for name, block in self._blocks.items()
-            if block.started and all(self._given_up(block, node, now) for node in block.nodes)
-        ]
-        for name in hopeless:
-            del self._blocks[name]
-        return [ev.ReleaseBlock(name) for name in hopeless]
+            return lost + holdings.request(chosen, max(0, waiting_tasks - spare), offers, now)
+        used = self._lent.union(*self._assigned.values())
+        released, nodes = holdings.release(spare - waiting_tasks, used, now)
+        for name in nodes:
+            self._members.pop(name, None)
+        self.outlook.closed(now, nodes, given_back=True)
+        return lost + released
 
     def _wanted(self, had: list[PoolNode], offered: list[PoolNode], now: float) -> frozenset[str]:
         """Nodes that trainers would use if every node that can be had were there."""
@@ -430,89 +369,9 @@ class Planner:
         """Let a trainer ask for no more nodes that will be done, on its `nodes`, before a new block is ready."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
-        if trainer.work_left / rate > self._startup + trainer.costs.up:
+        if trainer.work_left / rate > self._holdings.startup + trainer.costs.up:
             return trainer
         return replace(trainer, max_nodes=lasting) if lasting >= trainer.min_nodes else None
-
-    @property
-    def _startup(self) -> float:
-        """Seconds from the request of a block until its slots are ready, at the latest."""
-        return self._terms.start_delay + self.settings.startup
-
-    def _free(self, window: Window, now: float) -> list[str]:
-        ours = {name for block in self._blocks.values() for name in block.nodes} | self._members.keys()
-        shunned = {name for name, shunned in self._shunned.items() if now < shunned.until}
-        return [name for name in window.nodes if name not in ours and name not in shunned]
-
-    def _withdraw(self, now: float) -> ev.Actions:
-        """Take back blocks that wait in vain, and leave their nodes alone for a while, longer each time.
-
-        They were too late (somebody else has the nodes, or the window is about to close), or the batch system does not
-        start them though it could. Without the pause, two that want the same hole would chase each other.
-        """
-        patience = 2 * self._terms.start_delay + self.settings.startup
-        free = {name: window for window in self._windows for name in window.nodes}
-        actions: ev.Actions = []
-        for name, block in list(self._blocks.items()):
-            waited = now - block.requested
-            gone = waited > self._terms.start_delay and not free.keys() >= set(block.nodes)
-            if block.started or not (gone or waited > patience):
-                continue
-            del self._blocks[name]
-            actions.append(ev.ReleaseBlock(name))
-            for node in block.nodes:
-                times = self._shunned[node].times + 1 if node in self._shunned else 1
-                self._shunned[node] = _Shunned(now + patience * 2 ** min(times, _MOST_DOUBLINGS), times)
-        return actions
-
-    def _request(
-        self, chosen: frozenset[str], more: int, candidates: list[tuple[Window, list[str]]], now: float
-    ) -> ev.Actions:
-        """Request the chosen nodes and some more, longest windows first; one block a window, split if too large."""
-        actions: ev.Actions = []
-        pending = self._pending()
-        candidates = sorted(candidates, key=lambda item: (-item[0].remaining(now), item[0].nodes))
-        for window, names in candidates:
-            wanted = [name for name in names if name in chosen]
-            others = [name for name in names if name not in chosen][:more]
-            more -= len(others)
-            wanted += others
-            size = block_size(self.settings, self._terms) or len(wanted) or 1
-            for first in range(0, len(wanted), size):
-                nodes = tuple(wanted[first : first + size])
-                if pending >= self.settings.max_pending_blocks or len(nodes) < self._terms.min_nodes:
-                    break
-                seconds = block_walltime(window, self.settings, self._terms, now)
-                name = str(self._block_count)
-                self._block_count += 1
-                self._blocks[name] = _Block(nodes, now + seconds, requested=now)
-                actions.append(ev.RequestBlock(name, nodes, seconds, window))
-                pending += 1
-        return actions
-
-    def _pending(self) -> int:
-        return sum(not block.started for block in self._blocks.values())
-
-    def _release(self, surplus: int, now: float) -> ev.Actions:
-        """Blocks whose nodes nobody uses, those that close first first, after `idle_timeout` without use."""
-        used = self._lent.union(*self._assigned.values())
-        actions: ev.Actions = []
-        for name, block in sorted(self._blocks.items(), key=lambda item: (item[1].ends or math.inf, item[0])):
-            if used & set(block.nodes) or len(block.nodes) > surplus:
-                block.unwanted_since = None
-                continue
-            surplus -= len(block.nodes)
-            if block.unwanted_since is None:
-                block.unwanted_since = now
-            if now - block.unwanted_since >= self.settings.idle_timeout:
-                actions.append(ev.ReleaseBlock(name))
-        for action in actions:
-            if isinstance(action, ev.ReleaseBlock):
-                released = self._blocks.pop(action.block)
-                for node in released.nodes:
-                    self._members.pop(node, None)
-                self.outlook.closed(now, released.nodes, given_back=True)
-        return actions
 
 
 def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]) -> frozenset[str]:

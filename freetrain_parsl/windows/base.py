@@ -54,12 +54,15 @@ class BlockStatus:
         When its walltime ends, seconds; ``None`` while it waits or if unknown.
     reason
         What the batch system says of it, in plain English, if anything.
+    lingers
+        It ended for us, but is in the queue, to start again though nobody waits for it: to be cancelled.
     """
 
     state: BlockState
     nodes: tuple[str, ...] = ()
     ends: float | None = None
     reason: str = ""
+    lingers: bool = False
 
 
 @dataclass(frozen=True)

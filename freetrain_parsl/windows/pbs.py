@@ -129,18 +129,11 @@ class PbsWindowSource(WindowSource):
         self._ended: dict[str, BlockStatus] = {}
 
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
-        """Ask for the windows and our jobs.
-
-        A job of ours that PBS has put back into its queue is deleted: nobody waits for its second run.
-        """
+        """Ask for the windows and our jobs."""
         site, state, jobs, notes = self._ask()
         listed = _match(job_ids, jobs)
         blocks = {job: block_status(jobs[name]) for job, name in listed.items()}
-        again = [job for job, name in listed.items() if blocks[job].state.ended and jobs[name].get("job_state") != "F"]
-        if again:
-            self.cancel(again)
         self._ended = {job: status for job, status in self._ended.items() if job in job_ids}
-        self._ended.update((job, blocks[job]) for job in again)
         blocks.update(self._ended)
         vanished = [job for job in job_ids if job not in blocks]
         if vanished:

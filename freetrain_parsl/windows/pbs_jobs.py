@@ -127,15 +127,17 @@ def block_status(attributes: Mapping[str, Any]) -> BlockStatus:
     runs = as_number(attributes.get("run_count"))
     if state in HOLDS_NODES:
         if runs > 1:
-            return BlockStatus(BlockState.PREEMPTED, reason="was put back into the queue and started again")
+            return BlockStatus(
+                BlockState.PREEMPTED, reason="was put back into the queue and started again", lingers=True
+            )
         return BlockStatus(BlockState.RUNNING, as_vnodes(as_text(attributes.get("exec_vnode"))), _ends(attributes))
     if state in ("F", "X"):
         return _finished(attributes, comment)
     if state in ("S", "U"):
         # Suspended to let others run: its processes stand still, and what they had to save is not saved.
-        return BlockStatus(BlockState.PREEMPTED, reason="was suspended for another job")
+        return BlockStatus(BlockState.PREEMPTED, reason="was suspended for another job", lingers=True)
     if runs > 0 and state in WAITS:
-        return BlockStatus(BlockState.PREEMPTED, reason="was put back into the queue")
+        return BlockStatus(BlockState.PREEMPTED, reason="was put back into the queue", lingers=True)
     if state == "H":
         return BlockStatus(BlockState.HELD, reason=describe_hold(as_text(attributes.get("Hold_Types")), comment))
     if state in WAITS:

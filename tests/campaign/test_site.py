@@ -13,6 +13,7 @@ from freetrain_parsl import EmbeddedClusterProvider
 from freetrain_parsl.campaign.site import Site, shipped_sites
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput, UsageError
+from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.windows.pbs import PbsWindowSource
 from freetrain_parsl.windows.slurm import SlurmWindowSource
 
@@ -47,7 +48,7 @@ def test_every_shipped_site_makes_a_provider_and_a_window_source(name: str, no_c
         before = list(no_commands)
         assert isinstance(read.window_source(), source)
         assert no_commands == before, "a window source runs no command until it is asked"
-    assert read.least_walltime < read.planner_settings.max_walltime
+    assert least_walltime(read.planner_settings) < read.planner_settings.max_walltime
 
 
 def test_the_shipped_sites_are_those_that_are_tested_here() -> None:

@@ -12,7 +12,7 @@ import pytest
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.batch_systems import BlockSpec
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
-from freetrain_parsl.windows.base import Refusal, Survey, WindowSource
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,13 +31,14 @@ class _FakeBatchSystem(WindowSource):
         self.takes_seconds: Callable[[], None] = lambda: None
         self.cancels = True
         self.named: dict[str, str] = {}
+        self.statuses: dict[str, BlockStatus] = {}
 
     def survey(self, job_ids=()) -> Survey:
         self.surveys.append(tuple(job_ids))
         self.takes_seconds()
         if not self.answers:
             raise BatchSystemError("no answer")
-        return Survey(0.0)
+        return Survey(0.0, blocks={job: self.statuses.get(job, BlockStatus(BlockState.RUNNING)) for job in job_ids})
 
     def launch(self, spec: BlockSpec) -> str:
         if self.refusal is not None:
@@ -104,7 +105,7 @@ def make_bench() -> Iterator[Callable[..., _Bench]]:
 
 
 def spec(block: str) -> BlockSpec:
-    return BlockSpec(block, ("n1",), 60.0)
+    return BlockSpec(block, ("n1",), 60.0, 30.0)
 
 
 def test_there_is_one_round_of_queries_an_interval(make_bench) -> None:
@@ -246,6 +247,7 @@ def test_blocks_that_are_taken_but_would_never_start_count_as_refused(make_bench
     bench = make_bench(limit=100)
     for number in range(3):
         block = f"h{number}"
+        bench.batch.statuses[f"job-{block}"] = BlockStatus(BlockState.HELD)
         bench.desk.order(spec(block))
         bench.at(bench.now + 301.0)
         assert bench.until(lambda block=block: block in bench.batch.launched)
@@ -298,6 +300,16 @@ def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) 
     bench.at(120.0)
     time.sleep(0.05)
     assert bench.batch.launched == ["a"]
+
+
+def test_a_job_that_was_put_back_into_the_queue_is_cancelled(make_bench) -> None:
+    """It would start again, and nobody would wait for it."""
+    bench = make_bench(interval=10.0)
+    bench.desk.order(spec("a"))
+    assert bench.until(lambda: bench.batch.launched == ["a"])
+    bench.batch.statuses["job-a"] = BlockStatus(BlockState.PREEMPTED, lingers=True)
+    bench.at(10.0)
+    assert bench.until(lambda: bench.batch.cancelled == ["job-a"])
 
 
 def test_closing_cancels_every_job_that_is_not_known_to_have_ended(make_bench) -> None:
