@@ -1,44 +1,20 @@
-"""A real Slurm on the loopback, one for all tests here, empty at the begin of each."""
+"""All tests here need the real Slurm, also those that bring up one of their own."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
-
-REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # names, separated by commas, of what must be there: then a test may not skip
+from tests.batch_systems.backends import Slurm
+from tests.batch_systems.driving import loaded_drivers
 
 
 @pytest.fixture(scope="session", autouse=True)
-def slurm_is_here():
-    """Skip all tests without Slurm, and say what is missing; fail instead where it is required."""
-    missing = LoopbackSlurm.missing()
-    if missing is not None and "slurm" in os.environ.get(REQUIRED, "").split(","):
-        pytest.fail(missing)
-    if missing is not None:
-        pytest.skip(missing)
-
-
-@pytest.fixture(scope="session")
-def shared_cluster(slurm_is_here):
-    """Bring up the cluster: eight nodes, the first two of them fast, and a scheduler that looks every second."""
-    small = LoopbackPartition("small", nodes="node[01-04]", tier=100, extra="MaxTime=30")
-    graceless = LoopbackPartition("graceless", preempt="cancel")
-    with LoopbackSlurm(
-        nodes=8,
-        features={"node01": "fast", "node02": "fast"},
-        partitions=(*PARTITIONS, small, graceless),
-        bf_interval=1,
-    ) as cluster:
-        yield cluster
+def all_need_slurm(slurm_is_here) -> None:
+    """Skip or fail as `slurm_is_here` says."""
 
 
 @pytest.fixture
-def cluster(shared_cluster, monkeypatch):
-    """Give the cluster to one test, with this process as one of its clients."""
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, shared_cluster.environment[name])
-    yield shared_cluster
-    shared_cluster.clear()
+def start(cluster, tmp_path):
+    """Load Parsl in front of a partition of the shared cluster."""
+    with loaded_drivers(tmp_path) as load:
+        yield lambda partition="preemptible", **changes: load(Slurm(cluster, partition), **changes)

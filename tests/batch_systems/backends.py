@@ -1,0 +1,229 @@
+"""Batch systems as the tests use them: the embedded one, fake Slurm and PBS commands in front of it, a real Slurm."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parsl.launchers import MpiExecLauncher, SrunLauncher
+from parsl.providers import PBSProProvider, SlurmProvider
+
+from freetrain_parsl import EmbeddedClusterProvider
+from freetrain_parsl.cluster import registry
+from freetrain_parsl.testing.fake_commands import calls, clear_mishaps, install_fake_pbs, install_fake_slurm, set_mishap
+
+if TYPE_CHECKING:
+    from parsl.providers.base import ExecutionProvider
+
+    from freetrain_parsl.cluster.client import EmbeddedCluster
+    from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+
+ROOT = Path(__file__).parents[2]
+_WORKER_INIT = f"export PYTHONPATH={ROOT}"
+
+
+class Backend(ABC):
+    """A batch system, seen by its administrator and by the main queue.
+
+    Attributes
+    ----------
+    nodes
+        How many there are.
+    grace
+        Seconds between a preempted job's signal and its end.
+    """
+
+    nodes: int
+    grace: float
+
+    @abstractmethod
+    def provider(self) -> ExecutionProvider:
+        """Make a provider that submits blocks which the main queue may preempt."""
+
+    @abstractmethod
+    def submit_main(self, nodes: int, seconds: float) -> str:
+        """Submit a job of the main queue that runs so long."""
+
+    @abstractmethod
+    def has_started(self, job: str) -> bool:
+        """Tell whether a main job has its nodes, or had them."""
+
+    @abstractmethod
+    def jobs(self) -> dict[str, str]:
+        """Find our living jobs: id -> state."""
+
+    @abstractmethod
+    def cancel(self, job: str) -> None:
+        """Cancel a job of ours as the administrator does."""
+
+    @abstractmethod
+    def break_down(self) -> None:
+        """Let nobody be answered; what runs goes on."""
+
+    @abstractmethod
+    def mend(self) -> None:
+        """Answer again; nothing if it is not broken."""
+
+    @abstractmethod
+    def times_asked(self) -> int:
+        """Count the commands or requests since the last `break_down`."""
+
+    def running(self) -> str:
+        """Name our one running job."""
+        (job,) = [job for job, state in self.jobs().items() if state == "RUNNING"]
+        return job
+
+
+class Embedded(Backend):
+    """The embedded cluster. When broken, whoever connects to it is hung up on."""
+
+    def __init__(self, cluster: EmbeddedCluster) -> None:
+        self.cluster = cluster
+        self.nodes = cluster.nodes
+        self.grace = cluster.grace.total_seconds()
+        self._deaf: socket.socket | None = None
+        self._hung_up = 0
+
+    def provider(self) -> ExecutionProvider:
+        return EmbeddedClusterProvider(self.cluster.name)
+
+    def submit_main(self, nodes: int, seconds: float) -> str:
+        return self.cluster.client.submit(
+            ["sleep", str(seconds)], nodes=nodes, walltime=timedelta(seconds=seconds + 10), preemptible=False
+        )
+
+    def has_started(self, job: str) -> bool:
+        return self.cluster.client.jobs([job])[job]["start"] is not None
+
+    def jobs(self) -> dict[str, str]:
+        queue = self.cluster.client.queue()
+        return {job: told["state"] for job, told in queue.items() if told["kind"] == "preemptible"}
+
+    def cancel(self, job: str) -> None:
+        self.cluster.client.cancel([job])
+
+    def break_down(self) -> None:
+        self._hung_up = 0
+        path = registry.socket_path(self.cluster.name)
+        path.rename(path.with_suffix(".aside"))
+        self._deaf = socket.socket(socket.AF_UNIX)
+        self._deaf.bind(str(path))
+        self._deaf.listen()
+        threading.Thread(target=self._hang_up, args=(self._deaf,), daemon=True).start()
+
+    def _hang_up(self, deaf: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = deaf.accept()
+            except OSError:  # mended
+                return
+            self._hung_up += 1
+            connection.close()
+
+    def mend(self) -> None:
+        if self._deaf is not None:
+            path = registry.socket_path(self.cluster.name)
+            path.with_suffix(".aside").replace(path)
+            self._deaf.shutdown(socket.SHUT_RDWR)
+            self._deaf.close()
+            self._deaf = None
+
+    def times_asked(self) -> int:
+        return self._hung_up
+
+
+class _Fake(Embedded):
+    """Commands of a batch system in front of an embedded cluster."""
+
+    def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
+        super().__init__(cluster)
+        self.directory = directory
+        self._asked_before = 0
+
+    def break_down(self) -> None:
+        set_mishap(self.directory, "down")
+        self._asked_before = len(calls(self.directory))
+
+    def mend(self) -> None:
+        clear_mishaps(self.directory)
+
+    def times_asked(self) -> int:
+        return len(calls(self.directory)) - self._asked_before
+
+
+class FakeSlurm(_Fake):
+    """Fake Slurm commands, to be put on PATH from `commands`."""
+
+    def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
+        super().__init__(cluster, directory)
+        self.commands = install_fake_slurm(directory, cluster.name)
+
+    def provider(self) -> ExecutionProvider:
+        return SlurmProvider(partition="backfill", launcher=SrunLauncher(), worker_init=_WORKER_INIT)
+
+
+class FakePbs(_Fake):
+    """Fake PBS commands, to be put on PATH from `commands`."""
+
+    def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
+        super().__init__(cluster, directory)
+        self.commands = install_fake_pbs(directory, cluster.name)
+
+    def provider(self) -> ExecutionProvider:
+        return PBSProProvider(queue="backfill", cpus_per_node=4, launcher=MpiExecLauncher(), worker_init=_WORKER_INIT)
+
+
+class Slurm(Backend):
+    """A real Slurm, and a partition of it for our blocks. When broken, its controller does not run."""
+
+    def __init__(self, cluster: LoopbackSlurm, partition: str = "preemptible") -> None:
+        self.cluster = cluster
+        self.partition = partition
+        self.nodes = len(cluster.node_names)
+        self.grace = 10.0
+        self.commands: Path | None = None
+
+    def count_commands(self, directory: Path) -> Path:
+        """Write commands that note each call and then do it; to be put on PATH."""
+        self.commands = directory
+        directory.mkdir()
+        for name in ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "sacct"):
+            real = shutil.which(name, path=self.cluster.environment["PATH"])
+            (directory / name).write_text(f'#!/bin/sh\necho {name} >>{directory}/calls\nexec {real} "$@"\n')
+            (directory / name).chmod(0o755)
+        return directory
+
+    def provider(self) -> ExecutionProvider:
+        return SlurmProvider(partition=self.partition, launcher=SrunLauncher(), worker_init=_WORKER_INIT, cmd_timeout=5)
+
+    def submit_main(self, nodes: int, seconds: float) -> str:
+        options = (f"--nodes={nodes}", "--partition=main", "--exclusive", "--time=1")
+        return self.cluster.submit(*options, command=f"sleep {seconds}")
+
+    def has_started(self, job: str) -> bool:
+        return self.cluster.state_of(job) != "PENDING"
+
+    def jobs(self) -> dict[str, str]:
+        lines = self.cluster.run("squeue", "--noheader", "--format=%i %T %j").splitlines()
+        words = (line.split() for line in lines)
+        return {job: state for job, state, name in words if name.startswith("freetrain.")}
+
+    def cancel(self, job: str) -> None:
+        self.cluster.run("scancel", job)
+
+    def break_down(self) -> None:
+        self.cluster.stop_controller()
+        if self.commands is not None:
+            (self.commands / "calls").write_text("")
+
+    def mend(self) -> None:
+        self.cluster.start_controller()
+
+    def times_asked(self) -> int:
+        assert self.commands is not None, "calls are counted after `count_commands`"
+        return len((self.commands / "calls").read_text().splitlines())

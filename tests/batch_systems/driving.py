@@ -1,0 +1,116 @@
+"""A driver in this process in front of any batch system, with a training that goes slowly until the test lets it go."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import parsl
+from parsl.config import Config
+
+from freetrain_parsl import FreeTrainExecutor, PlannerSettings
+from tests.executor.scenario import Site, make_app
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from freetrain_parsl.report.run import RunState
+    from tests.batch_systems.backends import Backend
+
+# Everything in seconds, where a site has minutes.
+PLANNER = PlannerSettings(
+    startup=8, min_useful=10, closing_margin=3, max_walltime=600, idle_timeout=3, join_timeout=30, settle=1
+)
+EPOCHS = 20
+SAMPLES = EPOCHS * 200
+
+
+class Driver(Site):
+    """One FreeTrainExecutor, to be loaded.
+
+    Parameters
+    ----------
+    backend
+        Its commands, if it has any, must be on this process's PATH.
+    directory
+        For the run and its checkpoints.
+    **changes
+        Settings of the executor.
+    """
+
+    def __init__(self, backend: Backend, directory: Path, **changes: Any) -> None:
+        self.backend = backend
+        self.directory = directory
+        self.slow = directory / "slow"
+        settings = {
+            "planner": PLANNER,
+            "poll_interval": timedelta(seconds=1),
+            "submissions_per_minute": 60,
+            "checkpoint_interval": timedelta(seconds=2),
+            "checkpoint_dir": directory / "checkpoints",
+            "threads_per_slot": 1,
+            "silence": timedelta(seconds=8),
+            **changes,
+        }
+        super().__init__(FreeTrainExecutor(provider=backend.provider(), address="127.0.0.1", **settings))
+
+    def load(self) -> Driver:
+        """Start the executor."""
+        run_dir = str(self.directory / "runinfo")
+        parsl.load(Config(executors=[self.executor], run_dir=run_dir, strategy="none", initialize_logging=False))
+        return self
+
+    def train(self, nodes: int = 1) -> Future[Any]:
+        """Submit a training that goes slowly until `finish`."""
+        self.slow.touch()
+        return make_app(max_nodes=nodes).options(name="t")(epochs=EPOCHS, slow=str(self.slow))
+
+    @property
+    def step(self) -> int:
+        """The last step that the training has told."""
+        return self.run.trainings["t"].progress.get("step", 0)
+
+    def until_step(self, step: int = 5) -> RunState:
+        """Wait until the training has made that many steps."""
+        return self.until(
+            lambda run: "t" in run.trainings and run.trainings["t"].progress.get("step", 0) >= step and run
+        )
+
+    def until_block_ended(self, pattern: str) -> str:
+        """Wait until a block has ended for a reason that reads so."""
+        return self.until(lambda run: next((why for why in run.blocks_ended if re.search(pattern, why)), None))
+
+    def finish(self, future: Future[Any]) -> None:
+        """Let the training go fast, and hold what must hold however it was disturbed: every sample once."""
+        self.slow.unlink()
+        assert future.result(timeout=90)["metrics"]["samples"] == SAMPLES
+        progress = self.until(lambda run: run.completed and run.trainings["t"].progress)
+        assert (progress["samples_lost"], progress["duplicate_samples"]) == (0, 0)
+
+
+@contextmanager
+def loaded_drivers(directory: Path) -> Iterator[Callable[..., Driver]]:
+    """Give what loads a `Driver` (backend, settings); at the end it leaves, and then no job of ours may be there."""
+    drivers: list[Driver] = []
+
+    def load(backend: Backend, **changes: Any) -> Driver:
+        drivers.append(Driver(backend, directory, **changes).load())
+        return drivers[-1]
+
+    try:
+        yield load
+    finally:
+        for driver in drivers:
+            driver.backend.mend()
+            parsl.dfk().cleanup()
+        parsl.clear()
+        for driver in drivers:
+            end = time.monotonic() + 10
+            while driver.backend.jobs() and time.monotonic() < end:
+                time.sleep(0.1)
+            assert driver.backend.jobs() == {}
