@@ -1,0 +1,134 @@
+"""Blocks through the user's own provider: what its copy would submit, and what is refused before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from parsl.launchers import MpiExecLauncher, SrunLauncher
+from parsl.providers import LocalProvider, PBSProProvider, SlurmProvider
+from parsl.providers.errors import SubmitException
+
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.executor.batch_systems import BlockSpec, complaint_of, provider_for, window_source_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPEC = BlockSpec("3", ("n1", "n2"), 540.0, 120.0)
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Give the batch script that a provider's copy hands to its submit command."""
+    for command, answer in (("sbatch", "Submitted batch job 7"), ("qsub", "7.server"), ("sacct", "")):
+        script = tmp_path / command
+        script.write_text(f"#!/bin/sh\n[ $# = 0 ] || cat \"$1\" > {tmp_path}/script\necho '{answer}'\n")
+        script.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def submit(provider, spec=SPEC) -> list[str]:
+        provider.script_dir = str(tmp_path)
+        assert provider_for(provider, spec).submit("work", 1, "freetrain.x.y.block-3").startswith("7")
+        return (tmp_path / "script").read_text().splitlines()
+
+    return submit
+
+
+def test_a_slurm_block_has_its_own_size_and_time_and_is_never_requeued(submitted) -> None:
+    lines = submitted(SlurmProvider(partition="p", launcher=SrunLauncher(), cores_per_node=8))
+    for line in (
+        "nodes=2",
+        "time=9",
+        "no-requeue",
+        "signal=USR1@1",
+        "nodelist=n1,n2",
+        "partition=p",
+        "cpus-per-task=8",
+    ):
+        assert f"#SBATCH --{line}" in lines
+
+
+def test_a_slurm_block_may_run_anywhere_where_all_windows_last(submitted) -> None:
+    spec = BlockSpec("3", ("n1",), 540.0, 120.0, pinned=False)
+    assert not any("nodelist" in line for line in submitted(SlurmProvider(launcher=SrunLauncher()), spec))
+
+
+def test_a_pbs_block_shrinks_to_fit_on_hosts_of_its_own(submitted, tmp_path) -> None:
+    lines = submitted(PBSProProvider(queue=None, account=None, cpus_per_node=4, launcher=MpiExecLauncher()))
+    assert "#PBS -l min_walltime=00:02:00,max_walltime=00:09:00" in lines
+    assert "#PBS -l select=2:ncpus=4" in lines
+    assert "#PBS -l place=scatter" in lines
+    assert not any("-l walltime" in line for line in lines)
+    assert lines.index("trap : TERM") < lines.index(f"cd {tmp_path}")
+
+
+def test_a_place_that_the_user_chose_stays(submitted) -> None:
+    mine = PBSProProvider(queue=None, account=None, scheduler_options="#PBS -l place=pack", launcher=MpiExecLauncher())
+    assert [line for line in submitted(mine) if "place=" in line] == ["#PBS -l place=pack"]
+
+
+def test_the_users_provider_itself_stays_as_it_is() -> None:
+    provider = SlurmProvider(launcher=SrunLauncher(), nodes_per_block=1, walltime="00:10:00")
+    before = dict(vars(provider))
+    provider_for(provider, SPEC)
+    assert vars(provider) == before
+
+
+@pytest.mark.parametrize("name", ["n1;rm -rf x", "n1\n#SBATCH --x", "$(x)", "", "-n"])
+def test_nothing_but_a_node_name_gets_into_a_batch_script(name) -> None:
+    with pytest.raises(InvalidSettings, match="node name"):
+        provider_for(SlurmProvider(launcher=SrunLauncher()), BlockSpec("1", (name,), 60.0, 60.0))
+
+
+def test_a_submit_command_that_hangs_is_ended(tmp_path) -> None:
+    """Parsl's own way would leave it alone, and it would submit later."""
+    provider = provider_for(SlurmProvider(launcher=SrunLauncher(), cmd_timeout=1), SPEC)
+    begin = time.monotonic()
+    code = f"import time; time.sleep(2); open('{tmp_path}/late', 'w')"
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        provider.execute_wait(f'{sys.executable} -c "{code}"')
+    assert time.monotonic() - begin < 2
+    assert "did not end within 1 s" in complaint_of(caught.value)
+    time.sleep(1.5)
+    assert not (tmp_path / "late").exists()
+
+
+def test_the_complaint_is_what_the_batch_system_said() -> None:
+    error = SubmitException("job", "Could not read job ID", stdout="", stderr="sbatch: error: a\nsbatch: error: b\n")
+    assert complaint_of(error) == "sbatch: error: a; sbatch: error: b"
+    assert complaint_of(RuntimeError("broken")) == "broken"
+    assert complaint_of(RuntimeError()) == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("provider", "message"),
+    [
+        (SlurmProvider(), r"launcher=SrunLauncher\(\)"),
+        (PBSProProvider(), r"launcher=MpiExecLauncher\(\)"),
+        (LocalProvider(), "cannot ask LocalProvider for windows"),
+    ],
+)
+def test_a_provider_that_cannot_serve_is_refused_at_once(provider, message) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        FreeTrainExecutor(provider=provider)
+
+
+def test_one_node_a_block_needs_no_launcher() -> None:
+    FreeTrainExecutor(provider=SlurmProvider(), address="127.0.0.1", planner=PlannerSettings(max_nodes_per_block=1))
+
+
+@pytest.mark.parametrize("label", ["a b", "a;b", "", "ü"])
+def test_a_label_that_cannot_be_part_of_a_jobs_name_is_refused(label) -> None:
+    with pytest.raises(InvalidSettings, match="label"):
+        FreeTrainExecutor(label=label, provider=EmbeddedClusterProvider())
+
+
+def test_windows_are_asked_for_as_the_provider_submits() -> None:
+    source = window_source_for(SlurmProvider(partition="p", account="a", qos="q", exclusive=False))
+    assert (source.partition, source.account, source.qos) == ("p", "a", "q")
+    assert window_source_for(PBSProProvider(queue="debug", cpus_per_node=32)).queue == "debug"
