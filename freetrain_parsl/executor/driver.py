@@ -149,7 +149,7 @@ class Driver(threading.Thread):
             self._fail_all(TrainingError(f"the driver of the FreeTrain executor failed: {error!r}; see parsl.log"))
         finally:
             for slot in self._roster.slots:
-                self._server.send(slot, Message("exit", {"now": False}))
+                self._server.send(slot, Message("exit", {"now": False, "node": False}))
             self._journal.close()
             self._server.close()
 
@@ -220,7 +220,7 @@ class Driver(threading.Thread):
             state = status.state
             if block.warned and state in (BlockState.COMPLETED, BlockState.FAILED):
                 state = BlockState.PREEMPTED  # it left before the grace was over, so the batch system does not say so
-            said = state.value + (f" ({status.reason})" if status.reason else "")
+            said = state.value + (f" ({status.reason})" if status.reason and state is status.state else "")
             if status.state.ended:
                 self._end_block(block.name, block.releasing or said)
             elif status.state is BlockState.HELD and not block.releasing:
@@ -320,7 +320,7 @@ class Driver(threading.Thread):
         slot = self._roster.slots.get(name)
         if slot is None:
             # Lost already, as far as we know: whatever it runs, others may be running it by now.
-            self._server.send(name, Message("exit", {"now": True}))
+            self._server.send(name, Message("exit", {"now": True, "node": False}))
             return
         slot.heard = self._clock()
         if message.type == "beat":
@@ -342,7 +342,11 @@ class Driver(threading.Thread):
         self._greeted.add(message["token"])
         block = self._roster.blocks.get(message["block"])
         if block is None or block.releasing:
-            self._server.send(name, Message("exit", {"now": True}))
+            # Its node may live on after the block: a batch system that lost its daemon there cannot end it, and its
+            # worker pool would take one slot task after the other from those who wait for them.
+            self._server.send(name, Message("exit", {"now": True, "node": True}))
+            for _ in range(self._roster.missing_tasks()):
+                self._order_slot()
             return
         slot = Slot(name, message["token"], block.node_of(message["node"]), block.name, heard=self._clock())
         self._roster.slots[name] = slot
@@ -369,7 +373,7 @@ class Driver(threading.Thread):
             self._kill(slot, f"no sign of life for {self._silence:g} s")
 
     def _kill(self, slot: Slot, reason: str) -> None:
-        self._server.send(slot.name, Message("exit", {"now": True}))
+        self._server.send(slot.name, Message("exit", {"now": True, "node": False}))
         self._lose(slot, reason, crash=True)
 
     def _lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
@@ -401,10 +405,8 @@ class Driver(threading.Thread):
 
     def _request(self, action: ev.RequestBlock) -> None:
         self._roster.blocks[action.block] = Block(action.block, action.nodes, action.seconds, action.window.closes)
-        # The batch system may choose among all windows that last long enough; nodes of others must be kept out.
-        pinned = any(window.remaining(self._clock()) < action.seconds for window in self._windows)
         least = min(action.seconds, least_walltime(self._planner.settings))
-        self._desk.order(BlockSpec(action.block, action.nodes, action.seconds, least, pinned))
+        self._desk.order(BlockSpec(action.block, action.nodes, action.seconds, least, action.pinned))
         for _ in range(self._roster.missing_tasks()):
             self._order_slot()
         self._write(

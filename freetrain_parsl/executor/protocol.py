@@ -25,7 +25,8 @@ driver -> slot
 ``pause``             stop that fragment at the next step boundary, after a checkpoint
 ``task``              run an ordinary task; payload: the function
 ``kv``                answer to ``kv``
-``exit``              stop training if you do, then end your process; with ``now``: at once
+``exit``              stop training if you do, then end your process; with ``now``: at once; with ``node``: and the
+                      node's worker pool
 ====================  ================================================================================
 """
 

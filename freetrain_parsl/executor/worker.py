@@ -160,6 +160,8 @@ class _Slot:
                 ):
                     self._notice.pause_requested.set()
         elif message.type == "exit":
+            if message["node"]:
+                end_node()
             if message["now"]:
                 os._exit(1)
             self._leave()

@@ -162,12 +162,16 @@ class Action:
 
 @dataclass(frozen=True)
 class RequestBlock(Action):
-    """Submit a block on these nodes of a window, for at most `seconds`."""
+    """Submit a block on these nodes of a window, for at most `seconds`.
+
+    It may run on others of the same partition unless it is `pinned`: some close too early.
+    """
 
     block: str
     nodes: tuple[str, ...]
     seconds: float
     window: Window
+    pinned: bool
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class _Block:
     nodes: tuple[str, ...]
     ends: float | None
     requested: float
+    pinned: bool
     started: bool = False
     unwanted_since: float | None = None
     missing_since: dict[str, float] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Holdings:
         self.terms = BlockTerms()
         self._blocks: dict[str, _Block] = {}
         self._shunned: dict[str, _Shunned] = {}
+        self._doubtful = False
         self._count = 0
 
     def __contains__(self, block: str) -> bool:
@@ -84,14 +86,21 @@ class Holdings:
                 yield block.unwanted_since + self.settings.idle_timeout
             for since in block.missing_since.values():
                 yield since + self.settings.join_timeout
+        for shunned in self._shunned.values():
+            yield shunned.until
 
     # What happens to them.
 
     def see(self, windows: tuple[Window, ...], terms: BlockTerms) -> bool:
-        """Take what the batch system tells; whether it is news."""
-        news = (windows, terms) != (self.windows, self.terms)
+        """Take what the batch system tells; whether it changes anything."""
+        news = self._doubtful or (windows, terms) != (self.windows, self.terms)
         self.windows, self.terms = windows, terms
+        self._doubtful = False
         return news
+
+    def doubt(self) -> None:
+        """Request nothing before the next look: nodes of ours are taken, and who takes them may take others as well."""
+        self._doubtful = True
 
     def start(self, started: ev.BlockStarted, joined: Collection[str]) -> None:
         """Note that a block holds nodes now; those that have not `joined` are missing."""
@@ -135,6 +144,8 @@ class Holdings:
 
     def offers(self, joined: Collection[str], now: float) -> list[tuple[Window, list[str]]]:
         """List the windows in which a block pays, each with its nodes that are neither ours nor shunned."""
+        if self._doubtful:
+            return []
         ours = {name for block in self._blocks.values() for name in block.nodes}.union(joined)
         shunned = {name for name, shunned in self._shunned.items() if now < shunned.until}
         return [
@@ -151,6 +162,7 @@ class Holdings:
             block.unwanted_since = None
         actions: ev.Actions = []
         left = self.may_be_requested
+        shortest = min((window.remaining(now) for window in self.windows), default=math.inf)
         for window, names in sorted(offers, key=lambda item: (-item[0].remaining(now), item[0].nodes)):
             wanted = [name for name in names if name in chosen]
             others = [name for name in names if name not in chosen][:more]
@@ -164,28 +176,34 @@ class Holdings:
                 seconds = block_walltime(window, self.settings, self.terms, now)
                 name = str(self._count)
                 self._count += 1
-                self._blocks[name] = _Block(nodes, now + seconds, requested=now)
-                actions.append(ev.RequestBlock(name, nodes, seconds, window))
+                pinned = shortest < self.terms.start_delay + seconds
+                self._blocks[name] = _Block(nodes, now + seconds, now, pinned)
+                actions.append(ev.RequestBlock(name, nodes, seconds, window, pinned))
                 left -= 1
         return actions
 
     def withdraw(self, now: float) -> ev.Actions:
-        """Take back blocks that wait in vain, and leave their nodes alone for a while, longer each time.
+        """Take back blocks that wait in vain.
 
-        They were too late (somebody else has the nodes, or the window is about to close), or the batch system does not
-        start them though it could. Without the pause, two that want the same hole would chase each other.
+        Those came too late whose nodes somebody else has got. Others the batch system does not start though it could;
+        their nodes are left alone for a while, longer each time, lest we ask for ever.
         """
         patience = 2 * self.terms.start_delay + self.settings.startup
         free = {name for window in self.windows for name in window.nodes}
+        left = len(free)
         actions: ev.Actions = []
         for name, block in list(self._blocks.items()):
-            waited = now - block.requested
-            gone = waited > self.terms.start_delay and not free.issuperset(block.nodes)
-            if block.started or not (gone or waited > patience):
+            if block.started:
                 continue
+            left -= len(block.nodes)
+            gone = not free.issuperset(block.nodes) if block.pinned else left < 0
+            in_vain = now - block.requested > patience
+            if not (gone or in_vain):
+                continue
+            left += len(block.nodes)
             del self._blocks[name]
             actions.append(ev.ReleaseBlock(name))
-            for node in block.nodes:
+            for node in block.nodes if in_vain and not gone else ():
                 times = self._shunned[node].times + 1 if node in self._shunned else 1
                 self._shunned[node] = _Shunned(now + patience * 2 ** min(times, _MOST_DOUBLINGS), times)
         return actions

@@ -165,6 +165,7 @@ class Planner:
         for name in event.nodes:
             if (member := self._members.get(name)) is not None:
                 self._holdings.lack(member.block, name, event.time)
+                self._holdings.doubt()
         self._drop(event.nodes, event.time)
 
     @_take.register
@@ -172,6 +173,8 @@ class Planner:
         for name in event.nodes:
             if (member := self._members.get(name)) is not None:
                 member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
+                if event.closes - event.time <= self.settings.startup:
+                    self._holdings.doubt()
                 self._dirty = True
 
     @_take.register

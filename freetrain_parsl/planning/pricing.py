@@ -102,7 +102,6 @@ class Pricing:
         if self._slow.any():
             lines = [_touching(row) for row in self._earned]
             self._bases, self._slopes = np.stack([b for b, _ in lines]), np.stack([s for _, s in lines])
-            self._least = self._earned[:, 1 if top else 0 :].min(axis=1)[:, None]
 
     def respond(
         self, rows: Counts, prices: Table, capacities: Counts, touch: Counts | None = None
@@ -203,10 +202,9 @@ class Pricing:
         self, rows: Counts, group: _Group, stay: Table | None, moved: Table | None
     ) -> tuple[Table | None, Table | None]:
         """Pass a closing and the interval before it, of which the opened blocks have missed some or all."""
-        if moved is not None and group.share:
-            # What has left by the end of the start-up are held nodes, and s does not tell how many of them there were.
-            lost = self._earned[rows] if group.started else self._least[rows]
-            moved = moved - group.share * self._leaving[rows] * lost
+        # Only held nodes leave before the end of the start-up, and s does not tell how many there were, or whether any.
+        if moved is not None and group.share and group.started:
+            moved = moved - group.share * self._leaving[rows] * self._earned[rows]
         ahead = _best(stay, moved)
         tangent = self._base + self._slope * self._nodes
         return moved, None if ahead is None else ahead + group.late * self._earned[rows] + group.early * tangent

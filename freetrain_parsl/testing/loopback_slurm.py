@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import os
 import pwd
-import random
 import re
 import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -41,9 +39,17 @@ from freetrain_parsl.testing.slurm_config import (
     slurm_conf,
     slurmdbd_conf,
 )
+from freetrain_parsl.testing.slurm_machine import (
+    PATH,
+    character_devices,
+    choose_ports,
+    is_loopback_only,
+    listens,
+    slurm_version,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -57,9 +63,7 @@ _PROGRAMS = {
     "sbatch": "slurm-client",
 }
 _ACCOUNTING_PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server"}
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 _LONGEST_PATH = 80  # a socket's path may have 107 bytes
-_FIRST_PORT, _LAST_PORT = 10240, 32000  # below those that the kernel gives away
 _PERIOD = 0.02
 _NODE_MARK = "FREETRAIN_LOOPBACK_NODE"  # environment variable of a node's daemon and of its job steps
 _JOB_NODE = "SLURMD_NODENAME"  # the same of its jobs, by Slurm itself
@@ -134,9 +138,9 @@ class LoopbackSlurm:
             name=f"loop{secrets.token_hex(4)}",
             directory=self.directory,
             user=pwd.getpwuid(os.geteuid()).pw_name,
-            version=_version(),
-            ports=_ports(nodes),
-            loopback_only=_loopback_only(),
+            version=slurm_version(),
+            ports=choose_ports(nodes),
+            loopback_only=is_loopback_only(),
             nodes=nodes,
             cpus=cpus,
             memory=memory,
@@ -153,7 +157,7 @@ class LoopbackSlurm:
             extra=extra,
         )
         own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-        self.environment = own | {"PATH": _PATH, "SLURM_CONF": str(self._conf), sweeper.MARK: self._plan.name}
+        self.environment = own | {"PATH": PATH, "SLURM_CONF": str(self._conf), sweeper.MARK: self._plan.name}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._lost: set[str] = set()
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -164,16 +168,11 @@ class LoopbackSlurm:
         if not Path("/proc/self/environ").exists():
             return f"a loopback Slurm needs Linux (it reads /proc), this is {sys.platform}"
         programs = _PROGRAMS | (_ACCOUNTING_PROGRAMS if accounting else {})
-        absent = [name for name in programs if shutil.which(name, path=_PATH) is None]
+        absent = [name for name in programs if shutil.which(name, path=PATH) is None]
         if not absent:
             return None
         packages = " ".join(dict.fromkeys(programs[name] for name in absent))
         return f"no {', '.join(absent)} here (Debian: apt-get install {packages})"
-
-    @staticmethod
-    def installed_version() -> tuple[int, int]:
-        """Ask the installed Slurm for its version: ``(22, 5)``."""
-        return _version()
 
     @property
     def version(self) -> tuple[int, int]:
@@ -368,7 +367,7 @@ class LoopbackSlurm:
         files["cgroup.conf"] = f"CgroupPlugin={plugin}\n"
         if self._plan.gpus:
             # Only character devices give jobs CUDA_VISIBLE_DEVICES; nothing opens these.
-            lines = [f"Name=gpu File={device}" for device in _character_devices(self._plan.gpus)]
+            lines = [f"Name=gpu File={device}" for device in character_devices(self._plan.gpus)]
             files["gres.conf"] = "\n".join(["AutoDetect=off", *lines, ""])
         if self._plan.accounting:
             files["slurmdbd.conf"] = slurmdbd_conf(self._plan)
@@ -389,7 +388,7 @@ class LoopbackSlurm:
         munge = [f"--key-file={self.directory}/etc/munge.key", f"--socket={run}/munge.sock", "--force"]
         places = [f"--pid-file={run}/munged.pid", f"--log-file={log}/munged.log", f"--seed-file={run}/munge.seed"]
         self._start("munged", "munged", "--foreground", "--num-threads=4", "--group-update-time=-1", *munge, *places)
-        self._await("munged", lambda: _listens(run / "munge.sock"))
+        self._await("munged", lambda: listens(run / "munge.sock"))
         if self._plan.accounting:
             self._start_accounting()
         self._start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
@@ -407,7 +406,7 @@ class LoopbackSlurm:
         words = [f"--socket={sock}", f"--port={self._plan.ports['database']}", "--bind-address=127.0.0.1"]
         words += ["--skip-log-bin", "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
         self._start("mariadbd", "mariadbd", *common, *words)
-        self._await("mariadbd", lambda: _listens(sock))
+        self._await("mariadbd", lambda: listens(sock))
         grants = "create database slurm_acct;" + "".join(
             f"create user slurm@'{host}' identified by 'slurm'; grant all on slurm_acct.* to slurm@'{host}';"
             for host in ("127.0.0.1", "localhost")
@@ -488,56 +487,3 @@ def _runs_on(pid: int, node: str) -> bool:
     except OSError:
         return False
     return not {f"{name}={node}".encode() for name in (_NODE_MARK, _JOB_NODE)}.isdisjoint(entries)
-
-
-def _version() -> tuple[int, int]:
-    command = [shutil.which("slurmctld", path=_PATH) or "slurmctld", "-V"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    major, minor = printed.split()[-1].split(".")[:2]
-    return int(major), int(minor)
-
-
-def _ports(nodes: int) -> dict[str, int]:
-    """Choose a row of free ports."""
-    count = nodes + 3
-    for _ in range(100):
-        first = random.randrange(_FIRST_PORT, _LAST_PORT - count)
-        if _are_free(range(first, first + count)):
-            return dict(zip(("slurmctld", "slurmdbd", "database", "slurmd"), range(first, first + 4), strict=True))
-    raise BatchSystemError(f"no {count} free ports in a row on the loopback")
-
-
-def _are_free(ports: Collection[int]) -> bool:
-    with ExitStack() as sockets:
-        for port in ports:
-            probe = sockets.enter_context(socket.socket())
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                return False
-    return True
-
-
-def _loopback_only() -> bool:
-    try:
-        return socket.gethostbyname(socket.gethostname()).startswith("127.")
-    except OSError:
-        return False
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True
-
-
-def _character_devices(count: int) -> list[str]:
-    devices = [f"/dev/tty{number}" for number in range(count)]
-    absent = [device for device in devices if not Path(device).exists()]
-    if absent:
-        raise InvalidSettings(f"pretended GPUs stand on character devices, and there is no {absent[0]}")
-    return devices

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
 
 ROOT = Path(__file__).parents[2]
-_WORKER_INIT = f"export PYTHONPATH={ROOT}"
+WORKER_INIT = f"export PYTHONPATH={ROOT}"
 
 
 class Backend(ABC):
@@ -164,7 +164,7 @@ class FakeSlurm(_Fake):
         self.commands = install_fake_slurm(directory, cluster.name)
 
     def provider(self) -> ExecutionProvider:
-        return SlurmProvider(partition="backfill", launcher=SrunLauncher(), worker_init=_WORKER_INIT)
+        return SlurmProvider(partition="backfill", launcher=SrunLauncher(), worker_init=WORKER_INIT)
 
 
 class FakePbs(_Fake):
@@ -175,7 +175,7 @@ class FakePbs(_Fake):
         self.commands = install_fake_pbs(directory, cluster.name)
 
     def provider(self) -> ExecutionProvider:
-        return PBSProProvider(queue="backfill", cpus_per_node=4, launcher=MpiExecLauncher(), worker_init=_WORKER_INIT)
+        return PBSProProvider(queue="backfill", cpus_per_node=4, launcher=MpiExecLauncher(), worker_init=WORKER_INIT)
 
 
 class Slurm(Backend):
@@ -194,12 +194,13 @@ class Slurm(Backend):
         directory.mkdir()
         for name in ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "sacct"):
             real = shutil.which(name, path=self.cluster.environment["PATH"])
+            assert real is not None, f"{name} comes with the others"
             (directory / name).write_text(f'#!/bin/sh\necho {name} >>{directory}/calls\nexec {real} "$@"\n')
             (directory / name).chmod(0o755)
         return directory
 
     def provider(self) -> ExecutionProvider:
-        return SlurmProvider(partition=self.partition, launcher=SrunLauncher(), worker_init=_WORKER_INIT, cmd_timeout=5)
+        return SlurmProvider(partition=self.partition, launcher=SrunLauncher(), worker_init=WORKER_INIT, cmd_timeout=5)
 
     def submit_main(self, nodes: int, seconds: float) -> str:
         options = (f"--nodes={nodes}", "--partition=main", "--exclusive", "--time=1")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from parsl.providers.base import ExecutionProvider
+
     from freetrain_parsl.report.run import RunState
     from tests.batch_systems.backends import Backend
 
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
 PLANNER = PlannerSettings(
     startup=8, min_useful=10, closing_margin=3, max_walltime=600, idle_timeout=3, join_timeout=30, settle=1
 )
-EPOCHS = 20
-SAMPLES = EPOCHS * 200
+SAMPLES_PER_EPOCH = 200
 
 
 class Driver(Site):
@@ -35,18 +36,18 @@ class Driver(Site):
 
     Parameters
     ----------
-    backend
-        Its commands, if it has any, must be on this process's PATH.
+    provider
+        Submits its blocks.
     directory
         For the run and its checkpoints.
     **changes
         Settings of the executor.
     """
 
-    def __init__(self, backend: Backend, directory: Path, **changes: Any) -> None:
-        self.backend = backend
+    def __init__(self, provider: ExecutionProvider, directory: Path, **changes: Any) -> None:
         self.directory = directory
         self.slow = directory / "slow"
+        self.epochs = 0
         settings = {
             "planner": PLANNER,
             "poll_interval": timedelta(seconds=1),
@@ -57,7 +58,7 @@ class Driver(Site):
             "silence": timedelta(seconds=8),
             **changes,
         }
-        super().__init__(FreeTrainExecutor(provider=backend.provider(), address="127.0.0.1", **settings))
+        super().__init__(FreeTrainExecutor(provider=provider, address="127.0.0.1", **settings))
 
     def load(self) -> Driver:
         """Start the executor."""
@@ -65,10 +66,11 @@ class Driver(Site):
         parsl.load(Config(executors=[self.executor], run_dir=run_dir, strategy="none", initialize_logging=False))
         return self
 
-    def train(self, nodes: int = 1) -> Future[Any]:
-        """Submit a training that goes slowly until `finish`."""
+    def train(self, nodes: int = 1, epochs: int = 20) -> Future[Any]:
+        """Submit a training that goes slowly, more than a second an epoch, until `finish`."""
         self.slow.touch()
-        return make_app(max_nodes=nodes).options(name="t")(epochs=EPOCHS, slow=str(self.slow))
+        self.epochs = epochs
+        return make_app(max_nodes=nodes).options(name="t")(epochs=epochs, slow=str(self.slow))
 
     @property
     def step(self) -> int:
@@ -81,36 +83,39 @@ class Driver(Site):
             lambda run: "t" in run.trainings and run.trainings["t"].progress.get("step", 0) >= step and run
         )
 
-    def until_block_ended(self, pattern: str) -> str:
+    def until_block_ended(self, pattern: str, seconds: float = 60.0) -> str:
         """Wait until a block has ended for a reason that reads so."""
-        return self.until(lambda run: next((why for why in run.blocks_ended if re.search(pattern, why)), None))
+        return self.until(lambda run: next((why for why in run.blocks_ended if re.search(pattern, why)), None), seconds)
 
     def finish(self, future: Future[Any]) -> None:
         """Let the training go fast, and hold what must hold however it was disturbed: every sample once."""
         self.slow.unlink()
-        assert future.result(timeout=90)["metrics"]["samples"] == SAMPLES
+        assert future.result(timeout=90)["metrics"]["samples"] == self.epochs * SAMPLES_PER_EPOCH
         progress = self.until(lambda run: run.completed and run.trainings["t"].progress)
         assert (progress["samples_lost"], progress["duplicate_samples"]) == (0, 0)
 
 
 @contextmanager
 def loaded_drivers(directory: Path) -> Iterator[Callable[..., Driver]]:
-    """Give what loads a `Driver` (backend, settings); at the end it leaves, and then no job of ours may be there."""
-    drivers: list[Driver] = []
+    """Give what loads a `Driver` (backend, settings); at the end it leaves, and then no job of ours may be there.
+
+    The backend's commands, if it has any, must be on this process's PATH.
+    """
+    backends: list[Backend] = []
 
     def load(backend: Backend, **changes: Any) -> Driver:
-        drivers.append(Driver(backend, directory, **changes).load())
-        return drivers[-1]
+        backends.append(backend)
+        return Driver(backend.provider(), directory, **changes).load()
 
     try:
         yield load
     finally:
-        for driver in drivers:
-            driver.backend.mend()
+        for backend in backends:
+            backend.mend()
             parsl.dfk().cleanup()
         parsl.clear()
-        for driver in drivers:
-            end = time.monotonic() + 10
-            while driver.backend.jobs() and time.monotonic() < end:
-                time.sleep(0.1)
-            assert driver.backend.jobs() == {}
+    end = time.monotonic() + 10
+    for backend in backends:
+        while backend.jobs() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert backend.jobs() == {}

@@ -134,8 +134,23 @@ def requested(planner: Planner, *names: str, terms: BlockTerms = BlockTerms()) -
 
 
 def test_a_block_whose_nodes_somebody_else_took_is_withdrawn(planner: Planner) -> None:
-    request = requested(planner, "a", "b")
-    assert ev.ReleaseBlock(request.block) in planner.advance(ev.WindowsSeen(5, (window("b"),)))
+    """It is pinned, since other windows close too early, and so waits in vain."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
+    short = window("x", closes=50.0)
+    (request,) = planner.advance(ev.WindowsSeen(0, (window("a", "b"), short)))
+    assert request.pinned
+    assert ev.ReleaseBlock(request.block) in planner.advance(ev.WindowsSeen(5, (window("b", "c"), short)))
+
+
+def test_a_block_that_may_run_anywhere_waits_while_there_are_enough_nodes(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
+    (request,) = planner.advance(ev.WindowsSeen(0, (window("a", "b"),)))
+    assert not request.pinned
+    assert planner.advance(ev.WindowsSeen(5, (window("b", "c"),))) == []
+    actions = planner.advance(ev.WindowsSeen(6, (window("c"),)))
+    assert ev.ReleaseBlock(request.block) in actions
+    (again,) = only(ev.RequestBlock, actions)
+    assert again.nodes == ("c",), "what is left is no less welcome for it"
 
 
 def test_a_block_that_the_batch_system_does_not_start_is_withdrawn(planner: Planner) -> None:
@@ -147,6 +162,18 @@ def test_a_block_that_the_batch_system_does_not_start_is_withdrawn(planner: Plan
     assert ev.ReleaseBlock(request.block) in planner.advance(ev.WindowsSeen(71, later, terms))
 
 
+def test_after_a_preemption_nothing_is_requested_before_the_next_look(planner: Planner) -> None:
+    """Whoever takes our nodes may have taken those that were idle a moment ago, too."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
+    block = held(planner, "a", "b", closes=1000.0)
+    planner.advance(ev.WindowsSeen(20, (window("c", "d"),)))
+    assert only(ev.RequestBlock, planner.advance(ev.NodesClosing(21, ("a", "b"), 25.0))) == []
+    assert only(ev.RequestBlock, planner.advance(ev.NodesLeft(22, ("a", "b")))) == []
+    actions = planner.advance(ev.WindowsSeen(23, (window("c", "d"),)), ev.BlockEnded(23, block))
+    (request,) = only(ev.RequestBlock, actions)
+    assert request.nodes == ("c", "d")
+
+
 def test_a_block_that_started_is_not_withdrawn(planner: Planner) -> None:
     request = requested(planner, "a", "b")
     planner.advance(ev.BlockStarted(1, request.block, request.nodes, 500.0))
@@ -155,19 +182,16 @@ def test_a_block_that_started_is_not_withdrawn(planner: Planner) -> None:
 
 
 def test_nodes_where_a_block_did_not_start_are_left_alone_ever_longer() -> None:
-    """10 s of patience: 20 s of peace after the first time, 40 s after the second; a start forgives all."""
+    """10 s of patience: 20 s of peace after the first time, 40 s after the second, and so on."""
     planner = Planner(MilpPolicy(), SETTINGS)
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
-    requests: list[float] = []
-    for second in range(400):
-        # Every request is lost to somebody who leaves again at once.
-        actions = planner.advance(ev.WindowsSeen(second, (window("a", closes=10_000 + second),)))
-        if request := only(ev.RequestBlock, actions):
-            requests.append(second)
-            planner.advance(ev.WindowsSeen(second + 0.5, ()))
-        assert len(request) <= 1
-    gaps = [later - earlier for earlier, later in pairwise(requests)]
-    assert gaps[:4] == [21, 41, 81, 161]
+    requests = [
+        float(second)
+        for second in range(400)
+        # Told every second that the node is free, and never that a block has started.
+        if only(ev.RequestBlock, planner.advance(ev.WindowsSeen(second, (window("a", closes=10_000.0 + second),))))
+    ]
+    assert [later - earlier for earlier, later in pairwise(requests)] == [31, 51, 91, 171]
 
 
 def test_no_more_nodes_are_requested_than_trainers_can_use(planner: Planner) -> None:
@@ -335,7 +359,7 @@ def test_a_node_that_does_not_come_back_is_given_up_and_replaced(planner: Planne
     block = held(planner, "a")
     planner.advance(ev.WindowsSeen(1, (window("x"),)), ev.NodesLeft(1, ("a",)))
     assert planner.wake_at(1) == 61
-    assert planner.advance(ev.Tick(60)) == []
+    assert planner.advance(ev.WindowsSeen(60, (window("x"),))) == []
     released, requested = planner.advance(ev.Tick(61))
     assert released == ev.ReleaseBlock(block)
     assert requested.nodes == ("x",)

@@ -93,6 +93,23 @@ def test_a_response_is_the_best_one(case, data):
             assert real[j] == pytest.approx(best)
 
 
+def test_a_block_that_does_not_start_before_the_horizon_costs_nothing_at_its_end():
+    """Nothing leaves with it: a bound that charged for that would be below the value."""
+    case = WindowInstance(
+        np.array([[0.0, 1.0, 1.0]]),
+        *np.array([[0.0], [1.0], [0.0], [0.0]]),
+        current=np.array([[0]]),
+        sizes=np.array([1]),
+        closings=np.array([20.5]),
+        horizon=10.0,
+        shares=np.array([0.1]),
+        offered=np.array([True]),
+        startup=20.0,
+    )
+    values, _ = Pricing(case).respond(np.array([0]), np.zeros((1, 1)), np.array([[1]]))
+    assert values[0] >= trainer_value(case, 0, [1]) == 0.0
+
+
 @given(instances())
 @settings(deadline=None, max_examples=200)
 def test_the_solution_is_near_the_optimum_and_the_bound_is_true(case):

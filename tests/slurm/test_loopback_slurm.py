@@ -132,7 +132,7 @@ def test_a_directory_in_use_is_left_alone(tmp_path):
 
 def test_missing_programs_are_named(monkeypatch):
     """Where Slurm is not installed the tests skip with the names of what would mend it."""
-    monkeypatch.setattr(loopback_slurm, "_PATH", "/nonexistent")
+    monkeypatch.setattr(loopback_slurm, "PATH", "/nonexistent")
     assert LoopbackSlurm.missing() == (
         "no munged, slurmctld, slurmd, sbatch here (Debian: apt-get install munge slurmctld slurmd slurm-client)"
     )

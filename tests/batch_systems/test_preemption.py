@@ -1,0 +1,20 @@
+"""The main queue takes its nodes, on every batch system."""
+
+from __future__ import annotations
+
+import time
+
+
+def test_the_main_queue_has_its_nodes_within_the_grace_and_the_training_goes_on(start, backend) -> None:
+    """The slots save and leave at the first signal; the training is resumed when the main job has ended."""
+    driver = start()
+    future = driver.train(nodes=2)
+    driver.until_step()
+    saved = driver.step
+    main = backend.submit_main(nodes=backend.nodes, seconds=2)
+    submitted = time.monotonic()
+    driver.until(lambda _: backend.has_started(main), seconds=15)
+    assert time.monotonic() - submitted < backend.grace
+    driver.until_block_ended("preempted")
+    driver.finish(future)
+    assert driver.run.fragments[-1].resumed_from >= saved

@@ -1,0 +1,18 @@
+"""Jobs of somebody else, of whole nodes, in the main queue."""
+
+from __future__ import annotations
+
+import time
+
+
+def main_job(cluster, nodes, seconds, minutes=1):
+    """Submit one that runs so long."""
+    options = ("--partition=main", f"--nodes={nodes}", "--exclusive", f"--time={minutes}")
+    return cluster.submit(*options, command=f"sleep {seconds}")
+
+
+def seconds_until_started(cluster, job):
+    """Wait until it has its nodes."""
+    begin = time.monotonic()
+    cluster.wait_for_state(job, "RUNNING", "COMPLETED", timeout=20)
+    return time.monotonic() - begin

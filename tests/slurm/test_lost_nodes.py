@@ -1,0 +1,43 @@
+"""A training goes on when a node is gone: with all that ran on it, or for the batch system only."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+
+def kill_daemon(node):
+    """Kill a node's slurmd, a child of this process, and nothing else there."""
+    (daemon,) = [child for child in psutil.Process().children() if child.cmdline()[2:4] == ["-N", node]]
+    daemon.kill()
+
+
+def test_a_training_survives_the_loss_of_a_node_and_the_node_is_used_again(start, cluster) -> None:
+    driver = start()
+    future = driver.train(nodes=2)
+    driver.until(lambda run: "t" in run.trainings and len(run.trainings["t"].nodes) == 2)
+    driver.until_step()
+    lost = driver.run.trainings["t"].nodes[0]
+    cluster.kill_node(lost)
+    driver.until(lambda run: run.fragments[-1].resumed_from is not None and lost not in run.fragments[-1].nodes)
+    cluster.start_node(lost)
+    driver.finish(future)
+
+
+def test_a_block_whose_slurmd_is_killed_trains_on_until_slurm_gives_the_node_up(start, cluster) -> None:
+    """Slurm notices after SlurmdTimeout, ends the job, and the training goes on elsewhere from where it was."""
+    driver = start()
+    future = driver.train()
+    driver.until_step()
+    (node,) = driver.run.trainings["t"].nodes
+    kill_daemon(node)
+    step = driver.step
+    driver.until_block_ended("lost a node")
+    assert driver.step > step + 20, "the slot itself was not disturbed"
+    driver.until(lambda run: len(run.fragments) > 1 and run.fragments[-1].resumed_from is not None)
+    assert driver.run.fragments[-1].nodes != (node,)
+    assert driver.run.fragments[-1].resumed_from > step
+    cluster.start_node(node)
+    driver.finish(future)

@@ -1,0 +1,25 @@
+"""A window ends, and nobody has to drive us out. Slurm counts walltimes in minutes, so this takes more than one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.main_queue import main_job, seconds_until_started
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_training_leaves_before_its_window_ends_and_the_head_job_starts_in_time(start, cluster) -> None:
+    """Seven nodes are taken for two minutes, then all eight are promised: the hole is one node, one whole minute."""
+    busy = main_job(cluster, 7, 1000, minutes=2)
+    cluster.wait_for_state(busy, "RUNNING")
+    head = main_job(cluster, 8, 1)
+    driver = start("backfill")
+    future = driver.train(epochs=60)
+    driver.until_step()
+    driver.until_block_ended("left its window in time", seconds=70)
+    assert [cluster.state_of(job) for job in (busy, head)] == ["RUNNING", "PENDING"], "nobody drove it out"
+    cluster.run("scancel", busy)
+    assert seconds_until_started(cluster, head) < 5, "the scheduler's cycle: no node waits for us"
+    driver.finish(future)
+    assert not any(fragment.lost for fragment in driver.run.fragments)
