@@ -98,16 +98,16 @@ def test_a_block_that_does_not_start_before_the_horizon_costs_nothing_at_its_end
     case = WindowInstance(
         np.array([[0.0, 1.0, 1.0]]),
         *np.array([[0.0], [1.0], [0.0], [0.0]]),
-        current=np.array([[0]]),
-        sizes=np.array([1]),
-        closings=np.array([20.5]),
+        current=np.array([[0, 1]]),
+        sizes=np.array([1, 1]),
+        closings=np.array([20.5, 5.0]),
         horizon=10.0,
-        shares=np.array([0.1]),
-        offered=np.array([True]),
+        shares=np.array([0.1, 0.0]),
+        offered=np.array([True, False]),
         startup=20.0,
     )
-    values, _ = Pricing(case).respond(np.array([0]), np.zeros((1, 1)), np.array([[1]]))
-    assert values[0] >= trainer_value(case, 0, [1]) == 0.0
+    values, _ = Pricing(case).respond(np.array([0]), np.zeros((1, 2)), np.array([[1, 0]]))
+    assert values[0] >= trainer_value(case, 0, [1, 0]) == 0.0
 
 
 @given(instances())
