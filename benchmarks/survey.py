@@ -60,7 +60,21 @@ def make_cluster(nodes: int, jobs: int, seed: int = 1) -> tuple[list[tuple[str, 
 
     def record(**values: Any) -> None:
         base = JobRecord(
-            str(1000 + len(records)), "regular", "PENDING", "ada", 3600.0, None, None, 1, "", "", "", 1.0, "None", "", "train"
+            str(1000 + len(records)),
+            "regular",
+            "PENDING",
+            "ada",
+            3600.0,
+            None,
+            None,
+            1,
+            "",
+            "",
+            "",
+            1.0,
+            "None",
+            "",
+            "train",
         )
         records.append(base._replace(**values))
 

@@ -1,0 +1,275 @@
+"""What our trainings do to their neighbours on a real Slurm, and what they gain; against requeued fixed-size jobs.
+
+A seeded main queue lives through the same minutes on the same loopback Slurm in each mode:
+
+without
+    alone;
+again
+    alone once more: by how much two runs of the same differ;
+backfill
+    with our trainings in a partition of low priority whose jobs are not preempted: they must leave by themselves;
+preemptible
+    with our trainings in a partition whose jobs are cancelled for those of the main queue, after a grace;
+requeue
+    with the usual alternative, written with submitit: preemptible jobs of a fixed size and time that checkpoint and are
+    requeued.
+
+Delays are those of the main jobs' starts against ``without``. The useful share is the node-seconds in training steps
+that counted, of the node-seconds in which a node had no main job for longer than the least window of use to us:
+start-up, least useful time and margin. A step mostly sleeps, and a sample costs the same node-seconds on any number of
+nodes; ``work_share`` takes that cost instead of the time that the steps really took. RPCs are those that slurmctld
+served; all that neither the main jobs nor the nodes' daemons caused are ours, those for the steps of our jobs too.
+
+A machine with few cores starts Python and torch slowly, on all nodes of a block at once: a real cluster does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from _report import report
+from _slurm_main_queue import MainQueue, Ran, count_rpcs, draw, idle_intervals
+from _slurm_training import SAMPLE_NODE_SECONDS
+
+from freetrain_parsl.testing.loopback_slurm import LoopbackPartition, LoopbackSlurm
+from freetrain_parsl.testing.slurm_machine import slurm_version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from freetrain_parsl.cluster.workload import MainJob
+
+HERE = Path(__file__).parent
+MODES = ("without", "again", "backfill", "preemptible", "requeue")
+GRACE = 10  # seconds; of the preemptible partitions
+# Sites have 30 s between passes of the scheduler, and we ask every 10 s; here the queue is compressed, and both are.
+CYCLE = 10
+POLL = 3.0
+PLANNER = {
+    "startup": 8.0,
+    "min_useful": 10.0,
+    "closing_margin": 3.0,
+    "max_walltime": 1800.0,
+    "idle_timeout": 5.0,
+    "replan_interval": 10.0,
+    "settle": 1.0,
+}
+SETTLED = 5.0  # seconds after which the first main jobs have their nodes; trainings begin, and figures count from here
+MINIMUM = PLANNER["startup"] + PLANNER["min_useful"] + PLANNER["closing_margin"]
+PARTITIONS = (
+    LoopbackPartition("main", tier=100, default=True),
+    LoopbackPartition("backfill"),
+    LoopbackPartition("preemptible", preempt="cancel", grace=GRACE),
+    LoopbackPartition("requeue", preempt="requeue", grace=GRACE),
+)
+
+
+@dataclass
+class Outcome:
+    """One mode's run; times in seconds after the workload's beginning."""
+
+    ran: list[Ran]
+    rpcs: dict[str, int]
+    account: dict[str, Any] = field(default_factory=dict)
+    fragments: list[tuple[tuple[str, ...], float, float]] = field(default_factory=list)
+
+
+def live_through(mode: str, jobs: Sequence[MainJob], options: argparse.Namespace, logs: Path) -> Outcome:
+    """Run the main queue once, with whatever the mode adds."""
+    with LoopbackSlurm(nodes=options.nodes, partitions=PARTITIONS, bf_interval=CYCLE) as cluster:
+        queue = MainQueue(cluster, jobs)
+        if mode in ("without", "again"):
+            cluster.run("sdiag", "--reset")
+            ran = queue.run()
+            return Outcome(ran, count_rpcs(cluster, ran))
+        with _guest(mode, cluster, options, logs) as guest:
+            cluster.run("sdiag", "--reset")
+            timer = threading.Timer(SETTLED, _tell, (guest, "go"))
+            timer.start()
+            ran = queue.run()
+            end = time.time()
+            account = json.loads(_ask(guest, "stop"))
+            rpcs = count_rpcs(cluster, ran)
+        fragments = [
+            (tuple(nodes), start - queue.begin, min(until or end, end) - queue.begin)
+            for _, nodes, start, until in account.pop("fragments")
+        ]
+        return Outcome(ran, rpcs, account, fragments)
+
+
+@contextmanager
+def _guest(
+    mode: str, cluster: LoopbackSlurm, options: argparse.Namespace, logs: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the process of the trainings; it is ready, and does nothing yet."""
+    directory = Path(tempfile.mkdtemp(prefix=f"{mode}-", dir=cluster.work))
+    settings = {
+        "directory": str(directory),
+        "partition": mode,
+        "nodes": options.nodes,
+        "trainings": options.trainings,
+        "planner": PLANNER,
+        "poll": POLL,
+        "grace": GRACE / 2,
+        "fixed_nodes": options.fixed_nodes,
+        "fixed_minutes": options.fixed_minutes,
+    }
+    script = HERE / ("_slurm_requeue.py" if mode == "requeue" else "_slurm_freetrain.py")
+    environment = {**cluster.environment, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    with (logs / f"{mode}.log").open("w", encoding="utf-8") as log:
+        guest = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(settings)],
+            env=environment,
+            cwd=directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        with guest:
+            try:
+                if _ask(guest, None) != "ready":
+                    raise RuntimeError(f"mode {mode} did not start, see {log.name}")
+                yield guest
+                guest.wait(120)
+            finally:
+                guest.kill()
+                for name in ("freetrain.log", "journal.sqlite"):
+                    for file in directory.rglob(name):
+                        shutil.copy(file, logs / f"{mode}-{name}")
+
+
+def _tell(guest: subprocess.Popen[str], word: str) -> None:
+    assert guest.stdin is not None
+    guest.stdin.write(f"{word}\n")
+    guest.stdin.flush()
+
+
+def _ask(guest: subprocess.Popen[str], word: str | None) -> str:
+    assert guest.stdout is not None
+    if word is not None:
+        _tell(guest, word)
+    return guest.stdout.readline().strip()
+
+
+def figures(outcome: Outcome, alone: Outcome, nodes: Sequence[str]) -> dict[str, Any]:
+    """Sum a mode up: one column of the table."""
+    makespan = max(job.end for job in outcome.ran)
+    delays = np.array([job.start - same.start for job, same in zip(outcome.ran, alone.ran, strict=True)])
+    waits = np.array([job.start - job.submit for job in outcome.ran])
+    intervals = ((max(since, SETTLED), until) for _, since, until in idle_intervals(outcome.ran, nodes, makespan))
+    areas = [until - since for since, until in intervals if until > since]
+    worth = sum(area for area in areas if area >= MINIMUM)
+    account = outcome.account
+    useful = account["step_node_seconds"] / worth if account and worth else None
+    work = account["samples"] * SAMPLE_NODE_SECONDS / worth if account and worth else None
+    return {
+        "main_jobs": len(outcome.ran),
+        "delay_s_median": float(np.median(delays)),
+        "delay_s_p99": float(np.percentile(delays, 99)),
+        "delay_s_max": float(delays.max()),
+        "delay_s_mean": float(delays.mean()),
+        "wait_s_mean": float(waits.mean()),
+        "makespan_s": makespan,
+        "utilisation": sum(job.area for job in outcome.ran) / (makespan * len(nodes)),
+        "idle_node_s": sum(areas),
+        "idle_node_s_worth": worth,
+        "useful_share": useful,
+        "work_share": work,
+        "samples_lost": account.get("samples_lost"),
+        "rpcs": outcome.rpcs["rpcs"],
+        "rpcs_ours": outcome.rpcs["rpcs_ours"] if account else 0,
+        "rpcs_ours_per_minute": outcome.rpcs["rpcs_ours"] / makespan * 60 if account else 0.0,
+        "rpc_share": outcome.rpcs["rpcs_ours"] / outcome.rpcs["rpcs"] if account else 0.0,
+    }
+
+
+def plot(outcomes: dict[str, Outcome], nodes: Sequence[str], file: Path) -> None:
+    """Draw the delays, and who had which node when."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [mode for mode in MODES if mode in outcomes]
+    alone = outcomes["without"]
+    figure, axes = plt.subplots(len(shown) + 1, 1, figsize=(11, 2.2 * (len(shown) + 1)), layout="constrained")
+    for mode in shown[1:]:
+        pairs = zip(outcomes[mode].ran, alone.ran, strict=True)
+        delays = sorted(job.start - same.start for job, same in pairs)
+        axes[0].step(delays, np.arange(1, len(delays) + 1) / len(delays), where="post", label=mode)
+    axes[0].axvline(CYCLE, color="0.7", linestyle=":", label="one scheduler cycle")
+    axes[0].set(xlabel="start of a main job against 'without' (s)", ylabel="share of main jobs")
+    axes[0].legend(fontsize="small")
+    rows = {name: row for row, name in enumerate(nodes)}
+    for axis, mode in zip(axes[1:], shown, strict=True):
+        for job in outcomes[mode].ran:
+            for name in job.nodes:
+                axis.barh(rows[name], job.end - job.start, left=job.start, height=0.9, color="0.6", linewidth=0)
+        for names, start, until in outcomes[mode].fragments:
+            for name in names:
+                axis.barh(rows[name], until - start, left=start, height=0.5, color="tab:green", linewidth=0)
+        axis.set(title=f"{mode}: main jobs grey, trainings green", ylabel="node", xlabel="seconds")
+    figure.savefig(file, dpi=130)
+
+
+def main() -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15.0, help="length of the main queue (default 15)")
+    parser.add_argument("--nodes", type=int, default=8, help="of the cluster (default 8)")
+    parser.add_argument("--load", type=float, default=0.65, help="of the main queue (default 0.65)")
+    parser.add_argument("--mean-run", type=float, default=60.0, help="of a main job, seconds (default 60)")
+    parser.add_argument("--seed", type=int, default=1, help="of the main queue (default 1)")
+    parser.add_argument("--trainings", type=int, default=4, help="trainings at a time (default 4)")
+    parser.add_argument("--fixed-nodes", type=int, default=2, help="nodes of a requeued job (default 2)")
+    parser.add_argument("--fixed-minutes", type=int, default=5, help="time limit of a requeued job (default 5)")
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="besides 'without'")
+    parser.add_argument("--logs", type=Path, default=None, help="where logs go (default: a temporary directory)")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="write the picture there (PNG)")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures there, by mode")
+    options = parser.parse_args()
+    if (missing := LoopbackSlurm.missing()) is not None:
+        parser.error(missing)
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="neighbours-"))
+    logs.mkdir(exist_ok=True)
+    jobs = draw(
+        nodes=options.nodes, minutes=options.minutes, load=options.load, mean_run=options.mean_run, seed=options.seed
+    )
+    nodes = [f"node{number:02d}" for number in range(1, options.nodes + 1)]
+    outcomes = {}
+    for mode in ("without", *options.modes):
+        began = time.time()
+        outcomes[mode] = live_through(mode, jobs, options, logs)
+        told = {"account": outcomes[mode].account, "rpcs": outcomes[mode].rpcs}
+        print(f"{mode}: {time.time() - began:.0f} s, {told}", file=sys.stderr, flush=True)
+    modes = {mode: figures(outcome, outcomes["without"], nodes) for mode, outcome in outcomes.items()}
+    rows = [{"figure": key, **{mode: modes[mode][key] for mode in modes}} for key in modes["without"]]
+    report("Neighbours of our trainings on a real Slurm", rows, ["parsl", "submitit", "torch"])
+    if options.json is not None:
+        options.json.write_text(json.dumps(modes, indent=2) + "\n", encoding="utf-8")
+    major, minor = slurm_version()
+    print(
+        f"Slurm {major}.{minor:02}: {options.nodes} nodes on the loopback, scheduler cycle {CYCLE} s, grace {GRACE} s;"
+    )
+    print(f"we ask every {POLL:g} s; least window {MINIMUM:g} s; logs in {logs}")
+    if options.plot is not None:
+        plot(outcomes, nodes, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
