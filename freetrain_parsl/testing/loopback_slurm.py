@@ -128,14 +128,14 @@ class LoopbackSlurm:
         missing = self.missing(accounting=accounting)
         if missing is not None:
             raise CommandNotFound(missing)
-        self.directory = directory or Path(tempfile.mkdtemp(prefix="ft-slurm-"))
-        if len(str(self.directory.absolute())) > _LONGEST_PATH:
+        name = f"loop{secrets.token_hex(4)}"
+        self.directory = (directory or Path(tempfile.gettempdir(), f"ft-slurm-{name}")).absolute()
+        if len(str(self.directory)) > _LONGEST_PATH:
             raise InvalidSettings(f"{self.directory}: too long a path for the sockets in it, give a shorter one")
-        self.directory = self.directory.absolute()
         self.node_names = node_names(nodes)
         self.work = self.directory / "work"
         self._plan = ClusterPlan(
-            name=f"loop{secrets.token_hex(4)}",
+            name=name,
             directory=self.directory,
             user=pwd.getpwuid(os.geteuid()).pw_name,
             version=slurm_version(),
@@ -186,10 +186,16 @@ class LoopbackSlurm:
         ------
         BatchSystemError
             A daemon did not start; the message has its last words.
+        InvalidSettings
+            A setting is out of range, or the directory holds something.
         """
-        self._write_files()
+        files = self._files()  # which refuses settings before anything is written
+        self.directory.mkdir(exist_ok=True)
+        if any(self.directory.iterdir()):
+            raise InvalidSettings(f"{self.directory}: not empty, a cluster wants a directory of its own")
         self._start_sweeper()
         try:
+            self._write(files)
             self._start_daemons()
         except BaseException:
             self.__exit__(None, None, None)
@@ -353,14 +359,8 @@ class LoopbackSlurm:
     def _conf(self) -> Path:
         return self.directory / "etc" / "slurm.conf"
 
-    def _write_files(self) -> None:
-        self.directory.mkdir(exist_ok=True)
-        if any(self.directory.iterdir()):
-            raise InvalidSettings(f"{self.directory}: not empty, a cluster wants a directory of its own")
-        self.directory.chmod(0o755)  # clients of other users come through it
-        for name in ("etc", "state", "spool", "log", "run", "work"):
-            (self.directory / name).mkdir()
-        self.work.chmod(0o1777)
+    def _files(self) -> dict[str, str]:
+        """Make the configuration: name -> text."""
         files = {"slurm.conf": slurm_conf(self._plan)}
         # slurmd wants a plugin for cgroups though nothing uses them; this one starts where none is mounted.
         plugin = "disabled" if self.version >= (24, 5) else "cgroup/v1"
@@ -371,6 +371,13 @@ class LoopbackSlurm:
             files["gres.conf"] = "\n".join(["AutoDetect=off", *lines, ""])
         if self._plan.accounting:
             files["slurmdbd.conf"] = slurmdbd_conf(self._plan)
+        return files
+
+    def _write(self, files: Mapping[str, str]) -> None:
+        self.directory.chmod(0o755)  # clients of other users come through it
+        for name in ("etc", "state", "spool", "log", "run", "work"):
+            (self.directory / name).mkdir()
+        self.work.chmod(0o1777)
         for name, text in files.items():
             (self.directory / "etc" / name).write_text(text, encoding="utf-8")
         key = self.directory / "etc" / "munge.key"

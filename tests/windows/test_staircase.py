@@ -293,7 +293,7 @@ class TestWanted:
         assert find(state, "1").wanted == {"n3": NOW}
 
     def test_freetrain_of_another_user_wants_none_of_ours(self) -> None:
-        """Else two of them would make way for each other for ever; its block still closes the nodes that it waits for."""
+        """Else two of them would make way for each other for ever."""
         other = replace(job("2", 3), name="freetrain.theirs.ab12.block-0")
         found = find(cluster(4, {"1": ("n3 n4", 9000.0)}, (other,)), "1")
         assert found.wanted == {}
