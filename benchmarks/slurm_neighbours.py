@@ -66,6 +66,7 @@ PLANNER = {
     "idle_timeout": 5.0,
     "replan_interval": 10.0,
     "settle": 1.0,
+    "max_nodes_per_block": 2,  # a block is preempted, and makes way, as a whole
 }
 SETTLED = 5.0  # seconds after which the first main jobs have their nodes; trainings begin, and figures count from here
 MINIMUM = PLANNER["startup"] + PLANNER["min_useful"] + PLANNER["closing_margin"]

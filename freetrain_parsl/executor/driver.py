@@ -65,6 +65,8 @@ class Driver(threading.Thread):
         See `TrainingSettings`.
     slots_per_node
         Slots that make a node complete.
+    outdated
+        What the batch system told is not relied on for longer than so many seconds.
     silence
         A slot that says nothing for so many seconds is lost.
     submit_slot
@@ -89,6 +91,7 @@ class Driver(threading.Thread):
         journal: Journal,
         training_settings: TrainingSettings,
         slots_per_node: int,
+        outdated: float,
         silence: float,
         submit_slot: Callable[[str], None],
         fail_all: Callable[[Exception], None],
@@ -99,6 +102,8 @@ class Driver(threading.Thread):
         self._server = server
         self._desk = desk
         self._journal = journal
+        self._outdated = outdated
+        self._surveyed_at: float | None = None
         self._silence = silence
         self._submit_slot = submit_slot
         self._fail_all = fail_all
@@ -160,6 +165,9 @@ class Driver(threading.Thread):
             self._on_message(slot, message)
         while not self._posted.empty():
             self._on_post(self._posted.get())
+        if self._surveyed_at is not None and self._clock() - self._surveyed_at > self._outdated:
+            self._surveyed_at = None
+            self._events.append(ev.WindowsOutdated(self._clock()))
         self._find_silent()
         self._conductor.rendezvous.expire(self._clock())
         self._events.append(self._tasks.demand(self._clock()))
@@ -204,6 +212,7 @@ class Driver(threading.Thread):
             self._on_slot_task_ended(item)
 
     def _on_survey(self, survey: Survey) -> None:
+        self._surveyed_at = self._clock()
         self._events.append(ev.WindowsSeen(survey.time, survey.windows, survey.terms))
         if survey.windows != self._windows:
             self._windows = survey.windows

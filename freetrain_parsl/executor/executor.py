@@ -283,6 +283,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 threads=self.threads_per_slot,
             ),
             slots_per_node=self.slots_per_node,
+            outdated=2 * self.poll_interval.total_seconds(),
             silence=self.silence.total_seconds(),
             submit_slot=self._submit_slot,
             fail_all=self._fail_all,

@@ -36,6 +36,7 @@ __all__ = [
     "TrainerLearned",
     "TrainerProgressed",
     "TrainerSubmitted",
+    "WindowsOutdated",
     "WindowsSeen",
 ]
 
@@ -58,6 +59,11 @@ class WindowsSeen(Event):
 
     windows: tuple[Window, ...]
     terms: BlockTerms = field(default_factory=BlockTerms)
+
+
+@dataclass(frozen=True)
+class WindowsOutdated(Event):
+    """The batch system has not been asked for a while: whoever was idle then may not be now."""
 
 
 @dataclass(frozen=True)

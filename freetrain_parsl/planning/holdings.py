@@ -99,7 +99,7 @@ class Holdings:
         return news
 
     def doubt(self) -> None:
-        """Request nothing before the next look: nodes of ours are taken, and who takes them may take others as well."""
+        """Request nothing before the next look: what was idle may be taken, as nodes of ours just were."""
         self._doubtful = True
 
     def start(self, started: ev.BlockStarted, joined: Collection[str]) -> None:

@@ -141,6 +141,10 @@ class Planner:
         self._dirty = self._dirty or news
 
     @_take.register
+    def _(self, event: ev.WindowsOutdated) -> None:  # noqa: ARG002 - the type says it all
+        self._holdings.doubt()
+
+    @_take.register
     def _(self, event: ev.BlockStarted) -> None:
         self._holdings.start(event, self._members.keys())
 

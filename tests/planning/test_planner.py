@@ -174,6 +174,14 @@ def test_after_a_preemption_nothing_is_requested_before_the_next_look(planner: P
     assert request.nodes == ("c", "d")
 
 
+def test_nothing_is_requested_from_windows_that_are_outdated(planner: Planner) -> None:
+    """While nobody wanted nodes nobody looked; the first training waits for a look."""
+    planner.advance(ev.WindowsSeen(0, (window("a"),)), ev.WindowsOutdated(20))
+    assert planner.advance(ev.TrainerSubmitted(30, trainer("t"))) == []
+    (request,) = planner.advance(ev.WindowsSeen(31, (window("a"),)))
+    assert request.nodes == ("a",)
+
+
 def test_a_block_that_started_is_not_withdrawn(planner: Planner) -> None:
     request = requested(planner, "a", "b")
     planner.advance(ev.BlockStarted(1, request.block, request.nodes, 500.0))
