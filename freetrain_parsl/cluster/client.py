@@ -292,7 +292,11 @@ class EmbeddedCluster:
         # Reading the registry clears the entry of a cluster that was killed. A cluster of the same name may
         # have been the reason why ours did not start.
         if self.name not in {info.name for info in registry.running_clusters()}:
-            processes.kill(processes.marked(f"{self.name}/"))
+            # More than once: a daemon that is killed may have been about to start another.
+            give_up = time.monotonic() + 5.0
+            while (left := processes.marked(f"{self.name}/")) and time.monotonic() < give_up:
+                processes.kill(left)
+                time.sleep(0.02)
 
     def __enter__(self) -> Self:
         self.start()

@@ -50,6 +50,11 @@ trainings:
 """
 
 
+def _hear_ctrl_c() -> None:
+    """Undo what a shell does to background jobs, of which these tests may be one: they do not hear SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class _Shell:
     """A directory where commands are run, beside a cluster that outlives them."""
 
@@ -73,6 +78,7 @@ class _Shell:
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,  # a process group of its own, as a terminal would give it
+                preexec_fn=_hear_ctrl_c,
             )
         )
         return self.started[-1]

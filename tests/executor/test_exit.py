@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 
+def _hear_ctrl_c() -> None:
+    """Undo what a shell does to background jobs, of which these tests may be one: they do not hear SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class _Drivers:
     """Starts drivers that share a cluster, a checkpoint directory and a mark in their environment."""
 
@@ -47,6 +52,7 @@ class _Drivers:
                 cwd=Path(__file__).parents[2],
                 stdout=subprocess.PIPE,
                 text=True,
+                preexec_fn=_hear_ctrl_c,
             )
         )
         return self.started[-1]
@@ -111,7 +117,7 @@ def test_after_ctrl_c_or_a_polite_kill_nothing_is_left(drivers: _Drivers, number
     for what in ("job ", "HTEX interchange", "process_worker_pool"):
         assert any(what in line for line in left), "the look itself works"
     driver.send_signal(number)
-    driver.wait(30)
+    assert driver.wait(30) != 0, "it did not go on to its end"
     assert drivers.nothing_left_within(6), drivers.left()
 
 

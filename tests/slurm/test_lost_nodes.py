@@ -10,7 +10,8 @@ pytestmark = pytest.mark.slurm
 
 def kill_daemon(node):
     """Kill a node's slurmd, a child of this process, and nothing else there."""
-    (daemon,) = [child for child in psutil.Process().children() if child.cmdline()[2:4] == ["-N", node]]
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    (daemon,) = [child for child in living if child.cmdline()[2:4] == ["-N", node]]
     daemon.kill()
 
 
