@@ -78,7 +78,7 @@ class _Shell:
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,  # a process group of its own, as a terminal would give it
-                preexec_fn=_hear_ctrl_c,
+                preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 - one signal, no lock
             )
         )
         return self.started[-1]

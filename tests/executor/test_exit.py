@@ -52,7 +52,7 @@ class _Drivers:
                 cwd=Path(__file__).parents[2],
                 stdout=subprocess.PIPE,
                 text=True,
-                preexec_fn=_hear_ctrl_c,
+                preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 - one signal, no lock
             )
         )
         return self.started[-1]
