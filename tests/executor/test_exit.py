@@ -61,7 +61,7 @@ class _Drivers:
         """List the processes that carry the mark, and the jobs of ours in the queue."""
         jobs = [f"job {job}" for job, j in self.cluster.client.queue().items() if j["kind"] == "preemptible"]
         alive = [*_marked(self.mark), *(process for process in self.descendants if _alive(process))]
-        return jobs + [" ".join(process.cmdline()) for process in alive]
+        return jobs + [line for process in alive if (line := _command_line(process))]
 
     def nothing_left_within(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -79,6 +79,13 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
                 yield process
         except psutil.Error:  # noqa: PERF203 - each process may vanish by itself
             continue
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return ""
 
 
 def _alive(process: psutil.Process) -> bool:
