@@ -26,7 +26,11 @@ _PERIOD = 0.1  # seconds between looks for slots, once a signal has come
 
 
 def call_yourself_a_slot() -> None:
-    """Name this process in the process table, for `ps` and for the pilot that waits for it."""
+    """Name this process in the process table, for `ps` and for the pilot that waits for it.
+
+    From now on the signal ends it, until it installs a handler: a slot that is still starting has nothing to save.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path("/proc/self/comm").write_text(_SLOT, encoding="ascii")
 
 

@@ -30,8 +30,8 @@ def save(*_):
     time.sleep(0.5)
     Path(sys.argv[1]).write_text("saved")
     sys.exit()
-signal.signal(signal.SIGTERM, save)
 call_yourself_a_slot()
+signal.signal(signal.SIGTERM, save)
 Path(sys.argv[1]).write_text("ready")
 time.sleep(60)
 """
@@ -99,6 +99,15 @@ def test_the_early_warning_kills_nobody_that_does_not_listen(start) -> None:
     _signal_all(pilot.pid, signal.SIGUSR1)
     time.sleep(0.3)
     assert sorted(_session(pilot.pid)) == sorted(before)
+
+
+def test_a_slot_that_is_still_starting_leaves_at_once(start) -> None:
+    """It has no handler yet, and what it inherited from the pool is deafness."""
+    pilot = start(1, _SLOT.replace("signal.signal(signal.SIGTERM, save)", ""))
+    begin = time.monotonic()
+    _signal_all(pilot.pid, signal.SIGTERM)
+    assert pilot.wait(10) == 0
+    assert time.monotonic() - begin < 2
 
 
 def test_a_pool_that_ends_by_itself_ends_the_node(start) -> None:
