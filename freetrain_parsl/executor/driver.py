@@ -254,7 +254,7 @@ class Driver(threading.Thread):
         """Leave a block's nodes to a job of somebody else, by when that job could start or as soon as can be."""
         margin = self._planner.settings.closing_margin
         yields = max(wanted, self._clock() + margin)
-        if block.releasing or yields >= block.loses_nodes_at(self._clock()):
+        if block.releasing or block.warned or yields >= block.loses_nodes_at(self._clock()):
             return
         block.yields = yields
         self._events.append(ev.NodesClosing(self._clock(), block.nodes, yields))
@@ -274,9 +274,7 @@ class Driver(threading.Thread):
                 and not block.releasing
                 and (left <= 0 or (left <= self._planner.settings.closing_margin and not busy))
             ):
-                self._give_back(
-                    block, "made way for a job of somebody else" if block.yields else "left its window in time"
-                )
+                self._give_back(block, _why_it_leaves(block))
 
     def _give_back(self, block: Block, reason: str) -> None:
         if not block.releasing:
@@ -428,3 +426,10 @@ class Driver(threading.Thread):
 
     def _write(self, kind: str, subject: str, **detail: Any) -> None:
         self._journal.write(self._clock(), kind, subject, **detail)
+
+
+def _why_it_leaves(block: Block) -> str:
+    """Give the reason of a block whose nodes we are about to lose; the batch system's word counts before ours."""
+    if block.warned:
+        return BlockState.PREEMPTED.value
+    return "made way for a job of somebody else" if block.yields else "left its window in time"
