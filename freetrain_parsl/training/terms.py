@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from freetrain_parsl.errors import InvalidSettings
 
@@ -22,6 +23,7 @@ class PauseReason(str, Enum):
 
     REQUESTED = "a pause was requested"
     CLOSING = "a node is about to close"
+    LEFT = "the others go on without this process"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class SessionOptions:
     seed
         Start of every random number of the training.
     checkpoint_interval
-        Time between periodic checkpoints.
+        Time between periodic checkpoints; ``None``: from what they cost and how often members are lost (Young/Daly).
+    mean_time_between_losses
+        Observed, of the training as a whole; for that.
     keep
         How many checkpoints stay; two leave one to fall back on.
     save_margin
@@ -56,7 +60,8 @@ class SessionOptions:
     name: str
     checkpoint_root: Path
     seed: int = 0
-    checkpoint_interval: timedelta = timedelta(seconds=60)
+    checkpoint_interval: timedelta | None = None
+    mean_time_between_losses: timedelta = timedelta(hours=1)
     keep: int = 2
     save_margin: timedelta = timedelta(seconds=2)
     threads: int | None = None
@@ -67,7 +72,7 @@ class SessionOptions:
         object.__setattr__(self, "checkpoint_root", Path(self.checkpoint_root))
         if self.seed < 0:
             raise InvalidSettings(f"{who}: seed must be zero or more, got {self.seed}")
-        if self.checkpoint_interval <= timedelta(0):
+        if self.checkpoint_interval is not None and self.checkpoint_interval <= timedelta(0):
             raise InvalidSettings(f"{who}: checkpoint_interval must be positive, got {self.checkpoint_interval}")
         if self.keep < 1:
             raise InvalidSettings(f"{who}: keep must be at least 1 checkpoint, got {self.keep}")
@@ -91,8 +96,10 @@ class Membership:
     rank, world_size
         This process's number, from 0, and how many there are.
     timeout
-        How long a collective waits for a silent peer. A peer that dies is noticed at once; the time-out is
-        for one that hangs. It must exceed the time of one step plus one checkpoint write.
+        How long a collective waits for a silent peer, if nobody breaks it off before: a peer that dies is noticed at
+        once, and one that hangs by whoever sends orders (`Notice.waited`, `Regroup.abort`).
+    meeting
+        How long the members wait for each other when they form the group.
     interface
         Network interface that carries the collectives, such as ``"ib0"``; ``None`` lets the library choose.
 
@@ -106,7 +113,8 @@ class Membership:
     generation: int = 0
     rank: int = 0
     world_size: int = 1
-    timeout: timedelta = timedelta(minutes=2)
+    timeout: timedelta = timedelta(minutes=30)
+    meeting: timedelta = timedelta(minutes=1)
     interface: str | None = None
 
     def __post_init__(self) -> None:
@@ -114,8 +122,24 @@ class Membership:
             raise InvalidSettings(f"trainer {self.trainer!r}: rank {self.rank} is not in a group of {self.world_size}")
 
 
+@dataclass(frozen=True)
+class Regroup:
+    """An order to go on, in place, in another process group.
+
+    Parameters
+    ----------
+    membership
+        This process's place in the new group; ``None``: the others go on without it, and its fragment ends.
+    abort
+        A member of the present group is lost: do not wait for a boundary that all agree on, leave the group at once.
+    """
+
+    membership: Membership | None
+    abort: bool = False
+
+
 class Notice:
-    """What the slot tells the training while it runs: pause, and when the node closes.
+    """What the slot tells the training while it runs: pause, regroup, and when the node closes.
 
     Thread-safe; the training reads it at step boundaries.
 
@@ -128,10 +152,16 @@ class Notice:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._closes: float | None = None
+        self._changed = threading.Condition()
+        self._order: Regroup | None = None
+        self._ended = False
+        self._waiting_since: float | None = None
         self.pause_requested = threading.Event()
         """Set it to end the fragment at the next step boundary, after a checkpoint."""
         self.underway = threading.Event()
         """Set by the training after its first step: until then the fragment can be dropped and nothing is lost."""
+        self.on_abort: Callable[[], None] = lambda: None
+        """Set by the training: breaks the collectives that its main thread may wait in."""
 
     def close_after(self, remaining: timedelta | None) -> None:
         """Say that the node closes that long from now; ``None`` if that is not known (any more)."""
@@ -141,6 +171,47 @@ class Notice:
         """Seconds until the node closes, negative once past; ``None`` if unknown."""
         closes = self._closes
         return None if closes is None else closes - self._clock()
+
+    def order(self, regroup: Regroup) -> None:
+        """Give an order; one that has not been carried out yet is replaced."""
+        with self._changed:
+            self._order = regroup
+            self._changed.notify_all()
+        if regroup.abort:
+            self.on_abort()
+
+    @property
+    def pending(self) -> Regroup | None:
+        """The order that waits to be carried out."""
+        return self._order
+
+    def take_order(self, timeout: float | None = 0.0) -> Regroup | None:
+        """Take the order out, waiting for one; ``None`` after `timeout` seconds, or once a pause is asked for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._ended, timeout)
+            order, self._order = self._order, None
+            return order
+
+    def end(self) -> None:
+        """Ask for a pause and end all waiting for orders: the slot leaves, or the training is over."""
+        self.pause_requested.set()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark the time in which this process does nothing but wait for the other members."""
+        self._waiting_since = self._clock()
+        try:
+            yield
+        finally:
+            self._waiting_since = None
+
+    def waited(self) -> float:
+        """Seconds for which it has been waiting for the other members, zero if it is not."""
+        since = self._waiting_since
+        return 0.0 if since is None else self._clock() - since
 
 
 @dataclass(frozen=True)
@@ -174,6 +245,8 @@ class Progress:
         Estimated time to write a checkpoint, seconds.
     refused_checkpoints
         Paths of damaged checkpoints that were passed over when this fragment started.
+    in_place
+        Whether the training can change its group in place; one whose state is sharded over the members cannot.
     """
 
     step: int = 0
@@ -189,6 +262,48 @@ class Progress:
     resumed_from: int | None = None
     write_seconds: float = 0.0
     refused_checkpoints: tuple[str, ...] = ()
+    in_place: bool = True
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A newcomer has everything but the state, and waits for a `Regroup` that takes it in."""
+
+
+@dataclass(frozen=True)
+class Stranded:
+    """A survivor has left the group of a lost member, and waits for a `Regroup` (with ``abort``).
+
+    Parameters
+    ----------
+    reason
+        What the lost group's collective said.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A member goes on in its new group.
+
+    Parameters
+    ----------
+    generation
+        The new group's.
+    paused
+        Seconds for which it made no progress: from the boundary, or from the loss of a member, to the next batch.
+    transferred
+        Seconds of these that went into passing the state on.
+    """
+
+    generation: int
+    paused: float
+    transferred: float
+
+
+Report: TypeAlias = "Progress | Ready | Stranded | Regrouped"
+"""What a training tells its slot while it runs."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +336,7 @@ class Paused:
     progress
         The state at the end.
     checkpoint
-        Directory of the checkpoint to go on from.
+        Directory of the checkpoint to go on from; ``None`` for a member that left while the others go on.
     """
 
     reason: PauseReason
