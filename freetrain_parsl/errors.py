@@ -14,7 +14,8 @@
     │   └── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
     ├── TrainingError           a training ended for a reason that is not the user's own exception
     │   ├── PeerLost            another member of the process group is gone           (retry helps)
-    │   └── TooManyRestarts     fragments keep ending without progress
+    │   ├── NonFiniteLoss       the loss is not a number any more
+    │   └── TooManyRestarts     members keep getting lost without progress
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
         └── ClusterGone         the embedded cluster is not running
 
@@ -40,6 +41,7 @@ __all__ = [
     "InvalidInput",
     "InvalidSettings",
     "InvalidTrainer",
+    "NonFiniteLoss",
     "PeerLost",
     "PlanningError",
     "TooManyRestarts",
@@ -98,6 +100,10 @@ class PeerLost(TrainingError):
     """Another member of the process group is gone; the survivors go on from the last checkpoint."""
 
     transient = True
+
+
+class NonFiniteLoss(TrainingError):
+    """The loss of a training is infinite or not a number: it cannot come to anything."""
 
 
 class TooManyRestarts(TrainingError):

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.ledger import Audit, Ledger, audit
+from freetrain_parsl.errors import NonFiniteLoss, TrainingError, UsageError
+from freetrain_parsl.training.ledger import Audit, Ledger, audit, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from freetrain_parsl.training.loader import Share
-    from freetrain_parsl.training.membership import Group
+    from freetrain_parsl.training.order import Batch, Piece
+
+
+class Tally:
+    """What the members tell each other of one step, in one tensor that travels with the gradients.
+
+    Losses stand share by share, in places of their own: so their sum over the members has the same bits whoever had
+    which share.
+
+    Parameters
+    ----------
+    batch
+        The batch.
+    device
+        Where the losses are.
+    """
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.values = torch.zeros(batch.shards + 2, dtype=torch.float64, device=device)
+
+    def add(self, loss: torch.Tensor, piece: Piece) -> None:
+        """Note the mean loss of a piece."""
+        if piece.weight:
+            self.values[piece.shard] += loss.detach().double() * piece.weight
+            self.values[-2] += piece.weight
+            self.values[-1] += checksum(piece.positions)
 
 
 class Books:
-    """What has been done so far, in all fragments.
+    """What has been done so far, in all fragments; the same on every member.
 
-    Losses are summed locally, and added up over the group when asked (`settle`), so that no step waits for a
-    GPU.
+    Losses stay where they are (on a GPU) until asked for (`settle`), so that no step waits for them.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0
         self.step = 0
         self.samples = 0
         self.slot_seconds = 0.0  # spent in the steps that count, times the slots that took part
@@ -36,79 +59,82 @@ class Books:
         self._log: dict[str, Any] = {}
         self._loss_sum = 0.0  # over this epoch and the whole group
         self._loss_samples = 0
-        self._pending_loss = torch.zeros((), dtype=torch.float64)  # of this member, not yet added up
-        self._pending_samples = 0
+        self._pending = torch.zeros(3, dtype=torch.float64)  # loss, samples and checksum, not yet looked at
+        self._expected = [0, 0]  # samples and checksum of the batches in it
 
     @property
     def mean_loss(self) -> float | None:
         """Mean loss a sample of this epoch, as far as settled; ``None`` before its first step."""
         return self._loss_sum / self._loss_samples if self._loss_samples else None
 
-    @property
-    def has_row(self) -> bool:
-        """Whether the history has a row of this epoch."""
+    def has_row(self, epoch: int) -> bool:
+        """Whether the history has a row of an epoch."""
         history = self.metrics["history"]
-        return bool(history) and history[-1]["epoch"] == self.epoch
+        return bool(history) and history[-1]["epoch"] == epoch
 
     def keep_ledger(self, length: int) -> None:
         """Count from now on how often each of `length` samples is trained on."""
         self._ledger = Ledger(length)
 
-    def add_loss(self, loss: torch.Tensor, share: Share) -> None:
-        """Note the mean loss of this member's share."""
-        self._pending_loss = self._pending_loss.to(loss.device) + loss.detach().double() * share.weight
-        self._pending_samples += share.weight
-
-    def count_step(self, share: Share) -> None:
-        """Count one optimizer step."""
+    def count_step(self, batch: Batch, tally: Tally) -> None:
+        """Count one optimizer step, with the tally of the whole group."""
         assert self._ledger is not None
         self.step += 1
-        self.samples += share.batch
+        self.samples += batch.samples
         self.metrics["steps"], self.metrics["samples"] = self.step, self.samples
-        if share.weight:
-            self._ledger.add(share.positions)
+        self._ledger.add(batch.positions)
+        # Not torch.sum, whose order of addition is its own affair.
+        loss = tally.values[:-2].cumsum(0)[-1:]
+        self._pending = self._pending.to(loss.device) + torch.cat([loss, tally.values[-2:]])
+        self._expected[0] += batch.samples
+        self._expected[1] += checksum(batch.positions)
 
-    def pending(self) -> tuple[float, int]:
-        """Take out this member's sum of losses and number of samples since the last time."""
-        taken = float(self._pending_loss), self._pending_samples
-        self._pending_loss = torch.zeros((), dtype=torch.float64)
-        self._pending_samples = 0
-        return taken
+    def settle(self) -> None:
+        """Look at what the steps since the last time have told.
 
-    def settle(self, loss_sum: float, samples: int) -> None:
-        """Add what the whole group had pending."""
-        self._loss_sum += loss_sum
-        self._loss_samples += samples
+        Raises
+        ------
+        NonFiniteLoss
+            The loss is not a number, or infinite.
+        TrainingError
+            The members did not train on the samples of the batches: a defect of ours.
+        """
+        loss, samples, told = self._pending.tolist()
+        expected, self._expected = self._expected, [0, 0]
+        self._pending = torch.zeros(3, dtype=torch.float64)
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"the loss is {loss} by step {self.step}: nothing that follows would be of use; lower the learning "
+                "rate, clip gradients, or look for bad samples"
+            )
+        if [int(samples), int(told)] != expected:
+            raise TrainingError(f"by step {self.step} the members trained on other samples than those of the batches")
+        self._loss_sum += loss
+        self._loss_samples += expected[0]
 
-    def settle_with(self, group: Group) -> None:
-        """Add up over the group what is pending."""
-        loss_sum, samples = group.sum(torch.tensor(self.pending(), dtype=torch.float64)).tolist()
-        self.settle(loss_sum, int(samples))
-
-    def open_epoch(self) -> None:
+    def open_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on with it; its row is written when it has had all its batches."""
-        self._row_open = not self.has_row
+        self._row_open = not self.has_row(epoch)
 
-    def close_pass(self, group: Group, expected: torch.Tensor) -> None:
+    def close_pass(self, epoch: int, expected: torch.Tensor) -> None:
         """Close an epoch that had all its batches: audit the ledger, write the history's row.
 
         Parameters
         ----------
-        group
-            All members call this.
+        epoch
+            Its number.
         expected
             Positions of all samples of the epoch.
         """
         assert self._ledger is not None
-        self.audit += audit(group.sum(self._ledger.counts), expected)
-        self._write_row(group)
+        self.audit += audit(self._ledger.counts, expected)
+        self._write_row(epoch)
 
-    def close_epoch(self, group: Group) -> None:
-        """Go on to the next epoch; one that the user's loop left early gets its row here, unaudited."""
-        if not self.has_row:
-            self._write_row(group)
-        self.epoch += 1
-        self.metrics["epochs"] = self.epoch
+    def close_epoch(self, epoch: int) -> None:
+        """End an epoch; one that the user's loop left early gets its row here, unaudited."""
+        if not self.has_row(epoch):
+            self._write_row(epoch)
+        self.metrics["epochs"] = epoch + 1
         self._loss_sum, self._loss_samples = 0.0, 0
         if self._ledger is not None:
             self._ledger.clear()
@@ -119,41 +145,46 @@ class Books:
         row = self._log if self._row_open or not history else history[-1]
         row.update({name: _plain(name, value) for name, value in values.items()})
 
-    def state(self, group: Group) -> dict[str, Any]:
-        """Return all of it, the same on every member. All members call this."""
-        self.settle_with(group)
+    def state(self) -> dict[str, Any]:
+        """Return all of it."""
+        self.settle()
         return {
-            "epoch": self.epoch,
             "step": self.step,
             "samples": self.samples,
             "slot_seconds": self.slot_seconds,
             "audit": asdict(self.audit),
             "metrics": self.metrics,
-            "ledger": None if self._ledger is None else group.sum(self._ledger.counts),
+            "ledger": None if self._ledger is None else self._ledger.counts,
             "log": self._log,
+            "row_open": self._row_open,
             "loss_sum": self._loss_sum,
             "loss_samples": self._loss_samples,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state, except for the ledger (see `load_ledger`)."""
-        self.epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
+        self.step, self.samples = state["step"], state["samples"]
         self.slot_seconds = state["slot_seconds"]
         self.audit = Audit(**state["audit"])
-        self.metrics = state["metrics"]
+        # In place: the user may hold session.metrics.
+        self.metrics.clear()
+        self.metrics.update(state["metrics"])
         self._log = state["log"]
+        self._row_open = state["row_open"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
+        self._pending = torch.zeros(3, dtype=torch.float64)
+        self._expected = [0, 0]
 
     def load_ledger(self, state: Mapping[str, Any]) -> None:
-        """Take over the counts of the whole group; for one member only, as they are going to be added up."""
+        """Take over the counts."""
         assert self._ledger is not None
         if state["ledger"] is not None:
             self._ledger.counts.copy_(state["ledger"])
 
-    def _write_row(self, group: Group) -> None:
-        self.settle_with(group)
+    def _write_row(self, epoch: int) -> None:
+        self.settle()
         self.metrics["loss"] = self.mean_loss
-        self.metrics["history"].append({"epoch": self.epoch, "loss": self.mean_loss, **self._log})
+        self.metrics["history"].append({"epoch": epoch, "loss": self.mean_loss, **self._log})
         self._log = {}
         self._row_open = False
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import platform
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -14,17 +15,18 @@ import torch
 
 from freetrain_parsl._version import __version__
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
+from freetrain_parsl.storage.posix import STATE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
-    from freetrain_parsl.storage.posix import CheckpointDirectory, Entry
+    from freetrain_parsl.storage.posix import CheckpointDirectory, Draft, Entry
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Version of the state's own layout; a newer one is refused, not guessed at."""
+FORMAT = 2
+"""Version of the layout and of the state's own; another one is refused by name, not guessed at."""
 
 State = dict[str, Any]
 """Tensors, numbers, strings, lists and dictionaries: what ``weights_only=True`` reads back."""
@@ -35,22 +37,52 @@ _ASSUMED_OVERHEAD = 0.2  # seconds; fsync and renames
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a manifest tells of a checkpoint, for people and for later versions.
+
+    Parameters
+    ----------
+    step, epoch
+        How far the training was.
+    reason
+        Why it was saved then.
+    world_size, generation
+        Of the group that saved it.
+    code
+        Identity of the training's code, see `code_identity`.
+    blocked_seconds
+        For which the training was stopped for it.
+    """
+
+    step: int
+    epoch: int
+    reason: str
+    world_size: int = 1
+    generation: int = 0
+    code: str = ""
+    blocked_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Restored:
     """A checkpoint in memory.
 
     Parameters
     ----------
     state
-        What was saved, tensors on the CPU.
+        What was saved, tensors on the CPU; of a sharded training, all but the tensors that are spread out.
     entry
         Where it was.
     refused
         Paths of newer checkpoints that were damaged.
+    manifest
+        What is told of it.
     """
 
     state: State
     entry: Entry
     refused: tuple[str, ...] = ()
+    manifest: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -91,32 +123,39 @@ class Checkpoints:
         """Say how many bytes a state will have, for the estimate before the first write."""
         self._assumed = _ASSUMED_OVERHEAD + size / _ASSUMED_BYTES_PER_SECOND
 
-    def open(self) -> None:
-        """Get ready to write: create the directory, clear away what a killed writer left."""
-        self._directory.open()
-
-    def save(self, state: State, *, step: int, epoch: int, reason: str) -> Entry:
+    def save(self, state: State, facts: Facts, draft: Draft | None = None) -> Entry:
         """Write a checkpoint, make it the newest, and prune.
+
+        Parameters
+        ----------
+        state
+            What goes into the state's file.
+        facts
+            What the manifest tells.
+        draft
+            With the other files, if there are any.
 
         Raises
         ------
         CheckpointError
-            The file system refuses; earlier checkpoints are untouched.
+            The file system refuses, or another process writes now; earlier checkpoints are untouched.
         """
-        facts = {
+        draft = draft or self._directory.begin(facts.step)
+        self._directory.write(draft, STATE, lambda sink: torch.save(state, cast("IO[bytes]", sink)))
+        told = {
             "format": FORMAT,
             "trainer": self._trainer,
-            "epoch": epoch,
-            "reason": reason,
+            **asdict(facts),
             "written": self._now().isoformat(timespec="milliseconds"),
             "torch": torch.__version__,
             "freetrain": __version__,
+            "python": platform.python_version(),
         }
-        entry, manifest = self._directory.publish(step, lambda sink: torch.save(state, cast("IO[bytes]", sink)), facts)
+        entry, manifest = self._directory.complete(draft, told)
         self._write_seconds.append(manifest["write_seconds"])
         logger.info(
             "trainer %s: checkpoint %s (%s), %d bytes in %.3f s",
-            self._trainer, entry.path, reason, manifest["bytes"], manifest["write_seconds"],
+            self._trainer, entry.path, facts.reason, manifest["bytes"], manifest["write_seconds"],
         )  # fmt: skip
         try:
             self._directory.prune(entry, self._keep)
@@ -132,7 +171,7 @@ class Checkpoints:
         DamagedCheckpoint
             There are checkpoints, but none is intact.
         CheckpointMismatch
-            The newest intact one was written by a newer version of this package.
+            The newest intact one was written by another version of this package, with another format.
         """
         refused: list[str] = []
         problems: list[DamagedCheckpoint] = []
@@ -152,26 +191,35 @@ class Checkpoints:
             ) from problems[0]
         return None
 
-    def load(self, entry: Entry) -> Restored:
+    def load(self, entry: Entry, names: Collection[str] | None = None) -> Restored:
         """Restore one checkpoint.
+
+        Parameters
+        ----------
+        entry
+            Which one.
+        names
+            Only these of its files are held against their checksums; ``None``: all.
 
         Raises
         ------
         DamagedCheckpoint
             It is missing, or its bytes are not those that were written.
         CheckpointMismatch
-            It was written by a newer version of this package.
+            It was written by another version of this package, with another format.
         """
-        path, manifest = self._directory.verify(entry)
+        path, manifest = self._directory.verify(entry, names)
         if manifest.get("format") != FORMAT:
             raise CheckpointMismatch(
                 f"{entry.path} has format {manifest.get('format')!r}, this version reads {FORMAT}; "
-                f"use the version that wrote it (freetrain {manifest.get('freetrain')})"
+                f"go on with the version that wrote it (freetrain {manifest.get('freetrain')}), or begin afresh "
+                "in another checkpoint directory"
             )
-        self._learn_write_seconds()
-        return Restored(_read(path, entry), entry)
+        self.learn()
+        return Restored(_read(path, entry), entry, manifest=manifest)
 
-    def _learn_write_seconds(self) -> None:
+    def learn(self) -> None:
+        """Learn from the manifests how long earlier writes took."""
         measured = (self._measured_seconds(entry) for entry in reversed(self._directory.entries()))
         self._write_seconds.clear()
         self._write_seconds.extend(seconds for seconds in measured if seconds is not None)

@@ -1,8 +1,12 @@
-"""What goes on behind a session: agreeing, saving and restoring.
+"""What goes on behind a session: agreeing, going on in other groups, saving and restoring.
 
-Decisions to stop or to save are taken at *boundaries*: when the next batch or the next epoch is asked for.
-All that the user's loop does after a step is then done, and the state is whole. At a boundary the members of
-a group add up one small vector, so that all of them decide the same; a group of one does not communicate.
+Decisions to stop, to save or to regroup are taken at *boundaries*: when the next batch or the next epoch is asked
+for. All that the user's loop does after a step is then done, and the state is whole. At a boundary the members of a
+group add up one small vector, so that all of them decide the same; a group of one does not communicate.
+
+Every member has the whole state, so the members are each other's snapshots. When one is lost, the others drop the
+group, form another, and who is a step behind gets the state of one that is ahead; the batch that was cut off is done
+again.
 """
 
 from __future__ import annotations
@@ -14,20 +18,28 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, UsageError
+from freetrain_parsl.errors import CheckpointMismatch, PeerLost, UsageError
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.books import Books
+from freetrain_parsl.training.cursor import Cursor
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.pace import Pace
-from freetrain_parsl.training.terms import Clock, Notice, PauseReason, Progress, SessionOptions
+from freetrain_parsl.training.scaled import LinearScaling
+from freetrain_parsl.training.sharded import is_sharded
+from freetrain_parsl.training.stepper import Stepper
+from freetrain_parsl.training.terms import Clock, Notice, PauseReason, Progress, Report, SessionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from torch import nn
+    from torch.optim import Optimizer
+
     from freetrain_parsl.training.checkpoint import Restored
-    from freetrain_parsl.training.loader import Order, Share
+    from freetrain_parsl.training.members import Members
     from freetrain_parsl.training.membership import Group
+    from freetrain_parsl.training.order import Batch, Order, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -53,20 +65,22 @@ class Stateful(Protocol):
 
 
 class Engine:
-    """One member's part in one fragment of a training.
+    """One member's part in one training, from its coming to its leaving.
 
     Parameters
     ----------
     options
         How the training keeps its state.
-    group
-        The fragment's members.
+    members
+        Who trains together.
     notice
         What the slot tells.
     report
-        Gets the progress, on the first member; must not block.
+        Gets the progress on the first member, and what happens to the group on all; must not block.
     clock
         Seconds on a clock that never goes back.
+    code
+        Identity of the user's function, for the checkpoints.
 
     Raises
     ------
@@ -77,58 +91,75 @@ class Engine:
     def __init__(
         self,
         options: SessionOptions,
-        group: Group,
+        members: Members,
         notice: Notice,
-        report: Callable[[Progress], None],
+        report: Callable[[Report], None],
         clock: Clock,
+        code: str,
     ) -> None:
         self.options = options
-        self.group = group
         self.books = Books()
+        self.cursor = Cursor()
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.unwinding: PauseReason | None = None
-        self.keeper = Keeper(options, group)
+        self.keeper = Keeper(options, lambda: self.group, code)
+        self.stepper: Stepper | None = None
 
+        self._members = members
         self._notice = notice
         self._report = report
         self._clock = clock
         self._objects: dict[str, Stateful] = {}
+        self._in_place = True
         self._order: Order | None = None
+        self._scaling: LinearScaling | None = None
         self._total_epochs: int | None = None
-        self._position = 0  # batches of this epoch that are behind us
-        self._pass_ended = False  # whether this epoch has had all its batches
-        self._pass_ended_here = False  # … in this fragment
-        self._in_hand: tuple[int, Share] | None = None
-        self._has_gradients = False
+        self._pass_ended_here = False  # whether this epoch had its last batch since this process came
         self._pace = Pace()
         self._paced_samples = 0  # samples at the last boundary
         self._write_seconds = 0.0
-        now = clock()
-        self._boundary_time = self._save_time = now
+        self._boundary_time = clock()
         self._report_time = -math.inf
-        self._saved_at: tuple[int, int, int, bool] | None = None
+        self._was_deterministic: bool | None = None
 
-        self._restored = self.keeper.restore()
+        self._restored = None if members.is_newcomer else self.keeper.restore()
         self._resumed_from: int | None = None
         self._refused: tuple[str, ...] = ()
         if self._restored is not None:
+            self._refused = self._restored.refused
             self._take_over(self._restored)
+            self._resumed_from = self.books.step
         self._started = False
+        self._regrouped = False  # whether the group has changed since the last boundary
+
+    @property
+    def group(self) -> Group:
+        """Who trains together now; another object after each change."""
+        return self._members.group
 
     @property
     def user_directory(self) -> Path:
         """Where the user's function may keep files of its own."""
         return self.keeper.path / "files"
 
+    def close(self) -> None:
+        """Leave the group, wait for a checkpoint in the background, and leave torch's settings as they were."""
+        self._members.leave()
+        self.keeper.close()
+        if self._was_deterministic is not None:
+            torch.use_deterministic_algorithms(self._was_deterministic)
+
     # ── before the loop ───────────────────────────────────────────────────────────────────────────
 
-    def register(self, objects: Mapping[str, Stateful], size: int) -> None:
+    def register(self, model: nn.Module, objects: Mapping[str, Stateful], size: int) -> None:
         """Save these objects from now on, and restore them, in this order, if there is a state.
 
         Parameters
         ----------
+        model
+            The network.
         objects
             Name -> object.
         size
@@ -142,16 +173,17 @@ class Engine:
         if self._objects:
             raise UsageError("call session.prepare once, with everything that has a state")
         self._objects = dict(objects)
+        self.keeper.sharded = is_sharded(objects)
+        self._in_place = not self.keeper.sharded
+        if not self._in_place and self._members.is_newcomer:
+            raise UsageError("a model that is sharded over the processes cannot be joined in place")
+        self.stepper = Stepper(model, list(objects.values()), sharded=not self._in_place)
         self.keeper.assume_size(size)
         if self._restored is None:
             return
-        states = self._restored.state["objects"]
-        if list(states) != list(objects):
-            self._mismatch(f"it holds {', '.join(states)}, but session.prepare got {', '.join(objects)}")
-        for name, target in objects.items():
-            self._load(name, target, states[name])
+        self.keeper.load_into(self._objects, self._restored)
 
-    def use(self, order: Order) -> None:
+    def use(self, order: Order, *, ramp: int) -> None:
         """Train on a dataset in that order.
 
         Raises
@@ -161,63 +193,74 @@ class Engine:
         """
         if self._order is not None:
             raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
+        if self.stepper is None:
+            raise UsageError("call session.prepare(model, optimizer) before session.loader()")
+        if order.shards is not None:
+            if not self._in_place:
+                raise UsageError("session.loader: deterministic=True does not go with a model that is sharded")
+            self._was_deterministic = torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(mode=True)
+            self.stepper.fix_order()
+        self.stepper.one_step = order.micro_batch is not None or order.shards is not None
+        if order.scaled:
+            self._scaling = LinearScaling(ramp)
         self._order = order
         self.books.keep_ledger(order.length)
-        if self._restored is None or self._restored.state["order"] is None:
-            return
-        for name, before in self._restored.state["order"].items():
-            if getattr(order, name) != before:
-                self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(order, name)!r}")
-        if self.group.is_first:
-            self.books.load_ledger(self._restored.state["books"])
+        if self._restored is not None:
+            self._take_over_order(self._restored.state)
 
     def start(self, total_epochs: int) -> None:
-        """Begin to train: from here on each member draws random numbers of its own.
+        """Begin to train: from here on the random numbers depend on the place in the data.
 
         Until here all members, in all fragments, draw the same, so that what the user's function makes
-        before its loop (initial weights, a random split) does not depend on the fragment.
+        before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits here
+        until the others take it in.
         """
-        if not self._objects:
+        if self.stepper is None:
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
         self._total_epochs = total_epochs
         if self._started:
             return
-        self._started = True
-        states = self._restored.state["rng"] if self._restored else []
-        if self.group.rank < len(states):
-            rng.restore(states[self.group.rank])
-        else:
-            rng.seed_all(self.options.seed, self.books.step, self.group.rank)
         self._restored = None  # everything in it is in place now
+        self._members.state = self._whole_state
+        self._members.adopt = self._adopt
+        if self._members.is_newcomer:
+            self._change_group(self._members.await_order, began=None)
+        else:
+            try:
+                self._members.exchange(self._place)
+            except PeerLost as error:
+                self._recover(error)
+        self._started = True
         # From here on: the time before the loop made nothing that a periodic checkpoint could save.
-        self._boundary_time = self._save_time = self._clock()
+        self._boundary_time = self._clock()
+        self.keeper.due(self._boundary_time)
+        self._paced_samples = self.books.samples
+        self._seed()
         self._tell(at_once=True)
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
     def boundary(self) -> None:
-        """Decide, together with the others, whether to stop or to save here.
+        """Decide, together with the others, whether to stop, to save, or to go on in another group.
 
         Raises
         ------
         Unwind
-            Stop: the state is saved.
+            Stop: the state is saved, or the others have it.
         PeerLost
-            A member is gone.
+            A member is gone, and the training cannot go on in place.
         """
         self.check_running()
-        if self.books.samples > self._paced_samples:
-            seconds = self._clock() - self._boundary_time
-            self._pace.add(self.books.samples - self._paced_samples, seconds)
-            self.books.slot_seconds += seconds * self.group.size
-            self._notice.underway.set()
-            self._paced_samples = self.books.samples
-        reason, save_due = self._decide()
-        if reason is not None:
-            self._pause(reason)
-        if save_due:
-            self._save_periodically()
+        self._count_time()
+        if not self._regrouped:  # else the last thing that all members did together was to form this group
+            try:
+                self._decide()
+            except PeerLost as error:
+                self._recover(error)
+        self._regrouped = False
         self._tell()
+        self._seed()
         self._boundary_time = self._clock()
 
     def check_running(self) -> None:
@@ -225,14 +268,14 @@ class Engine:
         if self.unwinding is not None:
             raise Unwind(self.unwinding)
 
-    def begin_pass(self) -> int | None:
-        """Begin, or go on with, the batches of this epoch.
+    def open_epoch(self) -> int:
+        """Begin an epoch, or go on with it; return its number."""
+        self.boundary()
+        self.books.open_epoch(self.cursor.epoch)
+        return self.cursor.epoch
 
-        Returns
-        -------
-        first
-            The batch to begin with; ``None`` if an earlier fragment has done them all.
-        """
+    def begin_pass(self) -> bool:
+        """Begin, or go on with, the batches of this epoch; whether any are left."""
         self.check_running()
         if not self._started:
             raise UsageError("iterate over the session's loader inside `for epoch in session.epochs(…)`")
@@ -240,56 +283,57 @@ class Engine:
             raise UsageError(
                 "the session's loader gives its batches once an epoch; go over them again with a DataLoader"
             )
-        return None if self._pass_ended else self._position
+        return not self.cursor.pass_ended
 
-    def hand_out(self, batch: int, share: Share) -> None:
-        """Note what the user's code is going to train on."""
-        self._in_hand = (batch, share)
-        self._has_gradients = False
+    def open_batch(self, batch: Batch) -> None:
+        """Begin with a batch."""
+        assert self.stepper is not None, "a loader needs a model"
+        self.stepper.open_batch(self.group, batch, self.device, done=self.cursor.steps)
+
+    def hand_out(self, piece: Piece) -> None:
+        """Note what the user's code is going to train on, and seed what it draws meanwhile."""
+        assert self.stepper is not None, "a loader needs a model"
+        self.stepper.hand_out(piece)
+        rng.seed_all(self.options.seed, *self.cursor.place, piece.shard)
 
     def take_back(self) -> None:
-        """Note that the user's code is done with a batch, whether it made a step or not."""
-        if self._in_hand is not None:
-            self._position = self._in_hand[0] + 1
-            self._in_hand = None
+        """Note that the user's code is done with a piece, whether it made a step or not."""
+        assert self.stepper is not None, "a loader needs a model"
+        self.stepper.take_back()
 
-    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale this member's mean loss so that the group's mean gradient is that of the global batch.
+    @property
+    def cut_off(self) -> bool:
+        """Whether the batch in hand lost a member, and is to be done again."""
+        return self.stepper is not None and self.stepper.cut_off
 
-        Parameters
-        ----------
-        loss
-            Mean over this member's share, a scalar.
-        """
-        self.check_running()
-        if self._in_hand is None:
-            raise UsageError("session.step() goes once with each batch of `for … in session.loader(…)`")
-        if self._has_gradients:
-            raise UsageError("session.backward() goes once with each batch; add several losses up before it")
-        self._has_gradients = True
-        _, share = self._in_hand
-        self.books.add_loss(loss, share)
-        if self.group.size == 1:
-            return loss
-        return loss * (self.group.size * share.weight / share.batch)
+    def close_batch(self, batch: Batch) -> None:
+        """Leave a batch behind."""
+        self.cursor.pass_by(batch.samples)
 
-    def check_gradients(self) -> None:
-        """Refuse a step that no loss was given for."""
-        self.check_running()
-        if self._in_hand is None or not self._has_gradients:
-            raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add a piece's gradients; after the last piece they are those of the whole batch, on all members."""
+        stepper = self._stepper_in_hand()
+        try:
+            stepper.backward(loss)
+        except PeerLost as error:
+            stepper.cut()
+            self._recover(error)
 
-    def count_step(self) -> None:
-        """Count the optimizer's step on the batch in hand."""
-        assert self._in_hand is not None
-        self.books.count_step(self._in_hand[1])
-        self.take_back()
+    def step(self, optimizer: Optimizer | None) -> bool:
+        """Make the optimizer's step if the batch is complete; whether it was made."""
+        stepper = self._stepper_in_hand()
+        if not stepper.step(optimizer, self._scaling):
+            return False
+        self.cursor.steps += 1
+        if self.cursor.steps == 1:
+            self.books.count_step(stepper.batch, stepper.tally)
+        return True
 
     def end_pass(self, expected: torch.Tensor) -> None:
         """Close the books of an epoch that has had all its batches, which has the positions `expected`."""
         self.check_running()
-        self.books.close_pass(self.group, expected)
-        self._pass_ended = self._pass_ended_here = True
+        self.books.close_pass(self.cursor.epoch, expected)
+        self.cursor.pass_ended = self._pass_ended_here = True
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Put values of the user's own into the history."""
@@ -300,17 +344,17 @@ class Engine:
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
         self.check_running()
-        self.books.close_epoch(self.group)
-        self._position = 0
-        self._pass_ended = self._pass_ended_here = False
-        self._in_hand = None
+        self.take_back()
+        self.books.close_epoch(self.cursor.epoch)
+        self.cursor.next_epoch()
+        self._pass_ended_here = False
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def finish(self) -> None:
         """Save the final state."""
         if self._objects:
-            self._save("the training is done")
+            self._save("the training is done", wait=True)
         self._tell(at_once=True)
 
     def progress(self) -> Progress:
@@ -320,7 +364,7 @@ class Engine:
             total = self._total_epochs * self._order.samples
         return Progress(
             step=self.books.step,
-            epoch=self.books.epoch,
+            epoch=self.cursor.epoch,
             samples=self.books.samples,
             samples_total=total,
             slot_seconds=self.books.slot_seconds,
@@ -332,29 +376,37 @@ class Engine:
             resumed_from=self._resumed_from,
             write_seconds=self.keeper.write_seconds_estimate,
             refused_checkpoints=self._refused,
+            in_place=self._in_place,
         )
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
 
-    def _decide(self) -> tuple[PauseReason | None, bool]:
+    def _decide(self) -> None:
+        """Agree with the others on what to do at this boundary, and do it."""
+        ordered = self._members.has_order()  # raises if a member is lost
         if self.group.is_first:
             self._write_seconds = self.keeper.write_seconds_estimate
+            self._look_after_writing()
         requested: float = self._notice.pause_requested.is_set()
         closing: float = self._closing()
-        save_due: float = self.group.is_first and self._save_due()
+        save_due: float = self.group.is_first and self.keeper.due(self._clock())
         if self.group.size > 1:
-            # One sum over: votes, losses, and the first member's estimate, which only it can learn.
+            # One sum over: votes, and the first member's estimate, which only it can learn.
             estimate = self._write_seconds if self.group.is_first else 0.0
-            votes = [requested, closing, save_due, *self.books.pending(), estimate]
-            requested, closing, save_due, loss_sum, samples, self._write_seconds = self.group.sum(
-                torch.tensor(votes, dtype=torch.float64)
-            ).tolist()
-            self.books.settle(loss_sum, int(samples))
-        if closing:
-            return PauseReason.CLOSING, False
-        if requested:
-            return PauseReason.REQUESTED, False
-        return None, bool(save_due)
+            votes = torch.tensor([requested, closing, save_due, ordered, estimate], dtype=torch.float64)
+            requested, closing, save_due, orders, self._write_seconds = self.group.sum(votes).tolist()
+            ordered = orders == self.group.size
+        if self.device.type == "cpu" or self._report_due():
+            self.books.settle()  # on a GPU this waits for the last step
+        if (ordered or closing or requested or save_due or self.cursor.pass_ended) and self.stepper is not None:
+            self.stepper.average_statistics(self.group)
+        if ordered:
+            began = self._clock()
+            self._change_group(self._members.take_order, began)
+        elif closing or requested:
+            self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
+        elif save_due:
+            self._save("periodic", wait=False)
 
     def _closing(self) -> bool:
         """Whether one more step would leave too little time for the last checkpoint."""
@@ -364,82 +416,151 @@ class Engine:
         margin = self.options.save_margin.total_seconds()
         return closes_in <= self._write_seconds + margin + self._pace.longest_step
 
-    def _save_due(self) -> bool:
-        return self._clock() - self._save_time >= self.options.checkpoint_interval.total_seconds()
-
     def _pause(self, reason: PauseReason) -> NoReturn:
-        self._save(reason.value)
+        self._save(reason.value, wait=True)
+        self._unwind(reason)
+
+    def _unwind(self, reason: PauseReason) -> NoReturn:
         self.unwinding = reason
-        self._tell(at_once=True)
+        if reason is not PauseReason.LEFT:
+            self._tell(at_once=True)
         raise Unwind(reason)
 
+    def _report_due(self) -> bool:
+        return self._clock() - self._report_time >= _REPORT_SECONDS
+
     def _tell(self, *, at_once: bool = False) -> None:
-        now = self._clock()
-        if not self.group.is_first or (not at_once and now - self._report_time < _REPORT_SECONDS):
+        if not self.group.is_first or not (at_once or self._report_due()):
             return
-        self._report_time = now
-        if self.group.size == 1:
-            self.books.settle_with(self.group)
+        self.books.settle()
+        self._report_time = self._clock()
         self._report(self.progress())
+
+    def _count_time(self) -> None:
+        if self.books.samples > self._paced_samples:
+            seconds = self._clock() - self._boundary_time
+            self._pace.add(self.books.samples - self._paced_samples, seconds)
+            self.books.slot_seconds += seconds * self.group.size
+            self._notice.underway.set()
+            self._paced_samples = self.books.samples
+
+    def _seed(self) -> None:
+        """Seed what is drawn between batches: the same on all members."""
+        rng.seed_all(self.options.seed, *self.cursor.place)
+        if self._scaling is not None:
+            self._scaling.aim(self.group.size)
+
+    # ── other groups ──────────────────────────────────────────────────────────────────────────────
+
+    def _recover(self, error: PeerLost) -> None:
+        """Go on without the lost members, in place; the batch in hand, if any, is cut off.
+
+        Raises
+        ------
+        PeerLost
+            The training cannot go on in place.
+        Unwind
+            The others go on without this member.
+        """
+        if not self._in_place:
+            raise error
+        began = self._clock()
+        self._change_group(lambda: self._members.strand(str(error)), began)
+
+    def _change_group(self, first_order: Callable[[], Any], began: float | None) -> None:
+        """Leave the group and go on in the one that is ordered; the orders may change while it forms."""
+        left = self._members.move(first_order, self._place)
+        if left:
+            self._unwind(PauseReason.LEFT)
+        self._regrouped = True
+        self.keeper.rejoin()
+        paused = 0.0 if began is None else self._clock() - began
+        self._pace = Pace()
+        self._members.tell_regrouped(paused)
+        self._tell(at_once=True)
+
+    def _place(self) -> tuple[int, ...]:
+        """Where this member is, and a fingerprint of its parameters; a newcomer is nowhere yet."""
+        assert self.stepper is not None, "members change in the loop"
+        begun = not self._members.is_newcomer
+        return (int(begun), *(int(value) for value in self.cursor.place), self.stepper.fingerprint())
+
+    def _adopt(self, state: dict[str, Any]) -> None:
+        """Take over the state of a member that is ahead."""
+        if not self._members.is_newcomer and state["cursor"]["epoch"] != self.cursor.epoch:
+            # The user's loop stands in an epoch that the others have left, and cannot be moved on from here.
+            self._unwind(PauseReason.LEFT)
+        self._take_over_state(state)
+        self._take_over_order(state)
+        for name, target in self._objects.items():
+            target.load_state_dict(state["objects"][name])
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
-    def _save(self, reason: str) -> None:
-        """Save now, unless this very state is saved already; all members call this.
+    def _save(self, reason: str, *, wait: bool) -> None:
+        """Save, unless this very state is saved already; all members call this.
 
         Raises
         ------
         CheckpointError
-            It could not be written.
+            It could not be written; a periodic one that fails is only warned of, as long as there is hope.
         """
-        here = (self.books.step, self.books.epoch, self._position, self._pass_ended)
-        if here == self._saved_at:
-            return
-        self.keeper.save(self._state(), step=self.books.step, epoch=self.books.epoch, reason=reason)
-        self._save_time = self._clock()
-        self._saved_at = here
+        mark = (self.books.step, *self.cursor.place)
+        self.keeper.save(
+            self._whole_state,
+            step=self.books.step,
+            epoch=self.cursor.epoch,
+            reason=reason,
+            wait=wait,
+            mark=mark,
+        )
 
-    def _save_periodically(self) -> None:
-        """Save, but let the training go on if that is impossible for now: the one before is still good."""
-        try:
-            self._save("periodic")
-        except CheckpointError as error:
-            self._save_time = self._clock()
-            logger.warning("%s; training goes on, next try in %s", error, self.options.checkpoint_interval)
-        else:
+    def _look_after_writing(self) -> None:
+        """Learn how the write in the background went."""
+        before = self.keeper.newest
+        self.keeper.poll()
+        if self.keeper.newest != before:
             self._tell(at_once=True)
 
-    def _state(self) -> dict[str, Any]:
+    def _whole_state(self) -> dict[str, Any]:
         return {
             "seed": self.options.seed,
             "objects": {name: target.state_dict() for name, target in self._objects.items()},
-            "books": self.books.state(self.group),
-            "position": self._position,
-            "pass_ended": self._pass_ended,
-            "rng": self.group.gather(rng.capture()),
+            "books": self.books.state(),
+            "cursor": self.cursor.state(),
+            "factor": None if self._scaling is None else self._scaling.factor,
             "order": asdict(self._order) if self._order else None,
         }
 
     def _take_over(self, restored: Restored) -> None:
-        state = restored.state
-        if state["seed"] != self.options.seed:
-            self._mismatch(f"it was trained with seed {state['seed']}, now it is {self.options.seed}")
+        seed = restored.state["seed"]
+        if seed != self.options.seed:
+            self._mismatch(f"it was trained with seed {seed}, now it is {self.options.seed}")
+        self._take_over_state(restored.state)
+
+    def _take_over_state(self, state: Mapping[str, Any]) -> None:
         self.books.load(state["books"])
-        self._position, self._pass_ended = state["position"], state["pass_ended"]
-        self._refused = restored.refused
-        self._resumed_from = self.books.step
-        self._paced_samples = self.books.samples
-        self._saved_at = (self.books.step, self.books.epoch, self._position, self._pass_ended)
+        self.cursor.load(state["cursor"])
 
-    def _load(self, name: str, target: Stateful, state: Any) -> None:
-        try:
-            target.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
+    def _take_over_order(self, state: Mapping[str, Any]) -> None:
+        if state["order"] is None or self._order is None:
+            return
+        for name, before in state["order"].items():
+            if getattr(self._order, name) != before and name != "micro_batch":
+                self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(self._order, name)!r}")
+        self.books.load_ledger(state["books"])
+        if self._scaling is not None and state["factor"] is not None:
+            self._scaling.factor = state["factor"]
 
-    def _mismatch(self, difference: str, cause: Exception | None = None) -> NoReturn:
+    def _stepper_in_hand(self) -> Stepper:
+        self.check_running()
+        if self.stepper is None or not self.stepper.has_piece:
+            raise UsageError("session.step() goes once with each batch of `for … in session.loader(…)`")
+        return self.stepper
+
+    def _mismatch(self, difference: str) -> NoReturn:
         where = self.keeper.newest.path if self.keeper.newest else self.keeper.path
         raise CheckpointMismatch(
             f"checkpoint {where} is of another training: {difference}; "
             "undo the change, or use another trainer name or checkpoint directory"
-        ) from cause
+        )

@@ -1,8 +1,9 @@
-"""Running one fragment: the slot's way into a training, and the only one.
+"""Running a training in one process: the slot's way into it, and the only one.
 
-The user's function is called afresh in each fragment. It ends in one of four ways: it returns (`Finished`),
-a step boundary decides to stop (`Paused`, the state is saved), a peer vanishes (`PeerLost`: nothing is saved,
-the last checkpoint holds), or it raises an error of its own, which goes through unchanged.
+The user's function is called once, and goes on while other processes come and go. It ends in one of four ways: it
+returns (`Finished`), a step boundary decides to stop (`Paused`: the state is saved, or others have it), peers vanish
+and nobody tells how to go on (`PeerLost`: nothing is saved, the last checkpoint holds), or it raises an error of its
+own, which goes through unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.engine import Engine, Unwind
-from freetrain_parsl.training.membership import gist, is_lost_peer, join
+from freetrain_parsl.training.identity import code_identity
+from freetrain_parsl.training.members import Members
+from freetrain_parsl.training.membership import gist, is_lost_peer
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.terms import (
     Clock,
@@ -29,6 +32,7 @@ from freetrain_parsl.training.terms import (
     Paused,
     PauseReason,
     Progress,
+    Report,
     SessionOptions,
 )
 
@@ -57,10 +61,10 @@ def run_fragment(
     kwargs: Mapping[str, Any] | None = None,
     *,
     options: SessionOptions,
-    membership: Membership,
-    store: Store | None,
+    membership: Membership | None,
+    meet: Callable[[Membership], Store],
     notice: Notice,
-    report: Callable[[Progress], None],
+    report: Callable[[Report], None],
     clock: Clock = time.monotonic,
 ) -> Finished | Paused:
     """Run a training in this process until it is done or has to leave.
@@ -72,48 +76,55 @@ def run_fragment(
     options
         How the training keeps its state; the same on all members.
     membership
-        This process's place in the fragment.
-    store
-        Where the members meet; not needed by a group of one.
+        This process's place at first; ``None``: it joins a training that runs, by an order of the `notice`.
+    meet
+        Gives the store in which the members of a membership meet; not called for a group of one.
     notice
         What the slot tells while the training runs.
     report
-        Gets the progress on the first member: at the start, at checkpoints, at the end, and between them at
-        most twice a second. It must not block.
+        Gets the progress on the first member (at the start, at checkpoints, at the end, and between them at most
+        twice a second), and on all members what happens to their group. It must not block.
     clock
         Seconds on a clock that never goes back.
 
     Raises
     ------
     PeerLost
-        Another member is gone; what was done since the last checkpoint is lost.
+        Other members are gone and the training cannot go on here; what was done since the last checkpoint is lost.
     CheckpointError
         The state cannot be read, or could not be saved at the end of the fragment.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    engine = None
+    members = Members(membership, meet, notice, report)
     try:
-        with join(membership, store) as group:
-            engine = Engine(options, group, notice, report, clock)
-            session = TrainingSession(engine)
-            rng.seed_all(options.seed)
-            try:
-                value = function(session, *args, **(kwargs or {}))
-            except Unwind:
-                value = None
-            if engine.unwinding is None:
-                engine.finish()
-            checkpoint = engine.keeper.newest.path if engine.keeper.newest else None
-            if engine.unwinding is None:
-                return Finished(value, engine.progress(), checkpoint)
-            return Paused(engine.unwinding, engine.progress(), checkpoint)
+        engine = Engine(options, members, notice, report, clock, code_identity(function))
+        session = TrainingSession(engine)
+        rng.seed_all(options.seed)
+        try:
+            value = function(session, *args, **(kwargs or {}))
+        except Unwind:
+            value = None
+        if engine.unwinding is None:
+            engine.finish()
+        engine.close()
+        if engine.unwinding is PauseReason.LEFT:
+            return Paused(PauseReason.LEFT, engine.progress())
+        checkpoint = engine.keeper.newest.path if engine.keeper.newest else None
+        if engine.unwinding is None:
+            return Finished(value, engine.progress(), checkpoint)
+        return Paused(engine.unwinding, engine.progress(), checkpoint)
     except Exception as error:
-        if membership.world_size > 1 and is_lost_peer(error) and not isinstance(error, PeerLost):
+        if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerLost):
             raise PeerLost(
-                f"trainer {options.name!r}: lost a member of a group of {membership.world_size} ({gist(error)})"
+                f"trainer {options.name!r}: lost a member of a group of {members.group.size} ({gist(error)})"
             ) from error
         raise
     finally:
+        if engine is not None:
+            engine.close()
+        members.leave()
         # The process stays, and may train another model next: give memory and data workers back now.
         session = engine = None  # type: ignore[assignment]  # their life ends here
         gc.collect()
@@ -145,9 +156,13 @@ def run_alone(
             kwargs,
             options=SessionOptions("alone", directory or Path(scratch), seed=seed),
             membership=Membership("alone"),
-            store=None,
+            meet=_nobody_to_meet,
             notice=Notice(),
             report=lambda _progress: None,
         )
     assert isinstance(end, Finished)  # nobody has the notice to pause it with
     return end.value
+
+
+def _nobody_to_meet(membership: Membership) -> Store:
+    raise ValueError(f"{membership.trainer} is alone")

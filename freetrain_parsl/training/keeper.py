@@ -1,22 +1,39 @@
-"""Saving and restoring as a group: the first member writes and chooses, and all of them know how it went."""
+"""Saving and restoring as a group: who writes, when, and what becomes of failures.
+
+A state that all members hold alike is written by the first of them alone, in the background: the training is stopped
+only while the state is copied to host memory. A sharded state is written by all members together, see `sharded`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import platform
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint
-from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.training.checkpoint import Checkpoints
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, TrainingError
+from freetrain_parsl.storage.posix import STATE, CheckpointDirectory
+from freetrain_parsl.training import sharded
+from freetrain_parsl.training.background import Background
+from freetrain_parsl.training.checkpoint import Checkpoints, Facts
+from freetrain_parsl.training.schedule import TRIES, Schedule
+from freetrain_parsl.training.snapshot import HostBuffers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+    from datetime import timedelta
     from pathlib import Path
 
-    from freetrain_parsl.storage.posix import Entry
+    from freetrain_parsl.storage.posix import Draft, Entry
     from freetrain_parsl.training.checkpoint import Restored, State
     from freetrain_parsl.training.membership import Group
-    from freetrain_parsl.training.terms import SessionOptions
+    from freetrain_parsl.training.sharded import Stateful
+    from freetrain_parsl.training.terms import Clock, SessionOptions
+
+logger = logging.getLogger(__name__)
 
 _ABSENT, _FOUND, _DAMAGED = 0, 1, 2  # what the first member tells the others about the newest checkpoint
 
@@ -27,54 +44,264 @@ class Keeper:
     Parameters
     ----------
     options
-        Where they are, and how many stay.
-    group
-        The fragment's members; all of them call `save` and `restore` together.
+        Where they are, how many stay, how often.
+    group_of
+        Returns the present group; it changes in place.
+    code
+        Identity of the training's code, see `code_identity`; a checkpoint of other code is taken with a warning.
+    clock
+        Seconds on a clock that never goes back.
     """
 
-    def __init__(self, options: SessionOptions, group: Group) -> None:
+    def __init__(
+        self, options: SessionOptions, group_of: Callable[[], Group], code: str = "", clock: Clock = time.monotonic
+    ) -> None:
         self._trainer = options.name
-        self._group = group
+        self._group_of = group_of
+        self._code = code
+        self._clock = clock
         self._directory = CheckpointDirectory(options.checkpoint_root, options.name)
         self._checkpoints = Checkpoints(self._directory, options.name, options.keep)
+        self._schedule = Schedule(options)
+        self._buffers = HostBuffers()
+        self._background: Background[Entry] = Background()
+        self._began = 0.0  # when the write in the background did
+        self._writes_for: int | None = None  # generation for which this process became the writer
+        self._mark: Hashable = None  # of the state saved last, or being saved
+        self.sharded = False
+        """Whether the members hold different parts of the state, see `is_sharded`; to be set once it is known."""
         self.newest: Entry | None = None
-        """The newest checkpoint; the same on all members."""
+        """The newest durable checkpoint, as far as this member knows: the first one learns from its own writes."""
 
     @property
     def path(self) -> Path:
         """The trainer's directory."""
         return self._directory.path
 
+    # ── when ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def interval(self) -> timedelta:
+        """Time from the beginning of a periodic save to that of the next; grows while saving fails."""
+        return self._schedule.interval(self._checkpoints.write_seconds_estimate)
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for a periodic save; the time before the first call does not count.
+
+        Parameters
+        ----------
+        now
+            Seconds on a clock that never goes back.
+        """
+        return self._schedule.due(now, self.interval) and not self._background.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether a state is being written in the background, or `poll` has yet to tell how that went."""
+        return self._background.busy
+
     @property
     def write_seconds_estimate(self) -> float:
-        """Seconds that the next write may take; the first member alone learns from this fragment's writes."""
-        return self._checkpoints.write_seconds_estimate
+        """Seconds after which a save that begins now is durable; only the first member learns from its writes."""
+        estimate = self._checkpoints.write_seconds_estimate
+        if not self._background.busy:
+            return estimate
+        return estimate + max(0.0, estimate - (self._clock() - self._began))
 
     def assume_size(self, size: int) -> None:
-        """Say how many bytes a state will have, for the estimate before the first write."""
+        """Say how many bytes a state will have, for the estimates before the first write."""
         self._checkpoints.assume_size(size)
+        self._schedule.assume_size(size)
 
-    def save(self, state: State, *, step: int, epoch: int, reason: str) -> None:
-        """Make a state durable.
+    # ── saving ────────────────────────────────────────────────────────────────────────────────────
+
+    def save(
+        self,
+        make_state: Callable[[], State],
+        *,
+        step: int,
+        epoch: int,
+        reason: str,
+        wait: bool,
+        mark: Hashable = None,
+    ) -> None:
+        """Save a state, on all members. Of a state that is not sharded, the first writes; nobody communicates.
+
+        A periodic save that fails is told in a warning, once for each cause, and tried again, less and less often.
+
+        Parameters
+        ----------
+        make_state
+            Returns the state; called only where and when it is needed.
+        step, epoch, reason
+            For the manifest.
+        wait
+            Return when it is durable. Otherwise return once the state is copied, and skip this save if the one
+            before is still being written; a sharded state is always waited for.
+        mark
+            Tells this state from others: one that is saved already, or being saved, is not written again.
 
         Raises
         ------
         CheckpointError
-            It could not be written; raised on all members.
+            It could not be written, with `wait`.
+        TrainingError
+            As from `poll`.
+        PeerLost
+            The state is sharded and a member is gone.
         """
-        revision = 0
-        problem: CheckpointError | None = None
-        if self._group.is_first:
+        group = self._group_of()
+        if not group.is_first and not self.sharded:
+            return
+        if wait:
+            self._settle()
+        else:
+            self.poll()
+        if self._background.busy or (mark is not None and mark == self._mark):
+            return
+        self._schedule.saving()
+        self._began, self._mark = self._clock(), mark
+        facts = Facts(step, epoch, reason, group.size, group.generation, self._code)
+        if not wait and not self.sharded:
+            begun = time.monotonic()
+            state = self._buffers.copy(make_state())
+            blocked = time.monotonic() - begun
+            self._schedule.measured(blocked=blocked)
+            facts = replace(facts, blocked_seconds=round(blocked, 6))
+            self._background.start(lambda: self._write(state, facts))
+            return
+        write = self._write_together if self.sharded else self._write
+        try:
+            self._succeeded(write(make_state(), facts))
+        except CheckpointError as error:
+            if wait:
+                self._mark = None
+                raise
+            self._failed(error)
+
+    def poll(self) -> None:
+        """Look after the write in the background; to be called at boundaries.
+
+        Raises
+        ------
+        TrainingError
+            It failed, as have all before it: there will never be a checkpoint.
+        """
+        self._look_after(wait=False)
+
+    def close(self) -> None:
+        """Wait for the write in the background, and cease to be the writer; a failure is told in a warning."""
+        self._settle()
+        self._directory.close()
+        self._writes_for = None
+
+    def rejoin(self) -> None:
+        """Take over the writing, or hand it over, after the group has changed in place. Nobody communicates.
+
+        What another first member left half written is cleared away; if it is stopped, not dead, it is shut out.
+        """
+        if not self._group_of().is_first:
+            self.close()
+        elif (
+            not self._background.busy
+        ):  # else it was the writer before; it claims the directory anew with its next save
             try:
-                revision = self._checkpoints.save(state, step=step, epoch=epoch, reason=reason).revision
+                self._claim()
+            except CheckpointError as error:
+                logger.warning("%s; training goes on, next try with the next checkpoint", error)
+            entries = self._directory.entries()
+            self.newest = entries[0] if entries else None
+            self._checkpoints.learn()
+
+    def _claim(self) -> None:
+        """Become the writer, once in each generation: who is shut out in it must not push its way in again."""
+        generation = self._group_of().generation
+        if self._writes_for != generation:
+            self._directory.open(generation)
+            self._writes_for = generation
+
+    def _write(self, state: State, facts: Facts) -> Entry:
+        self._claim()
+        return self._checkpoints.save(state, facts)
+
+    def _write_together(self, state: State, facts: Facts) -> Entry:
+        """Write a sharded state; all members know how it went."""
+        group = self._group_of()
+        begun = time.monotonic()
+        draft: Draft | None = None
+        problem: CheckpointError | None = None
+        if group.is_first:
+            try:
+                self._claim()
+                draft = self._directory.begin(facts.step)
             except CheckpointError as error:
                 problem = error
-        failed, revision = self._group.sum(torch.tensor([problem is not None, revision])).tolist()
+        plain, shards = sharded.split(state)
+        where = sharded.agree_on(None if draft is None else draft.path, group)
+        try:
+            files = {} if where is None else sharded.write(where, shards, group, self._directory.path)
+        except Exception:
+            if draft is not None:
+                self._directory.discard(draft)
+            raise
+        step = revision = 0
+        if draft is not None:
+            try:
+                draft.files.update(files)
+                facts = replace(facts, blocked_seconds=round(time.monotonic() - begun, 6))
+                entry = self._checkpoints.save(plain, facts, draft)
+                step, revision = entry.step, entry.revision
+            except CheckpointError as error:
+                problem = error
+        self._schedule.measured(blocked=time.monotonic() - begun)
+        failed, step, revision = group.sum(torch.tensor([problem is not None, step, revision])).tolist()
         if problem is not None:
             raise problem
         if failed:
             raise CheckpointError(f"trainer {self._trainer!r}: its first process could not write a checkpoint")
-        self.newest = self._directory.entry(step, revision)
+        return self._directory.entry(step, revision)
+
+    def _settle(self) -> None:
+        """Wait for the write in the background; if there is no hope, whoever saves next will be told."""
+        try:
+            self._look_after(wait=True)
+        except TrainingError as error:
+            logger.warning("%s", error)
+
+    def _look_after(self, *, wait: bool) -> None:
+        done = self._background.take(wait=wait)
+        if done is None:
+            return
+        self._schedule.measured(slowdown=done.processor_seconds / torch.get_num_threads())
+        if done.error is None:
+            assert done.value is not None, "it returned, so there is a checkpoint"
+            self._succeeded(done.value)
+            return
+        if not isinstance(done.error, CheckpointError):
+            raise done.error
+        self._failed(done.error)
+
+    def _succeeded(self, entry: Entry) -> None:
+        self._schedule.succeeded()
+        self.newest = entry
+
+    def _failed(self, error: CheckpointError) -> None:
+        """Put up with a periodic save that has failed, unless there is no hope."""
+        self._mark = None
+        told_before = self._schedule.failed(error)
+        failures = self._schedule.failures
+        if self.newest is None and failures >= TRIES:
+            raise TrainingError(
+                f"trainer {self._trainer!r}: none of {failures} checkpoints could be written ({error}); "
+                "make room there, or give another checkpoint directory"
+            ) from error
+        logger.log(
+            logging.INFO if told_before else logging.WARNING,
+            "trainer %s: %s; training goes on, next try in %s",
+            self._trainer, error, self.interval,
+        )  # fmt: skip
+
+    # ── restoring ─────────────────────────────────────────────────────────────────────────────────
 
     def restore(self) -> Restored | None:
         """Read the newest intact checkpoint, the same one on all members; ``None`` if there never was one.
@@ -84,24 +311,70 @@ class Keeper:
         DamagedCheckpoint, CheckpointMismatch, CheckpointError
             There are checkpoints, but none can be used; raised on all members.
         """
+        group = self._group_of()
         found: Restored | None = None
         problem: CheckpointError | None = None
         choice = [_ABSENT, 0, 0]
-        if self._group.is_first:
+        if group.is_first:
             try:
-                self._directory.open()
+                self._claim()
                 found = self._checkpoints.newest()
             except CheckpointError as error:
                 choice, problem = [_DAMAGED, 0, 0], error
             if found is not None:
                 choice = [_FOUND, found.entry.step, found.entry.revision]
-        status, step, revision = self._group.sum(torch.tensor(choice)).tolist()
+        status, step, revision = group.sum(torch.tensor(choice)).tolist()
         if problem is not None:
             raise problem
         if status == _DAMAGED:
             raise DamagedCheckpoint(f"trainer {self._trainer!r}: its first process found no usable checkpoint")
-        if status == _FOUND and found is None:
-            found = self._checkpoints.load(self._directory.entry(step, revision))
+        if status == _FOUND and found is None:  # the first member has held all files against their checksums
+            found = self._checkpoints.load(self._directory.entry(step, revision), names=[STATE])
         if found is not None:
             self.newest = found.entry
+            if group.is_first:
+                self._compare_code(found)
         return found
+
+    def load_into(self, objects: Mapping[str, Stateful], restored: Restored) -> None:
+        """Put a checkpoint's objects in place, whether they were, or are, sharded or not. Nobody communicates.
+
+        Parameters
+        ----------
+        objects
+            Name -> object, in the order in which they were saved.
+        restored
+            From `restore`.
+
+        Raises
+        ------
+        CheckpointMismatch
+            It is of other objects.
+        """
+        states = restored.state["objects"]
+        if list(states) != list(objects):
+            self._mismatch(restored, f"it holds {', '.join(states)}, but session.prepare got {', '.join(objects)}")
+        for name, target in objects.items():
+            self._load(name, target, restored)
+
+    def _load(self, name: str, target: Stateful, restored: Restored) -> None:
+        try:
+            target.load_state_dict(sharded.fill(restored.state["objects"][name], target, restored.entry.path))
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            self._mismatch(restored, f"its {name} does not fit: {' '.join(str(error).split())}", error)
+
+    def _mismatch(self, restored: Restored, difference: str, cause: Exception | None = None) -> NoReturn:
+        raise CheckpointMismatch(
+            f"checkpoint {restored.entry.path} is of another training: {difference}; "
+            "undo the change, or use another trainer name or checkpoint directory"
+        ) from cause
+
+    def _compare_code(self, restored: Restored) -> None:
+        """Warn of a checkpoint of other code; nothing can be said if another Python compiled it."""
+        before, python = restored.manifest.get("code"), str(restored.manifest.get("python"))
+        same_python = python.split(".")[:2] == platform.python_version().split(".")[:2]
+        if before and self._code and before != self._code and same_python:
+            logger.warning(
+                "trainer %s: checkpoint %s was written by other code (%s, now %s); going on from it",
+                self._trainer, restored.entry.path, before, self._code,
+            )  # fmt: skip

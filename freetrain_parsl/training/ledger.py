@@ -1,10 +1,18 @@
-"""The ledger of samples: exactly once an epoch is counted, not assumed."""
+"""The ledger of samples: exactly once an epoch is counted, not assumed.
+
+Each member counts the samples of every batch that the group has trained on, so that the loss of a member loses no
+counts. That the members together trained on those very samples is checked step by step by a checksum that travels
+with the gradients (`checksum`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+_SPREAD = 2654435761  # Knuth's multiplicative hash
+_MODULUS = 1 << 20  # so that the sums of billions of samples are exact in float64
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Audit:
 
 
 class Ledger:
-    """How often this process has trained on each sample in the current epoch.
+    """How often the group has trained on each sample in the current epoch.
 
     Parameters
     ----------
@@ -54,13 +62,18 @@ class Ledger:
         self.counts.zero_()
 
 
+def checksum(positions: torch.Tensor) -> int:
+    """Return a sum over `positions` (int64) that tells sets of samples apart; it adds up over disjoint sets."""
+    return int(((positions + 1) * _SPREAD % _MODULUS).sum())
+
+
 def audit(counts: torch.Tensor, expected: torch.Tensor) -> Audit:
     """Compare what an epoch had with what it should have had.
 
     Parameters
     ----------
     counts
-        Steps on each sample, summed over all processes, of the dataset's length.
+        Steps on each sample, of the dataset's length.
     expected
         Positions of the samples of a whole epoch, each once.
     """

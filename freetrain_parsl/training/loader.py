@@ -1,24 +1,19 @@
-"""The training data: every sample exactly once an epoch, in an order that no number of processes changes.
-
-The order depends on seed and epoch only. Batch `t` of an epoch is the `t`-th run of `batch_size` positions,
-whoever trains; the members of the group share it out, the first ones taking one sample more where it does not
-divide.
-"""
+"""The training data: every sample exactly once an epoch, in an order that no number of processes changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.rng import mix
+from freetrain_parsl.training.rng import mix, seed_cpu
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.engine import Engine
+    from freetrain_parsl.training.order import Order
 
 
 class MapDataset(Protocol):
@@ -29,89 +24,11 @@ class MapDataset(Protocol):
     def __getitem__(self, position: int, /) -> Any: ...
 
 
-@dataclass(frozen=True)
-class Share:
-    """One process's part of a global batch.
-
-    Parameters
-    ----------
-    positions
-        Positions in the dataset, int64, shape (local samples,), never empty.
-    weight
-        How many of them count: all, or none if the batch has fewer samples than there are processes. Such a
-        process trains on a sample with weight zero, because it must take part in the collectives.
-    batch
-        Samples in the whole batch.
-    """
-
-    positions: torch.Tensor
-    weight: int
-    batch: int
-
-
-@dataclass(frozen=True)
-class Order:
-    """Which positions are in which batch.
-
-    Parameters
-    ----------
-    length
-        Samples in the dataset.
-    batch_size
-        Samples in a global batch.
-    seed
-        The training's seed.
-    shuffle
-        Whether each epoch has its own permutation; else the order of the dataset.
-    drop_last
-        Whether to leave out a last batch that is not full.
-    """
-
-    length: int
-    batch_size: int
-    seed: int
-    shuffle: bool = True
-    drop_last: bool = False
-
-    @property
-    def batches(self) -> int:
-        """Batches in an epoch."""
-        full, rest = divmod(self.length, self.batch_size)
-        return full + (1 if rest and not self.drop_last else 0)
-
-    @property
-    def samples(self) -> int:
-        """Samples in an epoch."""
-        return min(self.length, self.batches * self.batch_size)
-
-    def epoch(self, epoch: int) -> torch.Tensor:
-        """Return the positions of an epoch in order, int64, shape (samples,)."""
-        if not self.shuffle:
-            return torch.arange(self.samples)
-        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
-        return torch.randperm(self.length, generator=generator)[: self.samples]
-
-    def share(self, positions: torch.Tensor, batch: int, rank: int, world_size: int) -> Share:
-        """Return the part of a process in a batch of an epoch whose order is `positions`."""
-        members = positions[batch * self.batch_size : (batch + 1) * self.batch_size]
-        base, extra = divmod(len(members), world_size)
-        begin = rank * base + min(rank, extra)
-        mine = members[begin : begin + base + (1 if rank < extra else 0)]
-        if len(mine) == 0:
-            return Share(members[:1], 0, len(members))
-        return Share(mine, len(mine), len(members))
-
-
 class SessionLoader:
     """Batches of a dataset, on the session's device; made by ``session.loader``.
 
     Iterate over it once in each of ``session.epochs``. After a pause, iteration goes on in the middle of the
     epoch. ``len(loader)`` is the number of batches in a whole epoch.
-
-    Raises
-    ------
-    UsageError
-        The dataset has no positions or no samples, or the batch size is not positive.
     """
 
     def __init__(
@@ -122,14 +39,15 @@ class SessionLoader:
         *,
         num_workers: int,
         collate_fn: Callable[[list[Any]], Any] | None,
+        seed_samples: bool,
     ) -> None:
         self.order = order
         self._engine = engine
-        self._shares = _Shares(engine, order)
+        self._plan = _Plan(engine, order)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
-            dataset,  # type: ignore[arg-type]  # torch's Dataset class is not needed, its two methods are
-            batch_sampler=self._shares,
+            _Seeded(dataset, order.seed) if seed_samples else _Plain(dataset),  # type: ignore[arg-type]  # torch's Dataset class is not needed, its methods are
+            batch_sampler=self._plan,
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=engine.device.type == "cuda",
@@ -142,48 +60,97 @@ class SessionLoader:
 
     def __iter__(self) -> Iterator[Any]:
         engine = self._engine
-        first = engine.begin_pass()
-        if first is None:
+        if not engine.begin_pass():
             return
-        # A generator of its own: torch draws the workers' seed at each start; the global one must not move.
-        self._generator.manual_seed(mix(self.order.seed, engine.books.epoch, first, engine.group.rank))
-        positions = self._shares.start(first)
-        fetched = iter(self._loader)
-        for batch in range(first, len(self)):
-            if batch > first:
+        positions = self.order.epoch(engine.cursor.epoch)
+        fetched: Iterator[Any] | None = None
+        group = engine.group
+        first = True
+        while engine.cursor.position < len(positions) and not engine.cursor.pass_ended:
+            if not first:
                 engine.boundary()
-            data = to_device(next(fetched), engine.device)
-            share = self.order.share(positions, batch, engine.group.rank, engine.group.size)
-            engine.hand_out(batch, share)
-            yield data
-            engine.take_back()
-        engine.end_pass(positions)
+            first = False
+            if engine.cursor.position >= len(positions):
+                break  # taken over, at the boundary, from a member that was ahead
+            if fetched is None or engine.group is not group or self._plan.next != engine.cursor.position:
+                # In another group, or after a step that was cut off: what was fetched is not our part any more.
+                group = engine.group
+                self._plan.start(positions, engine.cursor.position)
+                # A generator of its own: torch draws the workers' seed at each start; the global one must not move.
+                self._generator.manual_seed(mix(self.order.seed, engine.cursor.epoch, engine.cursor.position))
+                fetched = iter(self._loader)
+            yield from self._batch(positions, fetched)
+        if not engine.cursor.pass_ended:
+            engine.end_pass(positions)
         engine.boundary()
 
+    def _batch(self, positions: torch.Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
+        """Give this member's pieces of the batch where the training is; stop at once if it is cut off."""
+        engine = self._engine
+        batch = self.order.batch(positions, engine.cursor.position, engine.group.rank, engine.group.size)
+        self._plan.next = engine.cursor.position + batch.samples
+        engine.open_batch(batch)
+        for piece in batch.pieces:
+            data = to_device(next(fetched), engine.device)
+            engine.hand_out(piece)
+            yield data
+            engine.take_back()
+            if engine.cut_off:
+                self._plan.next = -1
+                return
+        engine.close_batch(batch)
 
-class _Shares:
-    """Batch sampler of this process: its positions of each batch from a given one on."""
+
+class _Plan:
+    """Batch sampler of this process: its pieces of each batch from a given place on, as (epoch, position) pairs."""
 
     def __init__(self, engine: Engine, order: Order) -> None:
         self._engine = engine
         self._order = order
-        self._first = 0
         self._positions = torch.empty(0, dtype=torch.int64)
+        self._begin = 0
+        self.next = 0
+        """Where the batch begins whose pieces come next."""
 
-    def start(self, first: int) -> torch.Tensor:
-        """Set the next pass to begin at batch `first` of the current epoch; return the epoch's order."""
-        self._first = first
-        self._positions = self._order.epoch(self._engine.books.epoch)
-        return self._positions
+    def start(self, positions: torch.Tensor, begin: int) -> None:
+        """Begin at sample `begin` of an epoch with these positions, in the present group."""
+        self._positions, self._begin, self.next = positions, begin, begin
 
-    def __len__(self) -> int:
-        return self._order.batches - self._first
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        group, epoch, begin = self._engine.group, self._engine.cursor.epoch, self._begin
+        while begin < len(self._positions):
+            batch = self._order.batch(self._positions, begin, group.rank, group.size)
+            for piece in batch.pieces:
+                yield [(epoch, position) for position in piece.positions.tolist()]
+            begin += batch.samples
 
-    def __iter__(self) -> Iterator[list[int]]:
-        group = self._engine.group
-        for batch in range(self._first, self._order.batches):
-            share = self._order.share(self._positions, batch, group.rank, group.size)
-            yield share.positions.tolist()
+
+class _Plain:
+    """A dataset whose positions come with the epoch, which it does not need."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> Any:
+        positions = [position for _, position in places]
+        if hasattr(self._dataset, "__getitems__"):
+            return self._dataset.__getitems__(positions)
+        return [self._dataset[position] for position in positions]
+
+
+class _Seeded:
+    """A dataset whose samples draw the same random numbers in an epoch, whoever fetches them and when."""
+
+    def __init__(self, dataset: MapDataset, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+        samples = []
+        for epoch, position in places:
+            seed_cpu(self._seed, epoch, position)
+            samples.append(self._dataset[position])
+        return samples
 
 
 def check_dataset(dataset: object, batch_size: int, *, drop_last: bool) -> None:

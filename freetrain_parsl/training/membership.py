@@ -1,8 +1,8 @@
-"""The process group of one fragment: who trains together, and how they find each other.
+"""Process groups that come and go: who trains together, and how they find and leave each other.
 
-A fragment's members meet under the prefix ``<trainer>/<generation>`` of a store, form a process group, and
-leave it when the fragment ends; the processes stay. Collectives that carry decisions run on CPU tensors over
-gloo; gradients go over NCCL where there are GPUs. A group of one needs no store and no network.
+The members of a group meet under the prefix ``<trainer>/<generation>`` of a store and leave it when nodes come or go;
+the processes stay. Collectives that carry decisions run on CPU tensors over gloo; gradients go over NCCL where there
+are GPUs. A group of one needs no store and no network.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from contextlib import contextmanager
+import socket
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,11 +22,12 @@ import torch.distributed as dist
 from freetrain_parsl.errors import PeerLost
 
 if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from torch._C._distributed_c10d import PrefixStore, Store
 
-    from freetrain_parsl.training.terms import Membership
+    from freetrain_parsl.training.terms import Membership, Notice
 else:
     from torch.distributed import PrefixStore, Store
 
@@ -105,20 +108,30 @@ class RendezvousStore(Store):
 
 
 class Group:
-    """The members of a fragment, and the few things that they do together.
+    """The members that train together at present, and the few things that they do together.
 
     Parameters
     ----------
     rank, size
         This member's number, and how many there are.
-    gradients
-        The torch process group for gradients; ``None``: the default one.
+    generation
+        Of its `Membership`.
+    notice
+        Is told when this process does nothing but wait for the others.
     """
 
-    def __init__(self, rank: int, size: int, gradients: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, generation: int = 0, notice: Notice | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.gradients = gradients
+        self.generation = generation
+        self.gradients: dist.ProcessGroup | None = None
+        """The torch process group for gradients; ``None``: the default one."""
+        self.over_gpus = False
+        """Whether tensors on GPUs travel directly."""
+        self._waiting: Callable[[], AbstractContextManager[None]] = notice.waiting if notice else nullcontext
+        self._others_sockets = _sockets().keys()
+        self._sockets: frozenset[str] | None = None  # while the group forms: all new ones
+        self._joined = False
 
     @property
     def is_first(self) -> bool:
@@ -136,12 +149,12 @@ class Group:
         if self.size == 1:
             return values
         total = values.clone()
-        with peers_expected(self.size):
+        with self.waits():
             dist.all_reduce(total)
         return total
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the CPU tensors (of one shape) of all members, in order of rank.
+        """Return the tensors (of one shape) of all members, in order of rank.
 
         Raises
         ------
@@ -151,14 +164,87 @@ class Group:
         if self.size == 1:
             return [values]
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        with peers_expected(self.size):
-            dist.all_gather(parts, values)
+        with self.waits():
+            dist.all_gather(parts, values, group=self.gradients if values.is_cuda else None)
         return parts
 
+    def begin_sum(self, values: torch.Tensor) -> dist.Work:
+        """Begin to replace a tensor by its sum over all members; to be waited for in `waits`.
 
-@contextmanager
-def join(membership: Membership, store: Store | None) -> Iterator[Group]:
-    """Be a member of a fragment's process group for the length of a ``with`` block.
+        Raises
+        ------
+        PeerLost
+            A member is gone.
+        """
+        with self._peers_expected():
+            work: dist.Work | None = dist.all_reduce(
+                values, group=self.gradients if values.is_cuda else None, async_op=True
+            )
+        assert work is not None, "this process is a member"
+        return work
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Mark a wait for the other members, and turn its failure into `PeerLost`.
+
+        Raises
+        ------
+        PeerLost
+            A collective inside the block failed.
+        """
+        with self._waiting(), self._peers_expected():
+            yield
+
+    def formed(self, backend: str, timeout: timedelta) -> None:
+        """Take the process group that has just formed into use; `join` calls this.
+
+        Raises
+        ------
+        PeerLost
+            A member is gone.
+        """
+        self._joined = True
+        try:
+            if backend != "gloo":
+                self.gradients = _group_for_shared_devices(self)
+                self.over_gpus = self.gradients is None
+        except PeerLost:
+            self.leave()
+            raise
+        dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 - torch has no public way
+        self._sockets = frozenset(_sockets().keys() - self._others_sockets)
+
+    def abort(self) -> None:
+        """Break the collectives that the members wait in; from any thread.
+
+        gloo's own abort does not wake a collective that waits (torch 2.13), the end of its connections does.
+        """
+        for name, descriptor in _sockets().items():
+            ours = name not in self._others_sockets if self._sockets is None else name in self._sockets
+            if ours:
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.getpeername()  # raises for the one that listens: without it gloo ends the process
+                    connection.shutdown(socket.SHUT_RDWR)
+        if self.over_gpus and self._joined:
+            group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public way
+            group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - the same
+
+    def leave(self) -> None:
+        """Leave the process group; the process stays. Harmless if it has left already."""
+        if self._joined:
+            self._joined = False
+            dist.destroy_process_group()
+
+    @contextmanager
+    def _peers_expected(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(f"lost a member of a group of {self.size} ({gist(error)})") from error
+
+
+def join(membership: Membership, store: Store | None, notice: Notice | None = None) -> Group:
+    """Become a member of a process group.
 
     Parameters
     ----------
@@ -166,63 +252,45 @@ def join(membership: Membership, store: Store | None) -> Iterator[Group]:
         This process's place.
     store
         Where the members meet; not used by a group of one.
+    notice
+        Is told when this process only waits, and can abort the group, from before it has formed.
 
     Raises
     ------
     PeerLost
-        The others did not come within the time-out, or left.
+        The others did not come in time, or left.
     """
+    group = Group(membership.rank, membership.world_size, membership.generation, notice)
     if membership.world_size == 1:
-        yield Group(0, 1)
-        return
+        return group
     if store is None:
         raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    store.set_timeout(membership.timeout)
-    prefix = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
-    with _network_interface(membership.interface):
+    store.set_timeout(membership.meeting)
+    if notice is not None:
+        notice.on_abort = group.abort
+    with _network_interface(membership.interface), group.waits():
         try:
             dist.init_process_group(
                 backend,
-                store=prefix,
+                store=PrefixStore(f"{membership.trainer}/{membership.generation}", store),
                 rank=membership.rank,
                 world_size=membership.world_size,
-                timeout=membership.timeout,
+                timeout=membership.meeting,
             )
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
             raise PeerLost(
                 f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all meet "
                 f"({gist(error)})"
             ) from error
-        try:
-            group = Group(membership.rank, membership.world_size)
-            if backend != "gloo":
-                group.gradients = _group_for_shared_devices(group)
-            yield group
-        finally:
-            dist.destroy_process_group()
-
-
-@contextmanager
-def peers_expected(size: int) -> Iterator[None]:
-    """Turn a collective's failure into `PeerLost`.
-
-    Raises
-    ------
-    PeerLost
-        A collective inside the block failed.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(f"lost a member of a group of {size} ({gist(error)})") from error
+    group.formed(backend, membership.timeout)
+    return group
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error out of user code comes from a collective that lost a member.
+    """Whether an error out of user code comes from a collective of its own that lost a member.
 
-    Gradients are exchanged inside ``backward`` and buffers inside the model's call, where torch raises plain
-    RuntimeErrors: their text is all there is to go by.
+    There torch raises plain RuntimeErrors: their text is all there is to go by.
     """
     if isinstance(error, (PeerLost, dist.DistError)):
         return True
@@ -233,6 +301,17 @@ def gist(error: BaseException) -> str:
     """Return the first sentence of one of torch's long messages, without the place in torch's source."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error).strip())
     return re.split(r"\. |\n", text, maxsplit=1)[0] or type(error).__name__
+
+
+def _sockets() -> dict[str, int]:
+    """Return the sockets of this process: their unique names, and their descriptors."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            name = str(entry.readlink())
+            if name.startswith("socket:"):
+                found[name] = int(entry.name)
+    return found
 
 
 def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoint import check_restorable
-from freetrain_parsl.training.loader import MapDataset, Order, SessionLoader, check_dataset
+from freetrain_parsl.training.loader import MapDataset, SessionLoader, check_dataset
+from freetrain_parsl.training.order import Order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,10 +24,11 @@ _STATES_PER_PARAMETER = 3  # the parameter, and two moments in the most common o
 
 
 class TrainingSession:
-    """One training, in this process and for this fragment.
+    """One training, in this process.
 
-    A training function takes it as its first argument. The function may be left at any step boundary, after a
-    checkpoint, and started again from its top, elsewhere and with another number of processes::
+    A training function takes it as its first argument. Processes come and go while it runs: the loop goes on in those
+    that stay, with another part of each batch. The function may also be left at any step boundary, after a
+    checkpoint, and started again from its top, elsewhere::
 
         def train(session, lr=0.1):
             model, optimizer = session.prepare(Net(), SGD, lr=lr)
@@ -37,14 +38,12 @@ class TrainingSession:
                     session.step(cross_entropy(model(x), y))
             return session.metrics
 
-    What stands before the loop runs again in every fragment, with the same random numbers each time. Batches
-    are *global*: each process gets its part, and gradients are averaged so that they are those of the whole
-    batch.
+    What stands before the loop runs in every process that comes, with the same random numbers each time. Batches
+    are *global*: each process gets its part, and gradients are weighted so that they are those of the whole batch.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._optimizer: Optimizer | None = None
 
     @property
     def rank(self) -> int:
@@ -92,10 +91,12 @@ class TrainingSession:
         model: nn.Module,
         optimizer: Optimizer | Callable[..., Optimizer],
         *others: Stateful,
-        unused_parameters: bool = False,
         **optimizer_options: Any,
     ) -> tuple[Any, ...]:
         """Put a model on the device, restore it from the newest checkpoint, and keep all its replicas equal.
+
+        The model stays the very object that was given. In a process that joins a running training it gets its state
+        when the loop begins, in ``session.epochs``.
 
         Parameters
         ----------
@@ -104,10 +105,8 @@ class TrainingSession:
         optimizer
             An optimizer on the model's parameters, or its class with `optimizer_options`.
         others
-            Everything else with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler. A
-            scheduler needs an optimizer instance; create both before.
-        unused_parameters
-            Whether some parameters may not take part in some steps, which costs a search in every step.
+            Everything else with ``state_dict`` and ``load_state_dict``: learning-rate schedulers, more optimizers, an
+            averaged model. A ``torch.amp.GradScaler`` scales the losses and makes the optimizers' steps from then on.
         optimizer_options
             For an optimizer's class.
 
@@ -143,15 +142,11 @@ class TrainingSession:
                 raise UsageError(f"session.prepare: {kind} has no state_dict and load_state_dict")
             check_restorable(kind, other.state_dict())
             objects[f"{kind} {len(objects) - 1}"] = other
-        self._engine.register(objects, _STATES_PER_PARAMETER * _bytes_of(model))
-        self._optimizer = optimizer
-        if self._engine.books.step:
-            # Else a scheduler that steps first in this fragment warns that the optimizer never did.
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no setter
-        if self.world_size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
-            model = _Replica(
-                model, process_group=self._engine.group.gradients, find_unused_parameters=unused_parameters
-            )
+        self._engine.register(model, objects, _STATES_PER_PARAMETER * _bytes_of(model))
+        for thing in objects.values():
+            if isinstance(thing, Optimizer):
+                # Else a scheduler that steps first in this process warns that the optimizer never did.
+                thing._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no setter
         return (model, optimizer, *others)
 
     def loader(
@@ -161,8 +156,14 @@ class TrainingSession:
         *,
         shuffle: bool = True,
         drop_last: bool = False,
+        micro_batch: int | None = None,
+        deterministic: bool = False,
+        shards: int = 8,
+        scaled: bool = False,
+        ramp: int = 100,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed_samples: bool = True,
     ) -> SessionLoader:
         """Return the training data in batches, on the device; every sample exactly once an epoch.
 
@@ -179,11 +180,26 @@ class TrainingSession:
             Whether each epoch has its own order; it depends on the seed and the epoch only.
         drop_last
             Whether to leave out a last batch that is not full.
+        micro_batch
+            Most samples that a process runs through the model at a time. Where its part of a batch is larger, the
+            loop's body runs several times for a step, and `step` returns False but for the last.
+        deterministic
+            Whether the parameters have the same bits for any number of processes, on one kind of hardware. A batch is
+            then always cut into `shards` parts, each with its own pass through the model, and added up in their order.
+        shards
+            That number; at least as many as there will be processes, or the further ones have nothing to do.
+        scaled
+            Whether `batch_size` is that of one process, so that the batch grows with their number, and the learning
+            rate with it.
+        ramp
+            Steps over which the learning rate follows.
         num_workers
-            Processes that fetch samples; 0: this one. Random augmentation in such processes is seeded, but
-            differs after a resume in the middle of an epoch.
+            Processes that fetch samples; 0: this one.
         collate_fn
             Makes a batch of a list of samples; torch's own by default.
+        seed_samples
+            Whether random numbers are seeded for each sample, so that augmentation does not depend on who fetches it.
+            Some microseconds a sample; not for datasets that fetch many samples at once (``__getitems__``).
 
         Raises
         ------
@@ -193,9 +209,30 @@ class TrainingSession:
             The newest checkpoint is of another dataset or batch size.
         """
         check_dataset(dataset, batch_size, drop_last=drop_last)
-        order = Order(len(dataset), batch_size, self._engine.options.seed, shuffle=shuffle, drop_last=drop_last)
-        self._engine.use(order)
-        return SessionLoader(self._engine, dataset, order, num_workers=num_workers, collate_fn=collate_fn)
+        for name, number in (("micro_batch", micro_batch), ("shards", shards), ("ramp", ramp)):
+            if number is not None and number < 1:
+                raise UsageError(f"session.loader: {name} must be at least 1, got {number}")
+        if deterministic and scaled:
+            raise UsageError("session.loader: deterministic=True needs a batch that does not grow: no scaled=True")
+        order = Order(
+            len(dataset),
+            batch_size,
+            self._engine.options.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            micro_batch=micro_batch,
+            shards=shards if deterministic else None,
+            scaled=scaled,
+        )
+        self._engine.use(order, ramp=ramp)
+        return SessionLoader(
+            self._engine,
+            dataset,
+            order,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            seed_samples=seed_samples,
+        )
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Count the epochs of the whole training, beginning with the first one that is not done.
@@ -222,21 +259,32 @@ class TrainingSession:
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of a batch; for what goes between that and the step, such as clipping.
 
+        Afterwards ``.grad`` holds the gradients of the whole batch, on all processes; nothing while there are more
+        micro-batches to come.
+
         Parameters
         ----------
         loss
             Mean loss over the samples of this process's batch, a scalar.
         """
-        weighed = self._engine.weigh(loss)
-        weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
+        self._engine.backward(loss)
 
-    def step(self, loss: torch.Tensor | None = None) -> None:
+    def step(self, loss: torch.Tensor | None = None, *, optimizer: Optimizer | None = None) -> bool:
         """Train on a batch: gradients, optimizer step, gradients back to zero, and the books.
 
         Parameters
         ----------
         loss
             Mean loss over the samples of this process's batch, a scalar; ``None`` after `backward`.
+        optimizer
+            The one to step, where several take turns in a batch; default: all that `prepare` got.
+
+        Returns
+        -------
+        made
+            Whether the optimizer's step was made. It was not if there are more micro-batches to come, or if a process
+            was lost meanwhile: then the batch is given again. What must happen once a step goes under
+            ``if session.step(loss):``; schedulers and averaged models that `prepare` got know by themselves.
 
         Raises
         ------
@@ -245,11 +293,7 @@ class TrainingSession:
         """
         if loss is not None:
             self.backward(loss)
-        self._engine.check_gradients()
-        assert self._optimizer is not None
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._engine.count_step()
+        return self._engine.step(optimizer)
 
     def log(self, **values: Any) -> None:
         """Put numbers or strings into this epoch's row of ``metrics["history"]``.
@@ -264,36 +308,9 @@ class TrainingSession:
         self._engine.log(values)
 
     def _epochs(self, count: int) -> Iterator[int]:
-        while self._engine.books.epoch < count:
-            self._engine.boundary()
-            self._engine.books.open_epoch()
-            yield self._engine.books.epoch
+        while self._engine.cursor.epoch < count:
+            yield self._engine.open_epoch()
             self._engine.end_epoch()
-
-
-class _Replica(DistributedDataParallel):
-    """A model whose gradients are averaged, with the attributes and the state of the model itself.
-
-    So user code finds the same on one process and on many. Evaluation does not communicate, so the first
-    process may do it alone.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        if not self.training:
-            return self.module(*inputs, **options)
-        return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]  # torch's
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.state_dict(*args, **options)
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        return self.module.load_state_dict(*args, **options)
 
 
 def _bytes_of(model: nn.Module) -> int:

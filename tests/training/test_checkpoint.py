@@ -14,9 +14,9 @@ import torch
 from training_crew import classify, net
 from training_runs import Run, parameters, same, ticking
 
-from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
-from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.training.checkpoint import Checkpoints
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, TrainingError
+from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
+from freetrain_parsl.training.checkpoint import Checkpoints, Facts
 from freetrain_parsl.training.fragment import Finished, Paused, PauseReason
 
 if TYPE_CHECKING:
@@ -55,11 +55,12 @@ def test_a_fragment_knows_from_earlier_ones_how_long_a_write_takes(tmp_path: Pat
 
 
 def test_before_the_first_write_its_time_is_guessed_from_the_size(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(CheckpointDirectory(tmp_path, "net"), "net", keep=2)
-    checkpoints.open()
+    directory = CheckpointDirectory(tmp_path, "net")
+    directory.open()
+    checkpoints = Checkpoints(directory, "net", keep=2)
     checkpoints.assume_size(500_000_000)
     assert checkpoints.write_seconds_estimate > 5
-    checkpoints.save({}, step=1, epoch=0, reason="test")
+    checkpoints.save({}, Facts(step=1, epoch=0, reason="test"))
     assert checkpoints.write_seconds_estimate < 5
 
 
@@ -74,41 +75,67 @@ def test_a_closing_time_that_moves_away_lets_the_training_go_on(tmp_path: Path) 
     assert isinstance(run(function), Finished)
 
 
+def patient(run: Run) -> Any:
+    """Return `classify`, with steps of a second each that are long enough for what is written beside them."""
+
+    def function(session: Any) -> Any:
+        steps, keeper = session.step, session._engine.keeper
+
+        def slow_step(loss: torch.Tensor) -> None:
+            steps(loss)
+            run.clock.now += 1.0
+            if keeper.busy:
+                keeper._background._running.result(20)
+
+        session.step = slow_step
+        return classify(session)
+
+    return function
+
+
 def test_periodic_checkpoints_keep_their_interval(tmp_path: Path) -> None:
     run = Run(tmp_path, checkpoint_interval=timedelta(seconds=5))
-    run(ticking(run, 1.0))
+    run(patient(run))
     saved = [report.checkpoint_step for report in run.reports]
     assert sorted({step for step in saved if step is not None}) == [5, 10, 15, 20, 21]
 
 
 def test_two_checkpoints_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, checkpoint_interval=timedelta(seconds=5))
-    run(ticking(run, 1.0))
+    run(patient(run))
     kept = sorted(path.name for path in (tmp_path / "net").glob("step-*"))
     assert kept == ["step-0000000020", "step-0000000021"]
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Let the next writes fail as on a full disk."""
-    fsync, failures = os.fsync, iter(range(times))
+    """Let the next states be written as on a full disk."""
+    begin, failures = CheckpointDirectory.begin, iter(range(times))
 
-    def full(descriptor: int) -> None:
+    def full(directory: CheckpointDirectory, step: int) -> Draft:
         if next(failures, None) is not None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
+            raise CheckpointError(f"step {step}: {os.strerror(errno.ENOSPC)}") from OSError(errno.ENOSPC, "full")
+        return begin(directory, step)
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(CheckpointDirectory, "begin", full)
 
 
-def test_a_periodic_save_that_fails_is_only_a_warning(
+def test_periodic_saves_that_fail_are_told_once_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint before is still good; the disk may have room again next time."""
-    run = Run(tmp_path, checkpoint_interval=timedelta(seconds=5))
-    fill_the_disk(monkeypatch, times=1)
-    assert isinstance(run(ticking(run, 1.0)), Finished)
-    assert "No space left on device" in caplog.text
-    assert min(report.checkpoint_step for report in run.reports if report.checkpoint_step) == 10
+    run = Run(tmp_path, checkpoint_interval=timedelta(seconds=2))
+    fill_the_disk(monkeypatch, times=3)
+    assert isinstance(run(patient(run)), Finished)
+    assert caplog.text.count("No space left on device") == 1
+    # 2, 4 and, tries being rarer now, 8 fail; 16 is the next.
+    assert min(report.checkpoint_step for report in run.reports if report.checkpoint_step) == 16
+
+
+def test_a_training_that_can_never_save_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, checkpoint_interval=timedelta(seconds=0.5))
+    fill_the_disk(monkeypatch, times=1000)
+    with pytest.raises(TrainingError, match=r"none of 5 checkpoints could be written .*No space left on device"):
+        run(patient(run))
 
 
 def test_a_last_save_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

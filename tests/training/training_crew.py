@@ -5,15 +5,21 @@ In a module of its own, not in ``conftest.py``, because the spawned processes im
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
+import queue
 import random
 import signal
+import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.managers import BaseManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +37,10 @@ from freetrain_parsl.training.fragment import (
     run_fragment,
 )
 from freetrain_parsl.training.membership import RendezvousStore
+from freetrain_parsl.training.terms import Ready, Regroup, Regrouped
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
 SAMPLES = 53
 NOTICE = Notice()
@@ -129,15 +135,18 @@ def classify(
     noise: bool = False,
     kill_after: int | None = None,
     kill_rank: int = 0,
+    seconds: float = 0.0,
+    **loader: Any,
 ) -> dict[str, Any]:
     """Train with Adam and a scheduler; ask for a pause, or die, after a number of steps."""
     model = net(dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     model, optimizer, scheduler = session.prepare(model, optimizer, scheduler)
-    data = session.loader(Data(samples), batch_size)
+    data = session.loader(Data(samples), batch_size, **loader)
     for _ in session.epochs(epochs):
         for x, y in data:
+            time.sleep(seconds)
             if noise:
                 add_noise(x)
             session.step(cross_entropy(model(x), y))
@@ -191,11 +200,11 @@ def fail(session: Any, *, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a fragment ended in one member."""
+    """How a training ended in one member."""
 
     end: Finished | Paused | None
     error: str
-    reports: tuple[Progress, ...]
+    reports: tuple[Any, ...]
     pid: int
     seconds: float
 
@@ -205,14 +214,21 @@ def run_member(
     kwargs: dict[str, Any],
     *,
     root: Path,
-    membership: Membership,
-    store: Any = None,
+    membership: Membership | None,
+    meet: Any = None,
+    notice: Notice | None = None,
+    tell: Any = lambda _report: None,
     name: str = "net",
     **options: Any,
 ) -> Outcome:
-    """Run one fragment here; errors become text, so that they travel."""
+    """Run a training here; errors become text, so that they travel."""
     NOTICE.pause_requested.clear()
-    reports: list[Progress] = []
+    reports: list[Any] = []
+
+    def report(item: Any) -> None:
+        reports.append(item)
+        tell(item)
+
     begun = time.monotonic()
     end, error = None, ""
     try:
@@ -222,84 +238,266 @@ def run_member(
             kwargs,
             options=SessionOptions(name, root, **options),
             membership=membership,
-            store=store,
-            notice=NOTICE,
-            report=reports.append,
+            meet=meet,
+            notice=notice or NOTICE,
+            report=report,
         )
     except Exception as problem:  # noqa: BLE001 - whatever it is, the test wants to know
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(end, error, tuple(reports), os.getpid(), time.monotonic() - begun)
 
 
-def member_loop(orders: Connection, address: Any, key: bytes) -> None:
-    """Run fragments as ordered until the connection closes."""
+def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
+    """Run trainings as told until the connection closes; orders come while they run."""
+    global NOTICE  # noqa: PLW0603 - trainings that pause themselves find it there
     torch.set_num_threads(1)
     server = DictionaryServer(address, key)
     server.connect()
     store = RendezvousStore(server.dictionary(), timedelta(seconds=60))
+    work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sending = threading.Lock()
+
+    def send(*message: Any) -> None:
+        with sending:
+            pipe.send(message)
+
+    def listen() -> None:
+        while True:
+            try:
+                what, content = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            if what == "run":
+                global NOTICE  # noqa: PLW0603 - a new one for each training, before any order for it comes
+                NOTICE = Notice()
+                work.put((content, NOTICE))
+            elif what == "order":
+                NOTICE.order(content)
+            elif what == "pause":
+                NOTICE.pause_requested.set()
+            elif what == "end":
+                NOTICE.end()
+
+    threading.Thread(target=listen, daemon=True).start()
     while True:
-        try:
-            function, kwargs, options = orders.recv()
-        except EOFError:
-            return
-        orders.send(run_member(function, kwargs, store=store, **options))
+        (function, kwargs, options), notice = work.get()
+        send(
+            "ended",
+            run_member(
+                function,
+                kwargs,
+                meet=lambda _membership: store,
+                notice=notice,
+                tell=lambda report: send("report", report),
+                **options,
+            ),
+        )
+
+
+class Member:
+    """One process of the crew."""
+
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self.process = process
+        self.pipe = pipe
+        self.reports: list[Any] = []
+        self.outcome: Outcome | None = None
+        self.lost = False
+
+    def tell(self, what: str, content: Any = None) -> None:
+        with suppress(BrokenPipeError):  # it was killed a moment ago
+            self.pipe.send((what, content))
+
+    def last(self, kind: type) -> Any:
+        """Return its last report of a kind."""
+        return next((report for report in reversed(self.reports) if isinstance(report, kind)), None)
 
 
 class Crew:
-    """Processes that stay warm between fragments; one that was killed is replaced at its next use."""
+    """Processes that stay warm between trainings; one that was killed is replaced at its next use."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._server = DictionaryServer(("127.0.0.1", 0), b"crew", ctx=self._context)
         self._server.start()
-        self._members: list[tuple[Any, Connection]] = []
-        self._generation = 0
+        self._members: list[Member] = []
+        self.generations = itertools.count(1)
 
-    def run(
+    def start(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> CrewRun:
+        """Begin a training on that many members; see `CrewRun`."""
+        self._members = [member for member in self._members if member.process.is_alive()]
+        return CrewRun(self, world_size, root, function, **settings)
+
+    def run(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> list[Outcome | None]:
+        """Run a training on that many members; ``None`` for a member that died."""
+        return self.start(world_size, root, function, recover=False, **settings).outcomes()
+
+    def warm(self, count: int) -> None:
+        """Have that many processes ready."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self.run(count, Path(scratch), classify, epochs=1)
+
+    def idle(self, count: int, busy: list[Member]) -> list[Member]:
+        """Return that many members that are not among the busy ones."""
+        free = [member for member in self._members if member not in busy and member.process.is_alive()]
+        while len(free) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=member_loop, args=(theirs, self._server.address, b"crew"), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._members.append(Member(process, ours))
+            free.append(self._members[-1])
+        return free[:count]
+
+    def close(self) -> None:
+        """Let all members go."""
+        for member in self._members:
+            member.pipe.close()
+            member.process.join(10)
+            if member.process.is_alive():
+                member.process.kill()
+        self._server.shutdown()
+
+
+class CrewRun:
+    """One training of a crew, with what a driver does: starting newcomers, giving orders, answering losses.
+
+    Parameters
+    ----------
+    crew, world_size, root, function, kwargs
+        Who trains what, and where the checkpoints are.
+    recover
+        Whether those who lose a member are told to go on without it.
+    """
+
+    def __init__(
         self,
+        crew: Crew,
         world_size: int,
         root: Path,
-        function: Any = classify,
+        function: Any,
         *,
         timeout: float = 60,
         name: str = "net",
         options: dict[str, Any] | None = None,
+        recover: bool = True,
         **kwargs: Any,
-    ) -> list[Outcome | None]:
-        """Run one fragment on that many members; ``None`` for a member that died."""
-        self._members = [(process, pipe) for process, pipe in self._members if process.is_alive()]
-        while len(self._members) < world_size:
-            self._members.append(self._hire())
-        self._generation += 1
-        for rank in range(world_size):
-            membership = Membership(
-                f"{name}", self._generation, rank, world_size, timedelta(seconds=timeout), interface="lo"
+    ) -> None:
+        self._crew = crew
+        self._settings = {"root": root, "name": name, **(options or {})}
+        self._name, self._timeout = name, timeout
+        self._function, self._kwargs = function, kwargs
+        self._recover = recover
+        self.gone: list[Member] = []
+        self.newcomers: list[Member] = []
+        self.members = crew.idle(world_size, [])
+        for member, membership in zip(self.members, self._memberships(world_size), strict=True):
+            self._begin(member, membership)
+
+    @property
+    def progress(self) -> Progress | None:
+        """The last progress that anybody told."""
+        told = [member.last(Progress) for member in (*self.members, *self.gone)]
+        return max((progress for progress in told if progress), key=lambda progress: progress.step, default=None)
+
+    def until(self, condition: Any, seconds: float = 60.0) -> Any:
+        """Pass messages until `condition` holds, and return it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._pump()
+            if value := condition():
+                return value
+        raise TimeoutError(f"not within {seconds} s; {[m.reports[-2:] for m in self.members]}")
+
+    def until_step(self, step: int) -> None:
+        """Wait for a report of that step."""
+        self.until(lambda: self.ended or (self.progress and self.progress.step >= step))
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended."""
+        return all(member.outcome or member.lost for member in self.members)
+
+    def regroup(self, size: int, *, replace: int = 0) -> None:
+        """Go on with that many members, `replace` of the present ones leaving even if there is room for them."""
+        stay = self.members[: max(1, min(size, len(self.members) - replace))]
+        self.gone = [member for member in self.gone if not member.outcome and not member.lost]
+        self.newcomers = self._crew.idle(size - len(stay), [*self.members, *self.gone])
+        for member in self.newcomers:
+            self._begin(member, None)
+        self.until(lambda: self.ended or all(member.last(Ready) for member in self.newcomers))
+        newcomers, self.newcomers = self.newcomers, []
+        leavers = [member for member in self.members if member not in stay]
+        self.order([*stay, *newcomers], leavers)
+
+    def order(self, members: list[Member], leavers: list[Member], *, abort: bool = False) -> None:
+        """Order a regroup and wait until it is done."""
+        memberships = self._memberships(len(members))
+        generation = memberships[0].generation
+        for member in leavers:
+            member.tell("order", Regroup(None, abort))
+        for member, membership in zip(members, memberships, strict=True):
+            member.tell("order", Regroup(membership, abort))
+        self.members = members
+        self.gone += leavers
+        self.until(
+            lambda: self.ended
+            or all(
+                m.outcome or m.lost or ((told := m.last(Regrouped)) and told.generation >= generation)
+                for m in self.members
             )
-            order = {"root": root, "membership": membership, "name": name, **(options or {})}
-            self._members[rank][1].send((function, kwargs, order))
-        return [self._answer(self._members[rank][1]) for rank in range(world_size)]
+        )
 
-    def close(self) -> None:
-        """Let all members go."""
-        for process, pipe in self._members:
-            pipe.close()
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-        self._server.shutdown()
+    def kill(self, rank: int) -> None:
+        """SIGKILL a member."""
+        os.kill(self.members[rank].process.pid, signal.SIGKILL)
 
-    def _hire(self) -> tuple[Any, Connection]:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=member_loop, args=(theirs, self._server.address, b"crew"), daemon=True)
-        process.start()
-        theirs.close()
-        return process, ours
+    def outcomes(self) -> list[Outcome | None]:
+        """Wait for the end; ``None`` for a member that died."""
+        self.until(lambda: self.ended, 120)
+        return [member.outcome for member in self.members]
 
-    @staticmethod
-    def _answer(pipe: Connection) -> Outcome | None:
-        if not pipe.poll(120):
-            raise TimeoutError("a member of the crew did not answer")
-        try:
-            return pipe.recv()
-        except EOFError:
-            return None
+    def _memberships(self, size: int) -> list[Membership]:
+        generation = next(self._crew.generations)
+        meeting = timedelta(seconds=self._timeout)
+        return [
+            Membership(self._name, generation, rank, size, meeting=meeting, interface="lo") for rank in range(size)
+        ]
+
+    def _begin(self, member: Member, membership: Membership | None) -> None:
+        member.reports, member.outcome, member.lost = [], None, False
+        member.tell("run", (self._function, self._kwargs, {**self._settings, "membership": membership}))
+
+    def _pump(self) -> None:
+        known = [*self.members, *self.newcomers, *self.gone]
+        for pipe in multiprocessing.connection.wait([m.pipe for m in known if not m.lost], 0.05):
+            member = next(m for m in known if m.pipe is pipe)
+            try:
+                what, content = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self._lose(member)
+                continue
+            if what == "report":
+                member.reports.append(content)
+            else:
+                member.outcome = content
+                failed = content.error and not content.error.startswith("PeerLost")
+                if failed or isinstance(content.end, Finished):
+                    self._tell_all("end")
+
+    def _lose(self, member: Member) -> None:
+        member.lost = True
+        if member in self.members and self._recover:
+            survivors = [other for other in self.members if not other.lost and not other.outcome]
+            self.members = [other for other in self.members if other is not member]
+            if survivors:
+                self.order(survivors, [], abort=True)
+        elif member in self.members:
+            self._tell_all("end")
+
+    def _tell_all(self, what: str) -> None:
+        for member in (*self.members, *self.newcomers):
+            if not member.lost and not member.outcome:
+                member.tell(what)

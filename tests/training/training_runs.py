@@ -48,7 +48,7 @@ class Run:
             kwargs,
             options=self.options,
             membership=Membership("net"),
-            store=None,
+            meet=lambda membership: None,
             notice=self.notice,
             report=self.reports.append,
             clock=self.clock,

@@ -1,0 +1,57 @@
+"""Where a training is in its data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Place = tuple[int, bool, int, int]
+"""Epoch, whether its batches are all done, position, steps; later places are greater."""
+
+
+@dataclass
+class Cursor:
+    """A place between two steps; the same on all members.
+
+    Parameters
+    ----------
+    epoch
+        Number of the current epoch, from 0.
+    position
+        Samples of this epoch that are behind us.
+    pass_ended
+        Whether this epoch has had all its batches.
+    steps
+        Optimizer steps done on the batch at `position`, where a batch has several.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    pass_ended: bool = False
+    steps: int = 0
+
+    @property
+    def place(self) -> Place:
+        """To compare members by."""
+        return self.epoch, self.pass_ended, self.position, self.steps
+
+    def pass_by(self, samples: int) -> None:
+        """Leave a batch behind."""
+        self.position += samples
+        self.steps = 0
+
+    def next_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch, self.position, self.pass_ended, self.steps = self.epoch + 1, 0, False, 0
+
+    def state(self) -> dict[str, int | bool]:
+        """Return it as plain values."""
+        return asdict(self)
+
+    def load(self, state: Mapping[str, int | bool]) -> None:
+        """Take over a state."""
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.pass_ended, self.steps = bool(state["pass_ended"]), int(state["steps"])

@@ -1,0 +1,73 @@
+"""Copies of a state in host memory, which the training cannot change any more while they are written."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class HostBuffers:
+    """Takes copies of states, each into the memory of the one before where shapes agree."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copy(self, state: Any) -> Any:
+        """Return a state with all its tensors in host memory; the copy returned before is overwritten.
+
+        Tensors that share their memory, such as tied weights, share it in the copy.
+
+        Parameters
+        ----------
+        state
+            Tensors, numbers, strings, lists and dictionaries.
+        """
+        copying = _Copying(self._buffers)
+        result = copying.copy(state, ())
+        for device in copying.devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._buffers = copying.buffers  # of tensors that are no more, memory goes back now
+        return result
+
+
+class _Copying:
+    """One copy that is being taken."""
+
+    def __init__(self, before: dict[tuple[Any, ...], torch.Tensor]) -> None:
+        self._before = before
+        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.devices: set[torch.device] = set()
+
+    def copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, _IMMUTABLE):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value.detach(), path)
+        if isinstance(value, dict):
+            result = copy.copy(value)  # keeps what torch hangs onto a model's state: versions of its modules
+            for key, item in value.items():
+                result[key] = self.copy(item, (*path, key))
+            return result
+        if type(value) in (list, tuple):
+            return type(value)(self.copy(item, (*path, position)) for position, item in enumerate(value))
+        return copy.deepcopy(value)
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor.to("cpu", copy=True)
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and memory in self._seen:
+            return self._seen[memory]
+        buffer = self._before.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            self.devices.add(tensor.device)
+        self.buffers[path] = self._seen[memory] = buffer
+        return buffer

@@ -1,0 +1,155 @@
+"""Warm processes that train a sharded model together, saved and restored by the keeper alone, without an engine."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from freetrain_parsl.training.keeper import Keeper
+from freetrain_parsl.training.membership import Group
+from freetrain_parsl.training.sharded import is_sharded
+from freetrain_parsl.training.terms import SessionOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+BATCH = 12  # can be shared out equally to 1, 2, 3 and 4 processes
+
+
+def model() -> nn.Module:
+    """Return a small net; its 7 and 3 rows do not divide evenly, and it has a buffer that is not spread."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), Scale())
+
+
+class Scale(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * 2
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
+
+
+def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any]:
+    """Go on from the newest checkpoint up to a step, save there, and return the whole parameters."""
+    keeper = Keeper(SessionOptions("net", root), lambda: group, "tests:train#1")
+    restored = keeper.restore()
+    net = model()
+    if shard:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(net[0])
+        fully_shard(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+    keeper.sharded = is_sharded(objects)
+    step = 0
+    if restored is not None:
+        keeper.load_into(objects, restored)
+        step = restored.state["step"]
+    while step < until:
+        x, y = (part.chunk(group.size)[group.rank] for part in batch(step))
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        step += 1
+    state = {"objects": {name: target.state_dict() for name, target in objects.items()}, "step": step}
+    keeper.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
+    keeper.close()
+    return {
+        "parameters": {name: whole(value) for name, value in net.state_dict().items()},
+        "newest": None if keeper.newest is None else str(keeper.newest.path),
+        "sharded": keeper.sharded,
+    }
+
+
+def whole(value: torch.Tensor) -> list[Any]:
+    """Return all of a tensor, spread or not, as it can travel."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
+
+
+def train_on_full_disk(root: Path, group: Group, *, full_rank: int, **options: Any) -> dict[str, Any]:
+    """Train where one member's disk is full."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    if group.rank != full_rank:
+        return train(root, group, **options)
+    problem = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(FileSystemWriter, "write_data", side_effect=problem):
+        return train(root, group, **options)
+
+
+def member(orders: Connection) -> None:
+    """Train as ordered until the connection closes."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, store, generation, rank, size, root, options = orders.recv()
+        except EOFError:
+            return
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        try:
+            orders.send(function(root, Group(rank, size, generation), **options))
+        except Exception as error:  # noqa: BLE001 - the test wants to know
+            orders.send(f"{type(error).__name__}: {error}")
+        finally:
+            dist.destroy_process_group()
+
+
+class ShardedCrew:
+    """Members that stay warm from one group to the next."""
+
+    def __init__(self, size: int, directory: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = directory
+        self._generation = 0
+        self._members = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=member, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+
+    def run(self, size: int, root: Path, function: Callable[..., Any] = train, **options: Any) -> list[Any]:
+        """Train on that many members."""
+        self._generation += 1
+        store = self._directory / f"store-{self._generation}"
+        for rank, (_, pipe) in enumerate(self._members[:size]):
+            pipe.send((function, str(store), self._generation, rank, size, root, options))
+        return [self._answer(pipe) for _, pipe in self._members[:size]]
+
+    def close(self) -> None:
+        """Let all members go."""
+        for process, pipe in self._members:
+            pipe.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    @staticmethod
+    def _answer(pipe: Connection) -> Any:
+        if not pipe.poll(60):
+            raise TimeoutError("a member did not answer")
+        return pipe.recv()

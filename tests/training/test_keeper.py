@@ -1,0 +1,440 @@
+"""The first member writes in the background: what that costs, when it counts, and what becomes of failures."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from training_runs import Clock
+
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, TrainingError
+from freetrain_parsl.training.checkpoint import Checkpoints
+from freetrain_parsl.training.keeper import Keeper
+from freetrain_parsl.training.membership import Group
+from freetrain_parsl.training.terms import SessionOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Kept:
+    """A keeper whose writes end when they are told to, on a clock that passes only when told."""
+
+    def __init__(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch, *, group: Group | None = None, **options: Any
+    ) -> None:
+        self.clock = Clock()
+        self.group = group or Group()
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.problem: OSError | None = None
+        self.states = 0
+        self.weight = torch.zeros(4)
+        self.keeper = Keeper(
+            SessionOptions("net", root, **options), lambda: self.group, options.pop("code", ""), clock=self.clock
+        )
+        real_save = Checkpoints.save
+
+        def save(checkpoints: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+            assert self.may_write.wait(20)
+            return real_save(checkpoints, *args, **kwargs)
+
+        monkeypatch.setattr(Checkpoints, "save", save)
+        fsync = os.fsync
+
+        def sync(descriptor: int) -> None:
+            if self.problem is not None:
+                raise self.problem
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", sync)
+
+    def state(self) -> dict[str, Any]:
+        self.states += 1
+        return {"objects": {"weight": self.weight}}
+
+    def save(self, step: int, *, wait: bool = False, **options: Any) -> None:
+        self.keeper.save(self.state, step=step, epoch=0, reason="test", wait=wait, **options)
+
+    def settle(self) -> None:
+        """Let the write in the background come to its end, as far as it gets."""
+        self.may_write.set()
+        self.keeper._background._running.result(20)
+
+    def fail(self, code: int) -> None:
+        self.problem = OSError(code, os.strerror(code))
+
+    def steps(self) -> list[int]:
+        return [entry.step for entry in self.keeper._directory.entries()]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+    kept = Kept(tmp_path, monkeypatch, checkpoint_interval=timedelta(seconds=10))
+    kept.keeper.restore()
+    yield kept
+    kept.may_write.set()
+    kept.problem = None
+    kept.keeper.close()
+
+
+def read(path: Path) -> Any:
+    return torch.load(path / "state.pt", weights_only=True)["objects"]["weight"]
+
+
+# ── in the background ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_periodic_save_returns_before_it_is_written_and_counts_once_it_is(kept: Kept) -> None:
+    kept.may_write.clear()
+    kept.save(1)
+    assert kept.keeper.busy
+    kept.keeper.poll()
+    assert kept.keeper.newest is None
+    kept.settle()
+    assert kept.keeper.newest is None  # until the training looks
+    kept.keeper.poll()
+    assert kept.keeper.newest is not None
+    assert kept.keeper.newest.step == 1
+    assert not kept.keeper.busy
+
+
+def test_what_the_training_does_while_it_is_written_is_not_in_it(kept: Kept) -> None:
+    kept.may_write.clear()
+    kept.save(1)
+    kept.weight += 5
+    kept.settle()
+    kept.keeper.poll()
+    assert read(kept.keeper.newest.path).tolist() == [0.0] * 4
+
+
+def test_a_periodic_save_is_skipped_while_one_is_written(kept: Kept) -> None:
+    """Not even the state is made for it."""
+    kept.may_write.clear()
+    kept.save(1)
+    kept.save(2)
+    assert kept.states == 1
+    assert not kept.keeper.due(kept.clock() + 1000)
+    kept.settle()
+    assert kept.steps() == [1]
+
+
+def test_a_last_save_waits_for_the_one_that_is_written(kept: Kept) -> None:
+    kept.may_write.clear()
+    kept.save(1)
+    threading.Timer(0.05, kept.may_write.set).start()
+    kept.save(2, wait=True)
+    assert kept.steps() == [2, 1]
+    assert kept.keeper.newest.step == 2
+
+
+def test_a_state_that_is_being_written_is_not_written_again(kept: Kept) -> None:
+    """… but if that fails, the last save writes it after all."""
+    kept.save(1, mark=(1, 0))
+    kept.save(1, wait=True, mark=(1, 0))
+    assert kept.steps() == [1]
+    kept.fail(errno.ENOSPC)
+    kept.save(2, mark=(2, 0))
+    kept.settle()
+    kept.problem = None
+    kept.save(2, wait=True, mark=(2, 0))
+    assert kept.steps() == [2, 1]
+
+
+def test_other_members_neither_write_nor_make_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Kept(tmp_path, monkeypatch, group=Group(1, 2))
+    other.save(1)
+    other.save(2, wait=True)
+    other.keeper.close()
+    assert (other.states, list(tmp_path.iterdir())) == (0, [])
+
+
+def test_closing_waits_for_the_write(kept: Kept) -> None:
+    kept.may_write.clear()
+    kept.save(1)
+    threading.Timer(0.05, kept.may_write.set).start()
+    kept.keeper.close()
+    assert kept.keeper.newest.step == 1
+    assert not list(kept.keeper.path.glob(".tmp-*"))
+
+
+SAVES_AND_ENDS = """
+import sys
+from pathlib import Path
+import torch
+from freetrain_parsl.training.keeper import Keeper
+from freetrain_parsl.training.membership import Group
+from freetrain_parsl.training.terms import SessionOptions
+keeper = Keeper(SessionOptions("net", Path(sys.argv[1])), Group)
+keeper.restore()
+keeper.save(lambda: {"objects": {"w": torch.ones(2_000_000)}}, step=1, epoch=0, reason="test", wait=False)
+assert keeper.newest is None
+"""
+
+
+def test_the_interpreter_waits_for_a_write_when_it_exits(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SAVES_AND_ENDS, str(tmp_path)], check=True)
+    assert (tmp_path / "net" / "latest").read_text() == "step-0000000001\n"
+
+
+def test_the_time_until_a_save_is_durable_includes_the_rest_of_the_one_that_is_written(kept: Kept) -> None:
+    kept.keeper.assume_size(490_000_000)
+    alone = kept.keeper.write_seconds_estimate
+    kept.may_write.clear()
+    kept.save(1)
+    assert kept.keeper.write_seconds_estimate == pytest.approx(2 * alone)
+    kept.clock.now += 4.0
+    assert kept.keeper.write_seconds_estimate == pytest.approx(2 * alone - 4)
+
+
+# ── who writes ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_next_first_member_shuts_out_the_one_before(
+    tmp_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The former first was thought lost, and comes back with a write in its hands."""
+    kept.may_write.clear()
+    kept.save(5)
+    heir = Kept(tmp_path, monkeypatch, group=Group(1, 2, 0))
+    heir.group = Group(0, 1, 1)
+    heir.keeper.rejoin()
+    kept.settle()
+    kept.keeper.poll()
+    assert "another process has taken over (generation 1" in caplog.text
+    heir.save(4, wait=True)
+    assert heir.steps() == [4]
+    heir.keeper.close()
+
+
+def test_the_next_first_member_knows_the_newest_checkpoint(
+    tmp_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.save(5, wait=True)
+    heir = Kept(tmp_path, monkeypatch, group=Group(0, 1, 1))
+    heir.keeper.rejoin()
+    assert heir.keeper.newest.step == 5
+    heir.keeper.close()
+
+
+def test_a_first_member_that_stays_goes_on_writing_in_the_new_group(kept: Kept) -> None:
+    """Its write in the background is not lost to a change of the group."""
+    kept.may_write.clear()
+    kept.save(1)
+    kept.group = Group(0, 1, 1)
+    kept.keeper.rejoin()
+    kept.settle()
+    kept.save(2, wait=True)
+    assert kept.steps() == [2, 1]
+    assert "generation 1" in (kept.keeper.path / "writer").read_text()
+
+
+def test_manifests_tell_where_a_checkpoint_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = Keeper(SessionOptions("net", tmp_path), lambda: Group(0, 1, 7), "app:train#1")
+    keeper.restore()
+    keeper.save(lambda: {"objects": {}}, step=3, epoch=1, reason="test", wait=False)
+    keeper.close()
+    manifest = json.loads((keeper.newest.path / "manifest.json").read_text())
+    told = {
+        name: manifest[name]
+        for name in ("format", "trainer", "step", "epoch", "reason", "world_size", "generation", "code")
+    }
+    assert told == {
+        "format": 2, "trainer": "net", "step": 3, "epoch": 1, "reason": "test", "world_size": 1, "generation": 7,
+        "code": "app:train#1",
+    }  # fmt: skip
+    assert manifest["torch"] == torch.__version__
+    assert manifest["bytes"] == sum(file["bytes"] for file in manifest["files"].values())
+    assert {"freetrain", "python", "written", "write_seconds", "blocked_seconds"} <= manifest.keys()
+
+
+@pytest.mark.parametrize(("code", "warns"), [("app:train#1", False), ("app:train#2", True), ("", False)])
+def test_a_checkpoint_of_other_code_is_taken_with_a_warning(
+    tmp_path: Path, code: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SessionOptions("net", tmp_path)
+    before = Keeper(options, Group, "app:train#1")
+    before.restore()
+    before.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
+    before.close()
+    after = Keeper(options, Group, code)
+    assert after.restore() is not None
+    after.close()
+    assert ("was written by other code (app:train#1, now app:train#2)" in caplog.text) is warns
+
+
+def test_another_format_is_refused_by_name(kept: Kept) -> None:
+    kept.save(1, wait=True)
+    path = kept.keeper.newest.path / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1, "freetrain": "0.4"}))
+    with pytest.raises(CheckpointMismatch, match=r"format 1, this version reads 2; go on with .*\(freetrain 0\.4\)"):
+        kept.keeper.restore()
+
+
+# ── when ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stated_interval_runs_from_the_beginning_of_one_save_to_that_of_the_next(kept: Kept) -> None:
+    start = kept.clock()
+    assert not kept.keeper.due(start)
+    assert not kept.keeper.due(start + 9)
+    assert kept.keeper.due(start + 10)
+    kept.save(1)
+    kept.settle()
+    kept.keeper.poll()
+    assert not kept.keeper.due(start + 19)
+    assert kept.keeper.due(start + 20)
+
+
+def test_without_a_stated_interval_it_follows_from_the_measured_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that stops the training for 2 s, and a loss every hour: about sqrt(2·2·3600) s = 120 s."""
+    kept = Kept(tmp_path, monkeypatch)
+    kept.keeper._schedule.measured(blocked=2.0, slowdown=0.0)
+    assert kept.keeper.interval.total_seconds() == pytest.approx(121, abs=2)
+    kept.keeper._checkpoints._write_seconds.append(100.0)
+    assert kept.keeper.interval == timedelta(seconds=2 * 150)  # twice the most that a write may take
+    kept.keeper.close()
+
+
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def fail_in_background(kept: Kept, step: int) -> None:
+    kept.save(step)
+    kept.settle()
+    kept.keeper.poll()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_background_write_that_fails_is_told_with_its_cause_and_the_next_try(
+    kept: Kept, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.save(1, wait=True)
+    kept.fail(code)
+    fail_in_background(kept, 2)
+    where = f"trainer net: cannot write a checkpoint of step 2 in {kept.keeper.path}"
+    assert caplog.messages == [f"{where}: {os.strerror(code)}; training goes on, next try in 0:00:10"]
+    assert kept.steps() == [1]
+
+
+def test_tries_become_rare_and_a_success_makes_them_regular_again(kept: Kept) -> None:
+    kept.save(1, wait=True)
+    kept.fail(errno.ENOSPC)
+    seconds = []
+    for step in range(2, 12):
+        fail_in_background(kept, step)
+        seconds.append(kept.keeper.interval.total_seconds())
+    assert seconds == [10, 20, 40, 80, 160, 320, 640, 640, 640, 640]
+    kept.problem = None
+    kept.save(20, wait=True)
+    assert kept.keeper.interval == timedelta(seconds=10)
+
+
+def test_a_cause_is_warned_of_once_and_again_after_a_success(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    kept.save(1, wait=True)
+    for step, code in enumerate((errno.ENOSPC, errno.ENOSPC, errno.EROFS, errno.ENOSPC, 0, errno.ENOSPC), 2):
+        kept.problem = None
+        if code:
+            kept.fail(code)
+        fail_in_background(kept, step)
+    warned = [text.partition(": ")[2].split(" in ")[0] for text in caplog.messages]
+    assert warned == [f"cannot write a checkpoint of step {step}" for step in (2, 4, 7)]
+
+
+def test_a_training_that_can_never_save_comes_to_a_clear_end(kept: Kept) -> None:
+    kept.fail(errno.ENOSPC)
+    for step in range(1, 5):
+        fail_in_background(kept, step)
+    kept.save(5)
+    kept.settle()
+    with pytest.raises(TrainingError, match=r"none of 5 checkpoints could be written .*No space left on .*make room"):
+        kept.keeper.poll()
+
+
+def test_a_last_save_that_fails_is_an_error_at_once(kept: Kept) -> None:
+    kept.fail(errno.ENOSPC)
+    with pytest.raises(CheckpointError, match=f"step 3 in {kept.keeper.path}: No space left on device"):
+        kept.save(3, wait=True)
+
+
+def test_a_directory_that_cannot_be_taken_over_is_only_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training goes on in the new group; the next checkpoint tries again."""
+    heir = Kept(tmp_path, monkeypatch, group=Group(0, 1, 1))
+    heir.fail(errno.EROFS)
+    heir.keeper.rejoin()
+    assert "Read-only file system; training goes on" in caplog.text
+    heir.problem = None
+    heir.save(1, wait=True)
+    assert heir.steps() == [1]
+    heir.keeper.close()
+
+
+def test_a_failure_that_nobody_will_look_at_any_more_is_told_at_the_end(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.fail(errno.ENOSPC)
+    kept.save(1)
+    kept.keeper.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "No space left on device" in caplog.text
+
+
+def test_the_limit_of_a_real_file_is_told_and_leaves_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = Keeper(SessionOptions("net", tmp_path), Group)
+    keeper.restore()
+    keeper.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        keeper.save(lambda: {"objects": {"w": torch.ones(10_000)}}, step=2, epoch=0, reason="test", wait=False)
+        keeper._background._running.result(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    keeper.close()
+    assert "File too large" in caplog.text
+    assert [path.name for path in sorted(keeper.path.iterdir())] == ["latest", "step-0000000001", "writer"]
+
+
+def small_file_system(path: Path) -> bool:
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
+    return shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_a_full_file_system_is_told_and_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "small"
+    if not small_file_system(root):
+        pytest.skip("this user may not mount a file system")
+    try:
+        keeper = Keeper(SessionOptions("net", root), Group)
+        keeper.restore()
+        for step, size in ((1, 1000), (2, 1_000_000), (3, 1000)):
+            state = {"objects": {"w": torch.full((size,), float(step))}}
+            keeper.save(lambda state=state: state, step=step, epoch=0, reason="test", wait=False)
+            keeper._background._running.result(20)
+        keeper.close()
+        assert caplog.text.count("step 2 in") == caplog.text.count("No space left on device") == 1
+        assert keeper._directory.verify(keeper.newest)[1]["step"] == 3
+        assert [path.name for path in sorted(keeper.path.glob("*"))] == [
+            "latest", "step-0000000001", "step-0000000003", "writer",
+        ]  # fmt: skip
+    finally:
+        subprocess.run(["umount", str(root)], check=True)

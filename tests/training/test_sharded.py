@@ -1,0 +1,140 @@
+"""A sharded state is saved by all its members together, and goes on with any number of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sharded_crew import ShardedCrew, model, train, train_on_full_disk
+
+from freetrain_parsl.errors import DamagedCheckpoint
+from freetrain_parsl.storage.posix import CheckpointDirectory
+from freetrain_parsl.training.membership import Group
+from freetrain_parsl.training.sharded import fill, is_sharded, read_index, split
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def sharded_crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedCrew]:
+    crew = ShardedCrew(4, tmp_path_factory.mktemp("stores"))
+    yield crew
+    crew.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the parameters after nine steps on one process, not sharded."""
+    return train(tmp_path_factory.mktemp("undisturbed"), Group(), until=9, shard=False)["parameters"]
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((torch.tensor(one[name]) - torch.tensor(other[name])).abs().max()) for name in other)
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def test_any_number_of_members_goes_on_from_any_number(
+    tmp_path: Path, sharded_crew: ShardedCrew, undisturbed: dict[str, Any]
+) -> None:
+    """2 -> 4 -> 3 members with Adam, a scheduler and a buffer end where the undisturbed run does."""
+    for size, until in ((2, 3), (4, 6), (3, 9)):
+        ends = sharded_crew.run(size, tmp_path, until=until, shard=True)
+        assert [end["sharded"] for end in ends] == [True] * size
+        assert {end["newest"] for end in ends} == {str(tmp_path / "net" / f"step-000000000{until}")}
+    assert all(difference(end["parameters"], undisturbed) < 1e-5 for end in ends)
+
+
+def test_a_sharded_checkpoint_goes_on_whole_and_the_other_way_round(
+    tmp_path: Path, sharded_crew: ShardedCrew, undisturbed: dict[str, Any]
+) -> None:
+    """A single process needs no sharding; what it saves can be sharded again."""
+    sharded_crew.run(2, tmp_path, until=3, shard=True)
+    assert not train(tmp_path, Group(), until=6, shard=False)["sharded"]
+    ends = sharded_crew.run(3, tmp_path, until=9, shard=True)
+    assert all(difference(end["parameters"], undisturbed) < 1e-5 for end in ends)
+
+
+def test_every_file_is_in_the_manifest_and_a_damaged_shard_is_refused(
+    tmp_path: Path, sharded_crew: ShardedCrew, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharded_crew.run(2, tmp_path, until=1, shard=True)
+    sharded_crew.run(2, tmp_path, until=2, shard=True)
+    directory = CheckpointDirectory(tmp_path, "net")
+    newest, before = directory.entries()
+    manifest = json.loads((newest.path / "manifest.json").read_text())
+    files = {str(path.relative_to(newest.path)) for path in newest.path.rglob("*") if path.is_file()}
+    assert manifest["files"].keys() == files - {"manifest.json"}
+    assert (manifest["world_size"], manifest["code"]) == (2, "tests:train#1")
+    damage(newest.path / "shards" / "__1_0.distcp")
+    with pytest.raises(DamagedCheckpoint, match="__1_0"):
+        directory.verify(newest)
+    train(tmp_path, Group(), until=1, shard=False)
+    assert f"damaged checkpoint {newest.path}" in caplog.text
+    assert before.path.exists()
+
+
+def test_a_full_disk_of_one_member_is_one_error_on_all(tmp_path: Path, sharded_crew: ShardedCrew) -> None:
+    """No member goes on believing that there is a checkpoint, and nothing half written stays."""
+    sharded_crew.run(2, tmp_path, until=1, shard=True)
+    ends = sharded_crew.run(2, tmp_path, train_on_full_disk, full_rank=1, until=2, shard=True)
+    for end in ends:
+        assert end.startswith(
+            f"CheckpointError: cannot write a checkpoint in {tmp_path / 'net'}: No space left on device"
+        )
+        assert "\n" not in end
+    directory = CheckpointDirectory(tmp_path, "net")
+    assert [entry.step for entry in directory.entries()] == [1]
+    directory.open()
+    assert sharded_crew.run(2, tmp_path, until=2, shard=True)[0]["newest"].endswith("step-0000000002")
+
+
+# ── without a group ───────────────────────────────────────────────────────────────────────────────
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("content", [Evil(), {"state": Evil()}, {"not": "an index"}, Path("/")])
+def test_an_index_that_is_anything_else_is_refused_and_not_run(
+    tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+    monkeypatch.setattr(os, "system", lambda _: pytest.fail("code from a checkpoint has run"))
+    with pytest.raises(DamagedCheckpoint, match=r"shards/\.metadata"):
+        read_index(tmp_path)
+
+
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    index = Metadata({}, storage_data={MetadataIndex("w"): _StorageInfo("../../secret", 0, 1)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DamagedCheckpoint, match=r"leads to \.\./\.\./secret"):
+        read_index(tmp_path)
+
+
+def test_an_ordinary_state_is_not_sharded_and_passes_unchanged(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    assert not is_sharded({"model": net, "optimizer": optimizer})
+    state = net.state_dict()
+    plain, shards = split(state)
+    assert shards == {}
+    assert list(plain) == list(state)
+    assert fill(state, net, tmp_path) is state
