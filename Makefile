@@ -32,7 +32,7 @@ demo: $(STAMP)  ## Watch seven trainings in the holes of a busy little cluster
 	@$(BIN)/freetrain demo $(ARGS)
 
 test: $(STAMP)  ## Run all tests; those that need a batch system or a GPU skip themselves
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m tests $(ARGS)
 
 check: $(STAMP)  ## Lint, check the formatting, check the types
 	@$(BIN)/ruff check

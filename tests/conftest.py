@@ -1,18 +1,50 @@
-"""A real Slurm on the loopback, one for all tests that want it."""
+"""The suite's parts, and a real Slurm on the loopback, one for all tests that want it."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
 
 from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
+from tests.__main__ import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # names, separated by commas, of what must be there: then a test may not skip
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share the cores must not take all of them each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what chooses a part of the suite, beside `-m` and `-k`."""
+    parser.addoption("--part", choices=PARTS, help="run only the tests of this part (see tests/__main__.py)")
+
+
+def part_of(item: pytest.Item) -> str:
+    """Tell to which part a test belongs: by its marks."""
+    if item.get_closest_marker("alone"):
+        return "alone"
+    return "daemons" if item.get_closest_marker("cluster") or item.get_closest_marker("slurm") else "quick"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other parts."""
+    if part := config.getoption("--part"):
+        config.hook.pytest_deselected(items=[item for item in items if part_of(item) != part])
+        items[:] = [item for item in items if part_of(item) == part]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_of_the_tests() -> Iterator[None]:
+    """Keep embedded clusters apart from the user's and from those of other workers; short, since sockets lie there."""
+    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", directory)
+        yield
 
 
 @pytest.fixture(scope="session")

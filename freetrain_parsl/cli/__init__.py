@@ -7,6 +7,7 @@ import sys
 import typer
 
 from freetrain_parsl import __version__
+from freetrain_parsl.cli.checkpoints import checkpoints
 from freetrain_parsl.cli.clean import clean
 from freetrain_parsl.cli.demo import demo
 from freetrain_parsl.cli.explain import explain
@@ -38,6 +39,7 @@ app.command()(replay)
 app.command()(windows)
 app.command()(plan)
 app.command()(explain)
+app.add_typer(checkpoints, name="checkpoints")
 
 
 def _print_version(wanted: bool) -> None:

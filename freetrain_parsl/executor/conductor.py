@@ -1,66 +1,38 @@
 """The conductor: moves each training from the slots where it runs to the nodes where it should.
 
-A training whose nodes change is paused at a step boundary; when all members of its generation have ended, it starts
-on its new nodes as the next one. The same way leads out of a loss: the survivors end, and the next generation goes on
-from the last checkpoint.
+A training begins on its nodes as a group of processes, from its newest checkpoint if it has one. From then on its group
+changes in place: newcomers warm up on the nodes that come while the others train; then one order makes all of them form
+the next group. The same order, with ``abort``, leads the survivors out of a loss. Only a training that loses all its
+nodes, or cannot change in place, is paused with a checkpoint and begins again.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.executor.chronicle import Chronicle
 from freetrain_parsl.executor.protocol import Message, error_in, settle_with_payload
+from freetrain_parsl.executor.regrouping import disconnection, next_move, survivors
 from freetrain_parsl.executor.rendezvous import RendezvousDesk
-from freetrain_parsl.executor.trainings import Generation, Training
-from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.executor.trainings import Change, Generation, Loss, Participant, Role, Training
+from freetrain_parsl.training.terms import PauseReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.roster import Roster, Slot
+    from freetrain_parsl.executor.trainings import TrainingSettings
+    from freetrain_parsl.planning import events as ev
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Conductor", "TrainingSettings"]
+__all__ = ["Conductor"]
 
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How trainings are treated that do not say otherwise; times in seconds.
-
-    Parameters
-    ----------
-    checkpoint_root
-        Where trainings keep their checkpoints; reachable from the nodes.
-    checkpoint_interval, keep, save_margin
-        See ``training.terms.SessionOptions``.
-    costs
-        Rescale costs of trainings that state none.
-    threads
-        Threads of each slot's torch; ``None``: torch's own choice.
-    loss_timeout
-        When a member is lost, the others must end within this time, or are lost too.
-    collective_timeout
-        Of torch's collectives and of rendezvous.
-    max_crashes
-        Slots that may die under a training, on nodes that nobody took, between two checkpoints.
-    """
-
-    checkpoint_root: Path
-    checkpoint_interval: float = 60.0
-    keep: int = 2
-    save_margin: float = 2.0
-    costs: RescaleCosts = field(default_factory=RescaleCosts)
-    threads: int | None = None
-    loss_timeout: float = 10.0
-    collective_timeout: float = 60.0
-    max_crashes: int = 3
+# The slots of a node are rarely lost in the same instant: seconds after one loss in which others are waited for.
+_GATHER = 0.1
 
 
 class Conductor:
@@ -99,193 +71,354 @@ class Conductor:
         self._roster = roster
         self._send = send
         self._kill = kill
-        self._emit = emit
-        self._journal = journal
         self._clock = clock
-        self._trainings: dict[str, Training] = {}
-        self._generations = 0
+        self._chronicle = Chronicle(emit=emit, journal=journal, clock=clock)
+        self._trainings: list[Training] = []
+        self._numbers = 0
         self.rendezvous = RendezvousDesk(send)
 
     def submit(self, training: Training) -> None:
         """Take a new training; it waits for nodes."""
-        now = self._clock()
-        trainer = training.request.trainer(self._settings.costs, submitted=now)
-        self._trainings[training.name] = training
-        self._emit(ev.TrainerSubmitted(now, trainer))
-        self._journal.write(
-            now,
-            "training_submitted",
-            training.name,
-            min_nodes=trainer.min_nodes,
-            max_nodes=trainer.max_nodes,
-            samples=training.request.samples,
-        )
+        self._trainings.append(training)
+        self._chronicle.submitted(training, self._settings.costs)
 
     def assign(self, name: str, nodes: frozenset[str]) -> None:
         """Note where a training should run from now on."""
-        if (training := self._trainings.get(name)) is not None:
-            training.desired = nodes
+        for training in self._trainings:
+            if training.name == name and not training.over:
+                training.desired = nodes
 
     def converge(self) -> None:
         """Move every training a step from where it runs to where it should."""
-        for training in list(self._trainings.values()):
-            if training.generation is not None:
-                self._move(training, training.generation)
-            elif training.crashes > self._settings.max_crashes:
-                self._fail(
-                    training,
-                    TooManyRestarts(
-                        f"training {training.name!r}: {training.crashes} of its processes died since its last "
-                        f"checkpoint, though their nodes were not taken; the last: {training.last_crash}; "
-                        "see the worker logs in the run directory"
-                    ),
-                )
-            elif training.desired and not training.future.done():
-                self._start(training)
+        for training in list(self._trainings):
+            if not training.over:
+                self._advance(training)
+            self._end_overdue(training)
+        self._trainings = [one for one in self._trainings if one.crew or not one.over]
 
-    # What slots tell.
+    # What slots tell. A slot's messages come in order, and it is given one thing to do at a time.
 
-    def on_progress(self, message: Message) -> None:
+    def on_progress(self, slot: Slot, message: Message) -> None:
         """Take a progress report of a first member."""
-        training = self._trainings.get(message["trainer"])
-        if training is None or training.generation is None:
+        if (found := self._find(slot, message)) is not None:
+            self._chronicle.progressed(found[0], found[0].generation, message["progress"])
+
+    def on_beat(self, slot: Slot, waited: float) -> None:
+        """Note how long a member had been waiting for the others."""
+        if (training := self._of(slot)) is not None:
+            training.crew[slot.name].waited = waited
+
+    def on_ready(self, slot: Slot, message: Message) -> None:
+        """Note that a newcomer has everything but the state."""
+        if (found := self._find(slot, message)) is not None:
+            found[1].ready = self._clock()
+
+    def on_stranded(self, slot: Slot, message: Message) -> None:
+        """Note that a member has left its group because it lost another."""
+        if (found := self._find(slot, message)) is None:
             return
-        if message["generation"] == training.generation.number:
-            self._take_progress(training, message["progress"])
+        training, member = found
+        logger.info("training %s: %s has left its group: %s", training.name, slot.name, message["reason"])
+        change = training.change
+        if training.over or member.role is Role.LEAVER:
+            self._dismiss(training, [member], abort=True)
+        elif change is None or not change.abort or message["generation"] >= change.after.number:
+            member.stranded = self._clock()  # else its order is on the way
+
+    def on_regrouped(self, slot: Slot, message: Message) -> None:
+        """Note that a member goes on in its new group."""
+        if (found := self._find(slot, message)) is None:
+            return
+        training, member = found
+        change = training.change
+        if change is None or message["generation"] != change.after.number:
+            return  # of a group that has lost a member since
+        if not change.begun:
+            change.begun = True
+            training.generation = change.after
+        member.goes_on()
+        change.waiting.discard(slot.name)
+        change.paused = max(change.paused, message["paused"])
+        if not change.waiting:
+            self._complete(training, change)
 
     def on_ended(self, slot: Slot, message: Message) -> None:
-        """Note that a member has ended its fragment, one way or another."""
+        """Note that a slot's run is over, one way or another."""
         slot.busy = None
-        training = self._trainings.get(message["trainer"])
-        generation = None if training is None else training.generation
-        if training is None or generation is None or message["generation"] != generation.number:
+        if (found := self._find(slot, message)) is None:
             return
-        outcome = message["outcome"]
-        first = slot.name == generation.first
+        training, participant = found
+        generation, outcome = training.generation, message["outcome"]
+        first = generation is not None and slot.name == generation.first
         if first and message.header.get("progress"):
-            self._take_progress(training, message["progress"])
+            self._chronicle.progressed(training, generation, message["progress"])
+        counts = self._remove(training, participant)
+        why = message.header.get("reason", "")
+        logger.info("training %s: its run on %s is over: %s %s", training.name, slot.name, outcome, why)
         if outcome == "failed":
             self._fail(training, error_in(message.payload))
         elif outcome == "finished" and first:
             self._finish(training, message.payload)
-        self._end_member(training, generation, slot.name, lost=outcome in ("peer_lost", "failed"))
+        elif outcome == "peer_lost" or why == PauseReason.LEFT.value:
+            if counts and participant.role is Role.MEMBER and not training.over:
+                self._note_loss(training, Loss(why, crash=False))
+        elif outcome == "paused" and counts and generation is not None and not generation.pausing:
+            self._stop(training, generation)  # a node is about to close, or the slot was told to end: all pause
+        self._end_if_empty(training)
 
     def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
-        """Note that a member's slot is gone; a `crash` is one that nobody outside caused."""
-        training = self._trainings.get(slot.busy) if isinstance(slot.busy, str) else None
-        if training is not None and training.generation is not None:
-            if crash:
-                training.crashes += 1
-                training.last_crash = reason
-            self._end_member(training, training.generation, slot.name, lost=True)
-
-    def _take_progress(self, training: Training, progress: dict[str, Any]) -> None:
-        now = self._clock()
-        first_report = training.generation is not None and not training.generation.reported
-        if first_report and training.generation is not None:
-            training.generation.reported = True
-            if progress["resumed_from"] is not None:
-                self._journal.write(now, "fragment_resumed", training.name, step=progress["resumed_from"])
-        if training.take(progress):
-            self._journal.write(now, "checkpoint", training.name, step=progress["checkpoint_step"])
-        self._journal.keep_progress(now, training.name, progress)
-        total = progress["samples_total"] or training.request.samples
-        if total is not None:
-            left = max(0.0, float(total) - progress["samples"])
-            self._emit(ev.TrainerProgressed(now, training.name, left))
+        """Note that a slot is gone; a `crash` is a loss that nobody outside caused."""
+        training = self._of(slot)
+        if training is None:
+            return
+        counts = self._remove(training, training.crew[slot.name])
+        if counts and training.over:
+            self._dismiss(training, training.crew.values(), abort=True)
+        elif counts:
+            self._note_loss(training, Loss(reason, crash=crash))
+        self._end_if_empty(training)
 
     # One training.
 
+    def _advance(self, training: Training) -> None:
+        """Do what is next for a training that is not over."""
+        now = self._clock()
+        generation = training.generation
+        if training.losses:
+            if generation is None or not generation.running or now - training.last_lost >= _GATHER:
+                self._recover(training)
+        elif generation is None:
+            if training.desired:
+                self._start(training)
+        elif generation.lost:
+            return  # its members are leaving
+        elif (cut := disconnection(training, generation, self._roster, self._settings, now)) is not None:
+            self._note_loss(training, Loss(cut, crash=True))
+            self._recover(training)
+        elif training.change is None and not any(member.stranded is not None for member in training.members()):
+            self._move(training, generation)
+
     def _move(self, training: Training, generation: Generation) -> None:
-        """Pause a generation that should run elsewhere; give up members that outlive a loss."""
-        failing = generation.failing_since
-        if failing is not None and self._clock() - failing > self._settings.loss_timeout:
-            for name in list(generation.running):
-                self._kill(self._roster.slots[name], "its peers were lost and it did not end")
-        elif generation.nodes != training.desired and not generation.pausing and failing is None:
-            self._pause(training, generation)
+        move = next_move(training, generation, self._roster, self._clock())
+        self._dismiss(training, [training.crew[name] for name in move.dismiss], abort=False)
+        for slot in move.start:
+            self._run(training, slot, {"joining": True})
+        if move.pause and not generation.pausing:
+            self._stop(training, generation)
+        elif move.ranks:
+            self._order(training, generation, move.ranks, abort=False)
 
     def _start(self, training: Training) -> None:
-        """Start the next generation, if all slots of its nodes are there and free."""
+        """Begin with a new group, if all slots of its nodes are there and free."""
         slots = self._roster.complete_slots(training.desired)
         if slots is None or any(slot.busy is not None or slot.leaving for slot in slots):
             return
-        self._generations += 1
-        names = [slot.name for slot in slots]
-        training.generation = Generation(self._generations, training.desired, set(names), first=names[0])
-        self.rendezvous.open(training.generation.key(training.name))
-        interval = training.request.checkpoint_interval
+        now = self._clock()
+        self._numbers += 1
+        ranks = tuple(slot.name for slot in slots)
+        training.generation = generation = Generation(self._numbers, training.desired, ranks, began=now)
+        self.rendezvous.open(generation.key(training.name))
+        for rank, slot in enumerate(slots):
+            place = {"generation": generation.number, "rank": rank, "world_size": len(slots)}
+            self._run(training, slot, {"joining": False, **place})
+        self._chronicle.began(training, generation, in_place=False)
+
+    def _run(self, training: Training, slot: Slot, place: dict[str, Any]) -> None:
+        self._numbers += 1
+        request, settings = training.request, self._settings
+        own = request.checkpoint_interval
         header = {
             "trainer": training.name,
-            "generation": self._generations,
-            "world_size": len(slots),
-            "timeout": self._settings.collective_timeout,
-            "checkpoint_root": str(self._settings.checkpoint_root),
-            "checkpoint_interval": self._settings.checkpoint_interval if interval is None else interval.total_seconds(),
-            "keep": self._settings.keep,
-            "save_margin": self._settings.save_margin,
-            "seed": training.request.seed,
-            "threads": self._settings.threads,
-            "epochs": training.request.epochs,
+            "run": self._numbers,
+            "meeting_timeout": settings.meeting_timeout,
+            "checkpoint_root": str(settings.checkpoint_root),
+            "checkpoint_interval": settings.checkpoint_interval if own is None else own.total_seconds(),
+            "mean_time_between_losses": self._chronicle.loss_rate.mean_time_between,
+            "keep": settings.keep,
+            "save_margin": settings.save_margin,
+            "seed": request.seed,
+            "threads": settings.threads,
+            "epochs": request.epochs,
+            **place,
         }
-        for rank, slot in enumerate(slots):
-            slot.busy = training.name
-            self._send(slot.name, Message("run", {**header, "rank": rank}, training.payload))
-        self._journal.write(
-            self._clock(),
-            "fragment_started",
-            training.name,
-            generation=self._generations,
-            nodes=sorted(training.desired),
-        )
+        role = Role.NEWCOMER if place["joining"] else Role.MEMBER
+        slot.busy = training.name
+        training.crew[slot.name] = Participant(slot.name, slot.node, self._numbers, role, has_state=role is Role.MEMBER)
+        self._send(slot.name, Message("run", header, training.payload))
 
-    def _pause(self, training: Training, generation: Generation) -> None:
+    def _order(self, training: Training, before: Generation, ranks: tuple[str, ...], *, abort: bool) -> None:
+        """Order these slots into the next group, and all others of the present one out."""
+        now = self._clock()
+        self._abandon_change(training)
+        self._numbers += 1
+        crew = training.crew
+        after = Generation(
+            self._numbers,
+            frozenset(crew[slot].node for slot in ranks),
+            ranks,
+            began=now,
+            pausing=before.pausing,
+            reported=True,
+        )
+        grows = any(not crew[slot].has_state for slot in ranks)
+        training.change = Change(before, after, abort=abort, grows=grows, waiting=set(ranks))
+        self.rendezvous.open(after.key(training.name))
+        others = [one for name, one in crew.items() if name not in ranks]
+        leavers = [one for one in others if one.role is Role.MEMBER or (abort and one.slot in before.running)]
+        self._dismiss(training, leavers, abort=abort)
+        for rank, slot in enumerate(ranks):
+            member = crew[slot]
+            member.role, member.stranded, member.waited = Role.MEMBER, None, 0.0
+            if abort:
+                member.deadline = now + self._settings.loss_timeout + self._settings.meeting_timeout
+            place = {"next": after.number, "rank": rank, "world_size": len(ranks), "abort": abort}
+            self._tell(training, member, "regroup", place)
+
+    def _complete(self, training: Training, change: Change) -> None:
+        """Note that all members go on in the new group; those that had to leave it must have ended soon."""
+        now = self._clock()
+        training.change = None
+        self.rendezvous.drop(change.before.key(training.name))
+        self._chronicle.changed(training, change)
+        for one in training.crew.values():
+            if one.role is Role.LEAVER and one.deadline is None:
+                one.deadline = now + self._settings.loss_timeout + self._settings.meeting_timeout
+        if change.after.pausing:  # it was told to before the loss: those who heard it then still know
+            self._stop(training, change.after)
+
+    def _abandon_change(self, training: Training) -> None:
+        """Give up an order that was not carried out by all, for another or because the training ends."""
+        change, training.change = training.change, None
+        if change is None:
+            return
+        if change.begun:
+            self._chronicle.changed(training, change)
+            self.rendezvous.drop(change.before.key(training.name))
+        else:
+            self.rendezvous.drop(change.after.key(training.name))
+
+    def _stop(self, training: Training, generation: Generation) -> None:
+        """Let the members pause, or end as they do anyway, and send everybody else away."""
         generation.pausing = True
-        header = {"trainer": training.name, "generation": generation.number}
-        for name in generation.running:
-            self._send(name, Message("pause", header))
+        if training.change is not None and not training.change.begun:
+            newcomers = [training.crew[slot] for slot in training.change.after.ranks if slot in training.crew]
+            self._dismiss(training, [one for one in newcomers if not one.has_state], abort=False)
+            self._abandon_change(training)
+        self._dismiss(training, training.newcomers(), abort=False)
+        for member in training.crew.values():
+            if member.role is Role.MEMBER:
+                self._tell(training, member, "pause", {})
 
-    def _end_member(self, training: Training, generation: Generation, slot: str, *, lost: bool) -> None:
-        if not generation.end(slot):
+    def _dismiss(self, training: Training, leavers: Iterable[Participant], *, abort: bool) -> None:
+        """Send newcomers away, and members: at the boundary where the others regroup, or at once with `abort`."""
+        for one in list(leavers):
+            if one.role is Role.NEWCOMER or not one.has_state:
+                self._tell(training, one, "pause", {})
+            elif abort or one.role is not Role.LEAVER:
+                change = training.change
+                place = {"next": change.after.number if change else 0, "rank": None, "world_size": 0, "abort": abort}
+                self._tell(training, one, "regroup", place)
+            if abort:
+                one.deadline = self._clock() + self._settings.loss_timeout
+            elif one.role is Role.NEWCOMER:
+                one.deadline = self._clock() + self._settings.loss_timeout + self._settings.meeting_timeout
+            one.role = Role.LEAVER
+
+    # Losses.
+
+    def _note_loss(self, training: Training, loss: Loss) -> None:
+        training.losses.append(loss)
+        training.last_lost = self._clock()
+
+    def _recover(self, training: Training) -> None:
+        """Go on with those who are left, or, if nobody has the state, from the newest checkpoint."""
+        losses, training.losses = training.losses, []
+        training.count(next((loss for loss in losses if loss.crash), losses[-1]))
+        generation = training.generation
+        if generation is None:
             return
-        if lost and generation.failing_since is None:
-            generation.failing_since = self._clock()
-        if generation.running:
+        if training.restarts > self._settings.max_restarts:
+            self._fail(
+                training,
+                TooManyRestarts(
+                    f"training {training.name!r}: {training.restarts} crashes without a step beyond step "
+                    f"{training.furthest}, though its nodes were not taken; the last: {training.last_crash}; "
+                    "see the worker logs in the run directory"
+                ),
+            )
+        elif generation.lost:
+            self._end_if_empty(training)
+        else:
+            ranks = survivors(training) if training.in_place and generation.reported else ()
+            if ranks:
+                self._order(training, generation, ranks, abort=True)
+            else:
+                self._chronicle.loss_rate.losses += 1
+                generation.lost = True
+                self._abandon_change(training)
+                self._dismiss(training, training.crew.values(), abort=True)
+                self._end_if_empty(training)
+
+    def _end_overdue(self, training: Training) -> None:
+        now = self._clock()
+        late = [one for one in training.crew.values() if one.deadline is not None and now > one.deadline]
+        for one in late:
+            self._kill(self._roster.slots[one.slot], "it did not answer a loss, or did not leave, in time")
+
+    # The end of a slot's run, of a group, of a training.
+
+    def _remove(self, training: Training, participant: Participant) -> bool:
+        """Take a slot out of the crew; whether the others miss it."""
+        name = participant.slot
+        del training.crew[name]
+        generation, change = training.generation, training.change
+        missed = generation is not None and name in generation.running
+        if generation is not None:
+            generation.running.discard(name)
+        if change is not None:
+            missed = missed or name in change.after.running
+            change.after.running.discard(name)
+            change.waiting.discard(name)
+        return missed
+
+    def _end_if_empty(self, training: Training) -> None:
+        """End the group when the last of its members has ended."""
+        generation = training.generation
+        if generation is None or generation.running or training.losses:
             return
+        self._abandon_change(training)
         self.rendezvous.drop(generation.key(training.name))
-        self._journal.write(
-            self._clock(),
-            "fragment_ended",
-            training.name,
-            generation=generation.number,
-            nodes=sorted(generation.nodes),
-            lost=generation.failing_since is not None,
-        )
+        self._chronicle.ended(training, generation, self._clock(), lost=generation.lost)
         training.generation = None
-        if training.future.done():
-            self._forget(training)
+        self._dismiss(training, training.newcomers(), abort=False)
 
     def _finish(self, training: Training, payload: bytes) -> None:
-        now = self._clock()
-        self._emit(ev.TrainerFinished(now, training.name))
-        self._journal.write(now, "training_finished", training.name)
-        self._journal.commit()  # before anybody who waits for the future looks into it
+        self._chronicle.finished(training)
         settle_with_payload(training.future, payload)
+        training.losses.clear()
+        self._dismiss(training, [one for one in training.crew.values() if not one.has_state], abort=False)
+        self._abandon_change(training)
 
     def _fail(self, training: Training, error: BaseException) -> None:
-        if training.future.done():
+        if training.over:
             return
-        now = self._clock()
-        self._emit(ev.TrainerFailed(now, training.name))
-        self._journal.write(now, "training_failed", training.name, error=f"{type(error).__name__}: {error}")
-        self._journal.commit()
+        self._chronicle.failed(training, error)
         training.future.set_exception(error)
-        if training.generation is None:
-            self._forget(training)
-        else:
-            self._pause(training, training.generation)
+        training.losses.clear()
+        self._abandon_change(training)
+        self._dismiss(training, training.crew.values(), abort=True)
 
-    def _forget(self, training: Training) -> None:
-        """Drop a training that is over, unless another of its name has been submitted since."""
-        if self._trainings.get(training.name) is training:
-            del self._trainings[training.name]
+    # Who is who.
+
+    def _of(self, slot: Slot) -> Training | None:
+        return next((training for training in self._trainings if slot.name in training.crew), None)
+
+    def _find(self, slot: Slot, message: Message) -> tuple[Training, Participant] | None:
+        """Find the training that a slot speaks of, and its part in it; ``None`` if that is over."""
+        training = self._of(slot)
+        if training is None or training.crew[slot.name].run != message["run"]:
+            return None
+        return training, training.crew[slot.name]
+
+    def _tell(self, training: Training, participant: Participant, kind: str, header: dict[str, Any]) -> None:
+        self._send(participant.slot, Message(kind, {"trainer": training.name, "run": participant.run, **header}))

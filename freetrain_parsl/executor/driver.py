@@ -1,8 +1,7 @@
 """The driver: the thread that turns the planner in real time.
 
 What slots, the batch desk and the user's threads tell becomes planner events; the planner's actions become block
-orders and assignments. A training whose nodes change is paused at a step boundary and, when all its members have
-ended, started on the new nodes as the next generation.
+orders and assignments, which the conductor carries out.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from freetrain_parsl.errors import BatchSystemError, TrainingError
 from freetrain_parsl.executor.batch_systems import BlockSpec
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
-from freetrain_parsl.executor.conductor import Conductor, TrainingSettings
+from freetrain_parsl.executor.conductor import Conductor
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.roster import Block, Roster, Slot
 from freetrain_parsl.executor.tasks import Task, TaskQueue
-from freetrain_parsl.executor.trainings import Training
+from freetrain_parsl.executor.trainings import Training, TrainingSettings
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.model import Decision, PoolNode, Window
@@ -121,6 +120,12 @@ class Driver(threading.Thread):
             journal=journal,
             clock=clock,
         )
+        self._reports = {
+            "progress": self._conductor.on_progress,
+            "ready": self._conductor.on_ready,
+            "stranded": self._conductor.on_stranded,
+            "regrouped": self._conductor.on_regrouped,
+        }
         self._tasks = TaskQueue(self._roster, slots_per_node, server.send)
         self._windows: tuple[Window, ...] = ()
         self._notes: tuple[str, ...] = ()
@@ -331,13 +336,15 @@ class Driver(threading.Thread):
             return
         slot.heard = self._clock()
         if message.type == "beat":
-            self._server.send(name, message)
+            self._server.send(name, Message("beat"))
+            if "waited" in message.header:
+                self._conductor.on_beat(slot, message["waited"])
         elif message.type == "kv":
             self._conductor.rendezvous.handle(name, message, self._clock())
         elif message.type == "notice":
             self._on_notice(slot, message["closes_in"], gone=message["gone"])
-        elif message.type == "progress":
-            self._conductor.on_progress(message)
+        elif message.type in self._reports:
+            self._reports[message.type](slot, message)
         elif message.type in ("ended", "task_ended"):
             (self._conductor if message.type == "ended" else self._tasks).on_ended(slot, message)
             if slot.leaving:

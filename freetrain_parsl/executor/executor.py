@@ -27,14 +27,13 @@ from parsl.serialize.errors import SerializationError
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refuse_provider, window_source_for
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
-from freetrain_parsl.executor.conductor import TrainingSettings
 from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
 from freetrain_parsl.executor.exits import OrderlyExit
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.protocol import pack_training
 from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
-from freetrain_parsl.executor.trainings import Training, TrainingRequest
+from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.executor.worker import SlotSettings, run_slot
 from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
@@ -92,9 +91,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
         Where trainings keep their checkpoints; must be reachable from the nodes. Trainings of the same name that find
         checkpoints there resume from them. Default: ``checkpoints`` in Parsl's run directory.
     checkpoint_interval
-        Between periodic checkpoints; closings of windows have checkpoints of their own.
+        Between periodic checkpoints; ``None``: from what they cost and how often trainings are lost. Closings of
+        windows have checkpoints of their own.
     rescale_costs
-        Seconds of training that a change of nodes costs, for trainings that state none.
+        Seconds of training that a change of nodes costs, for trainings that state none, until it has been measured.
     planner
         What is assumed of the site: start-up time, least useful block, …
     poll_interval
@@ -110,7 +110,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
     grace
         Between a batch system's signal and its kill.
     silence
-        After so long without a sign of life a slot, or the driver, counts as gone.
+        After so long without a sign of life a slot, or the driver, counts as gone: how soon a process that hangs or a
+        node that is cut off is noticed. One that dies is noticed at once.
+    loss_timeout
+        After so long in which the members of a training do nothing but wait for each other, though all of them live,
+        they are taken to have lost their connection. More than the longest exchange of gradients takes.
+    max_restarts
+        A training fails after more crashes than these without a step beyond the furthest that it had reached.
     available_accelerators, address, worker_port_range, worker_debug, encrypted
         As in Parsl's HighThroughputExecutor; `encrypted` holds for the slots' control channel too.
     interface
@@ -133,7 +139,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         *,
         policy: str | Policy = "milp",
         checkpoint_dir: str | Path | None = None,
-        checkpoint_interval: timedelta = timedelta(minutes=1),
+        checkpoint_interval: timedelta | None = None,
         rescale_costs: RescaleCosts = DEFAULT_COSTS,
         planner: PlannerSettings | None = None,
         poll_interval: timedelta = timedelta(seconds=10),
@@ -142,7 +148,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         slots_per_node: int = 1,
         threads_per_slot: int | None = None,
         grace: timedelta = timedelta(seconds=5),
-        silence: timedelta = timedelta(seconds=15),
+        silence: timedelta = timedelta(seconds=10),
+        loss_timeout: timedelta = timedelta(seconds=10),
+        max_restarts: int = 3,
         available_accelerators: int | list[str] = 0,
         address: str | None = None,
         interface: str | None = None,
@@ -159,8 +167,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
         refuse_provider(provider, windows, planner.max_nodes_per_block)
         if not re.fullmatch(r"[A-Za-z0-9._-]+", label):
             raise InvalidSettings(f"FreeTrainExecutor: label {label!r} may hold letters, digits, '.', '_' and '-' only")
-        for name, value in (("poll_interval", poll_interval), ("grace", grace), ("silence", silence)):
-            if value <= timedelta(0):
+        for name, value in (
+            ("poll_interval", poll_interval),
+            ("grace", grace),
+            ("silence", silence),
+            ("loss_timeout", loss_timeout),
+            ("checkpoint_interval", checkpoint_interval),
+        ):
+            if value is not None and value <= timedelta(0):
                 raise InvalidSettings(f"FreeTrainExecutor: {name} must be positive, got {value}")
         for name, number in (
             ("slots_per_node", slots_per_node),
@@ -169,6 +183,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         ):
             if number < 1:
                 raise InvalidSettings(f"FreeTrainExecutor: {name} must be at least 1, got {number}")
+        if max_restarts < 0:
+            raise InvalidSettings(f"FreeTrainExecutor: max_restarts must be zero or more, got {max_restarts}")
         if checkpoint_dir is not None:
             check_writable(Path(checkpoint_dir))
         self.policy = policy
@@ -185,6 +201,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.threads_per_slot = threads_per_slot
         self.grace = grace
         self.silence = silence
+        self.loss_timeout = loss_timeout
+        self.max_restarts = max_restarts
         self.interface = interface
         self.job_tag = job_tag or secrets.token_hex(4)
         super().__init__(
@@ -270,6 +288,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             max_refusals=self.max_refusals,
             job_prefix=self.job_prefix,
         )
+        interval = self.checkpoint_interval
         self._driver = Driver(
             policy=self._policy,
             planner_settings=self.planner,
@@ -278,9 +297,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
             journal=Journal(self.journal_path),
             training_settings=TrainingSettings(
                 checkpoint_root=root,
-                checkpoint_interval=self.checkpoint_interval.total_seconds(),
+                checkpoint_interval=None if interval is None else interval.total_seconds(),
                 costs=self.rescale_costs,
                 threads=self.threads_per_slot,
+                loss_timeout=self.loss_timeout.total_seconds(),
+                max_restarts=self.max_restarts,
             ),
             slots_per_node=self.slots_per_node,
             outdated=2 * self.poll_interval.total_seconds(),

@@ -7,13 +7,18 @@ serialisation, the same trust as HTEX's own task and result messages; nothing el
 slot -> driver
 ====================  ================================================================================
 ``hello``             I exist: token, node, block, pid
-``beat``              I am alive (answered by ``beat``)
+``beat``              I am alive (answered by ``beat``); ``waited``: if I train, seconds for which I have done
+                      nothing but wait for the other members
 ``notice``            my node will be taken in ``closes_in`` seconds (a signal of the batch system); ``gone``: I
                       have nothing to save and leave at once
 ``progress``          how far the training is (first rank only)
-``ended``             this generation's fragment is over for me; payload: value or exception
+``ready``             I have everything but the training's state and wait for ``regroup`` (newcomers only)
+``stranded``          my group lost a member (``reason``): I have left it and wait for ``regroup``
+``regrouped``         I go on in group ``generation``; ``paused``: seconds without progress, ``transferred``: of
+                      these, seconds in which the state was passed on
+``ended``             the run is over for me; payload: value or exception
 ``task_ended``        an ordinary task is over; payload: value or exception
-``kv``                rendezvous: set, get, add, check, delete on the generation's key-value store
+``kv``                rendezvous: set, get, add, check, delete on the key-value store of ``group``
 ====================  ================================================================================
 
 ====================  ================================================================================
@@ -21,8 +26,12 @@ driver -> slot
 ====================  ================================================================================
 ``welcome``           you are known; ``closes_in`` seconds left on your node, or null
 ``beat``              so am I
-``run``               run a fragment: trainer, generation, rank, world_size, options; payload: the function
-``pause``             stop that fragment at the next step boundary, after a checkpoint
+``run``               run a training: ``run`` (names this order: all that either side says about it repeats it),
+                      trainer, options; payload: the function. As a member of a new group: generation, rank,
+                      world_size; or ``joining``: as a newcomer to a group that trains already
+``regroup``           go on, in place, in group ``next`` as ``rank`` of ``world_size``, or leave if ``rank`` is null;
+                      ``abort``: a member of your group is lost, do not wait for the others' agreement
+``pause``             stop the run at the next step boundary, after a checkpoint; a newcomer just leaves
 ``task``              run an ordinary task; payload: the function
 ``kv``                answer to ``kv``
 ``exit``              stop training if you do, then end your process; with ``now``: at once; with ``node``: and the

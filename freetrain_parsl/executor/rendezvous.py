@@ -45,15 +45,15 @@ class RendezvousDesk:
         self._stores.pop(group, None)
         for gets in self._waiting.pop(group, {}).values():
             for get in gets:
-                self._answer(get.slot, get.request, ok=False)
+                self._answer(group, get.slot, get.request, ok=False)
 
     def expire(self, now: float) -> None:
         """Refuse the gets that have waited too long."""
-        for waiting in self._waiting.values():
+        for group, waiting in self._waiting.items():
             for key, gets in list(waiting.items()):
                 for get in [get for get in gets if get.deadline <= now]:
                     gets.remove(get)
-                    self._answer(get.slot, get.request, ok=False)
+                    self._answer(group, get.slot, get.request, ok=False)
                 if not gets:
                     del waiting[key]
 
@@ -62,7 +62,7 @@ class RendezvousDesk:
         group, request, operation = message["group"], message["request"], message["operation"]
         store = self._stores.get(group)
         if store is None:
-            self._answer(slot, request, ok=False)
+            self._answer(group, slot, request, ok=False)
             return
         keys: list[str] = message["keys"]
         if operation == "get" and keys[0] not in store:
@@ -82,15 +82,16 @@ class RendezvousDesk:
             number = int(all(key in store for key in keys))
         elif operation == "delete":
             number = int(store.pop(keys[0], None) is not None)
-        self._answer(slot, request, ok=True, number=number, value=value)
+        self._answer(group, slot, request, ok=True, number=number, value=value)
 
     def _set(self, group: str, key: str, value: bytes) -> None:
         self._stores[group][key] = value
         for get in self._waiting[group].pop(key, []):
-            self._answer(get.slot, get.request, ok=True, value=value)
+            self._answer(group, get.slot, get.request, ok=True, value=value)
 
-    def _answer(self, slot: str, request: int, *, ok: bool, number: int = 0, value: bytes = b"") -> None:
-        self._reply(slot, Message("kv", {"request": request, "ok": ok, "number": number}, value))
+    def _answer(self, group: str, slot: str, request: int, *, ok: bool, number: int = 0, value: bytes = b"") -> None:
+        header = {"group": group, "request": request, "ok": ok, "number": number}
+        self._reply(slot, Message("kv", header, value))
 
 
 class ChannelKeyValue:

@@ -19,6 +19,8 @@ from freetrain_parsl.executor.protocol import Message, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from freetrain_parsl.executor.protocol import Header
+
 logger = logging.getLogger(__name__)
 
 __all__ = ["Channel", "SlotServer", "Waker"]
@@ -142,6 +144,8 @@ class Channel(threading.Thread):
         Called in the channel's thread with each message; must not block.
     on_lost
         Called once when the driver has been silent for `silence` seconds.
+    condition
+        Called in the channel's thread before each beat; gives what the beat tells beside being one.
     beat, silence
         Seconds between beats, and of silence before the driver counts as gone.
     """
@@ -155,6 +159,7 @@ class Channel(threading.Thread):
         *,
         handle: Callable[[Message], None],
         on_lost: Callable[[], None],
+        condition: Callable[[], Header] = dict,
         beat: float,
         silence: float,
     ) -> None:
@@ -164,6 +169,7 @@ class Channel(threading.Thread):
         self._slot = slot
         self._handle = handle
         self._on_lost = on_lost
+        self._condition = condition
         self._beat = beat
         self._silence = silence
         self._outbox: deque[Message] = deque()
@@ -210,7 +216,7 @@ class Channel(threading.Thread):
             now = time.monotonic()
             if now - beaten >= self._beat:
                 beaten = now
-                self._outbox.append(Message("beat"))
+                self._outbox.append(Message("beat", self._condition()))
             while self._outbox:
                 link.send_multipart(self._outbox.popleft().frames())
             if now - heard > self._silence and not lost:

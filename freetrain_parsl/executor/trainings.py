@@ -1,9 +1,10 @@
-"""A training as the driver knows it: what was submitted, and the generation of slots that runs it now."""
+"""A training as the driver knows it: what was submitted, and the slots that run it now, in which group."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidTrainer
@@ -12,10 +13,11 @@ from freetrain_parsl.planning.model import RescaleCosts, Trainer
 if TYPE_CHECKING:
     from concurrent.futures import Future
     from datetime import timedelta
+    from pathlib import Path
 
     from freetrain_parsl.planning.scaling import ScalingCurve
 
-__all__ = ["Generation", "Training", "TrainingRequest"]
+__all__ = ["Change", "Generation", "Loss", "Participant", "Role", "Training", "TrainingRequest", "TrainingSettings"]
 
 
 @dataclass(frozen=True)
@@ -80,71 +82,228 @@ class TrainingRequest:
         )
 
 
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How trainings are treated that do not say otherwise; times in seconds.
+
+    Parameters
+    ----------
+    checkpoint_root
+        Where trainings keep their checkpoints; reachable from the nodes.
+    checkpoint_interval, keep, save_margin
+        See ``training.terms.SessionOptions``.
+    costs
+        Rescale costs of trainings that state none, until they are measured.
+    threads
+        Threads of each slot's torch; ``None``: torch's own choice.
+    loss_timeout
+        Members that do nothing but wait for each other for so long have lost each other; and members that should end
+        after a loss must within this time.
+    meeting_timeout
+        How long the members of a new group wait for each other.
+    max_restarts
+        Crashes, on nodes that nobody took, that a training may answer without reaching a further step.
+    """
+
+    checkpoint_root: Path
+    checkpoint_interval: float | None = None
+    keep: int = 2
+    save_margin: float = 2.0
+    costs: RescaleCosts = field(default_factory=RescaleCosts)
+    threads: int | None = None
+    loss_timeout: float = 10.0
+    meeting_timeout: float = 60.0
+    max_restarts: int = 3
+
+
+class Role(Enum):
+    """What a slot that runs a training is to it."""
+
+    MEMBER = "one of the present group, or ordered into the next"
+    NEWCOMER = "warms up, to be taken in"
+    LEAVER = "was told to leave"
+
+
+@dataclass
+class Participant:
+    """A slot that runs a training.
+
+    Parameters
+    ----------
+    slot, node
+        Where.
+    run
+        Names the order by which it runs it; no two are ever confused.
+    role
+        See `Role`.
+    has_state
+        It could pass the training's state on.
+    ready
+        When a newcomer said that it lacks nothing but the state, seconds since the epoch.
+    stranded
+        When it left a group that had lost a member, seconds since the epoch; ``None`` while it trains.
+    waited
+        Seconds for which it had been waiting for the other members, when it told last.
+    deadline
+        By when it must have ended, or have gone on, or its process is ended; seconds since the epoch.
+    """
+
+    slot: str
+    node: str
+    run: int
+    role: Role
+    has_state: bool = False
+    ready: float | None = None
+    stranded: float | None = None
+    waited: float = 0.0
+    deadline: float | None = None
+
+    def goes_on(self) -> None:
+        """Note that it is a member of a group that works."""
+        self.role, self.has_state = Role.MEMBER, True
+        self.stranded, self.waited, self.deadline = None, 0.0, None
+
+
 @dataclass
 class Generation:
-    """One fragment of a training on one set of slots.
+    """One fragment of a training: one process group on one set of slots.
 
     Parameters
     ----------
     number
-        Counts the fragments of all trainings of this driver, from 1: no two are ever confused.
+        Counts the groups of all trainings of this driver, from 1: no two are ever confused.
     nodes
         Where it runs.
+    ranks
+        Its slots in order of rank.
+    began
+        When it was ordered, seconds since the epoch.
     running
-        Slots that have not ended it yet.
-    first
-        The slot of rank 0.
+        Those of its slots that have not ended.
     pausing
-        It was told to stop.
+        Its members were told to stop, or stop by themselves.
     reported
         Its first member has told where it began.
-    failing_since
-        When a member was lost, seconds since the epoch; the others must end soon.
+    lost
+        It lost members.
     """
 
     number: int
     nodes: frozenset[str]
-    running: set[str]
-    first: str
+    ranks: tuple[str, ...]
+    began: float
+    running: set[str] = field(default_factory=set)
     pausing: bool = False
     reported: bool = False
-    failing_since: float | None = None
+    lost: bool = False
+
+    def __post_init__(self) -> None:
+        self.running.update(self.ranks)
+
+    @property
+    def first(self) -> str:
+        """The slot of rank 0."""
+        return self.ranks[0]
 
     def key(self, training: str) -> str:
         """Name its rendezvous store."""
         return f"{training}/{self.number}"
 
-    def end(self, slot: str) -> bool:
-        """Note that a member has ended; whether it was one."""
-        if slot not in self.running:
-            return False
-        self.running.discard(slot)
-        return True
+
+@dataclass
+class Change:
+    """An order to regroup that is being carried out.
+
+    Parameters
+    ----------
+    before, after
+        The generations.
+    abort
+        It answers a loss.
+    grows
+        It takes newcomers in.
+    waiting
+        Slots of the new group that have not said that they go on in it.
+    paused
+        Longest pause that one of them told, seconds.
+    begun
+        One of them has said so: the training goes on in the new group.
+    """
+
+    before: Generation
+    after: Generation
+    abort: bool
+    grows: bool
+    waiting: set[str]
+    paused: float = 0.0
+    begun: bool = False
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A member that is gone; a `crash` is a loss that nobody outside caused."""
+
+    reason: str
+    crash: bool
 
 
 @dataclass
 class Training:
-    """A training between its submission and the end of its future."""
+    """A training between its submission and the end of its last slot."""
 
     request: TrainingRequest
     payload: bytes
     future: Future[Any]
+    trainer: Trainer | None = None
+    """As the planner knows it."""
+    costs: RescaleCosts = field(default_factory=RescaleCosts)
+    """Of its rescales, as measured so far."""
     desired: frozenset[str] = frozenset()
+    crew: dict[str, Participant] = field(default_factory=dict)
+    """Every slot that runs it, by name."""
     generation: Generation | None = None
+    change: Change | None = None
+    in_place: bool = True
+    """Its group can change while it runs."""
     checkpoint_step: int | None = None
-    crashes: int = 0
-    """Slots that died under it since its last checkpoint, though nobody took their nodes."""
+    furthest: int = 0
+    """The furthest step reached."""
+    restarts: int = 0
+    """Crashes since that step was reached."""
     last_crash: str = ""
+    losses: list[Loss] = field(default_factory=list)
+    """Not answered yet."""
+    last_lost: float = 0.0
 
     @property
     def name(self) -> str:
         """The training's name."""
         return self.request.name
 
+    @property
+    def over(self) -> bool:
+        """Whether it has finished or failed."""
+        return self.future.done()
+
+    def members(self) -> list[Participant]:
+        """List the members of the present group that have not ended, in order of rank."""
+        ranks = self.generation.ranks if self.generation is not None else ()
+        return [self.crew[slot] for slot in ranks if slot in self.crew and self.crew[slot].role is Role.MEMBER]
+
+    def newcomers(self) -> list[Participant]:
+        """List those who warm up or wait to be taken in."""
+        return [one for one in self.crew.values() if one.role is Role.NEWCOMER]
+
     def take(self, progress: dict[str, Any]) -> bool:
-        """Note what a progress report says of checkpoints; whether there is a new one."""
+        """Note what a progress report says; whether there is a new checkpoint."""
+        self.in_place = progress["in_place"]
+        if progress["step"] > self.furthest:
+            self.furthest, self.restarts = progress["step"], 0
         before, self.checkpoint_step = self.checkpoint_step, progress["checkpoint_step"]
-        if self.checkpoint_step is None or self.checkpoint_step == before:
-            return False
-        self.crashes = 0
-        return True
+        return self.checkpoint_step is not None and self.checkpoint_step != before
+
+    def count(self, loss: Loss) -> None:
+        """Count a loss as a restart without progress, if it is a crash."""
+        if loss.crash:
+            self.restarts += 1
+            self.last_crash = loss.reason

@@ -14,30 +14,25 @@ import queue
 import signal
 import socket
 import sys
-import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
-from parsl.app.errors import RemoteExceptionWrapper
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.executor.pilot import call_yourself_a_slot, end_node
-from freetrain_parsl.executor.protocol import Message, unpack_training
-from freetrain_parsl.executor.rendezvous import ChannelKeyValue
+from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.run import Run, serialized_exception
 from freetrain_parsl.executor.slots import Channel
-from freetrain_parsl.training.terms import Finished, Membership, Notice, SessionOptions
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from freetrain_parsl.training.terms import Progress
+    from freetrain_parsl.executor.protocol import Header
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +88,7 @@ class _Slot:
         self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
         self._name = f"{self._node}/{os.environ.get('PARSL_WORKER_RANK', '0')}/{uuid.uuid4().hex[:8]}"
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._notice: Notice | None = None
-        self._store: ChannelKeyValue | None = None
-        self._generation: tuple[str, int] | None = None
+        self._run: Run | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
         self._channel = Channel(
@@ -106,6 +98,7 @@ class _Slot:
             self._name,
             handle=self._handle,
             on_lost=self._driver_lost,
+            condition=self._condition,
             beat=settings.beat,
             silence=settings.silence,
         )
@@ -132,7 +125,7 @@ class _Slot:
                 },
             )
         )
-        work = {"run": self._run, "task": self._run_task}
+        work = {"run": self._train, "task": self._run_task}
         while not self._leaving:
             message = self._inbox.get()
             if message.type in work:
@@ -149,16 +142,9 @@ class _Slot:
             self._closes = time.monotonic() + message["closes_in"]
         elif message.type in ("run", "task"):
             self._inbox.put(message)
-        elif message.type == "kv":
-            if (store := self._store) is not None:
-                store.deliver(message)
-        elif message.type == "pause":
-            with self._lock:
-                if self._notice is not None and self._generation == (
-                    message["trainer"],
-                    message["generation"],
-                ):
-                    self._notice.pause_requested.set()
+        elif message.type in ("kv", "regroup", "pause"):
+            if (run := self._run) is not None:
+                run.handle(message)
         elif message.type == "exit":
             if message["node"]:
                 end_node()
@@ -171,8 +157,12 @@ class _Slot:
         logger.warning("no word from the driver for %.0f s: saving and ending this node", self._settings.silence)
         end_node()
         self._leave()
-        if (store := self._store) is not None:
-            store.close()
+        if (run := self._run) is not None:
+            run.close()
+
+    def _condition(self) -> Header:
+        run = self._run
+        return {} if run is None else {"waited": run.notice.waited()}
 
     # Any thread, and the signal handler.
 
@@ -183,109 +173,49 @@ class _Slot:
             self._on_signal(number, frame)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's own signature
-        notice = self._notice  # no lock: this very thread may hold it; reading a reference is atomic
-        gone = notice is None or not notice.underway.is_set()
+        run = self._run
+        gone = run is None or run.expendable
         self._channel.send(Message("notice", {"closes_in": self._settings.grace, "gone": gone}))
-        if gone:
+        if run is None or gone:
             self._channel.end_process()  # nothing would be lost, and somebody waits for this node
-        else:
-            self._leave()
+            return
+        # The driver lets the others go on without this process, or all pause. If it does not, they do by themselves.
+        run.notice.close_after(timedelta(seconds=self._settings.grace))
+        self._leaving = True
+        self._inbox.put(Message("leave"))
 
     def _leave(self) -> None:
         self._leaving = True
-        if (notice := self._notice) is not None:
-            notice.pause_requested.set()
+        if (run := self._run) is not None:
+            run.notice.end()
         self._inbox.put(Message("leave"))
 
     # The main thread.
 
-    def _run(self, message: Message) -> None:
-        from freetrain_parsl.training.fragment import run_fragment
-        from freetrain_parsl.training.membership import RendezvousStore
-
-        generation = (message["trainer"], message["generation"])
-        membership = Membership(
-            trainer=message["trainer"],
-            generation=message["generation"],
-            rank=message["rank"],
-            world_size=message["world_size"],
-            timeout=timedelta(seconds=message["timeout"]),
+    def _train(self, message: Message) -> None:
+        run = Run(
+            message,
             interface=self._settings.interface or _interface_to(self._channel.url),
+            send=self._channel.send,
         )
-        options = SessionOptions(
-            name=message["trainer"],
-            checkpoint_root=Path(message["checkpoint_root"]),
-            seed=message["seed"],
-            checkpoint_interval=timedelta(seconds=message["checkpoint_interval"]),
-            keep=message["keep"],
-            save_margin=timedelta(seconds=message["save_margin"]),
-            threads=message["threads"],
-            epochs=message["epochs"],
-        )
-        notice = Notice()
         if self._closes is not None:
-            notice.close_after(timedelta(seconds=self._closes - time.monotonic()))
-        store = ChannelKeyValue(f"{generation[0]}/{generation[1]}", self._channel.send)
-        with self._lock:
-            self._notice, self._store, self._generation = notice, store, generation
+            run.notice.close_after(timedelta(seconds=self._closes - time.monotonic()))
+        self._run = run
         if self._leaving:
-            notice.pause_requested.set()
-        outcome: dict[str, Any] = {"outcome": "failed"}
-        payload = b""
+            run.notice.end()
         try:
-            function, args, kwargs = unpack_training(message.payload)
-            ended = run_fragment(
-                function,
-                args,
-                kwargs,
-                options=options,
-                membership=membership,
-                store=RendezvousStore(store) if membership.world_size > 1 else None,
-                notice=notice,
-                report=lambda progress: self._report(generation, progress),
-            )
-            finished = isinstance(ended, Finished)
-            outcome = {"outcome": "finished" if finished else "paused", "progress": asdict(ended.progress)}
-            if isinstance(ended, Finished):
-                payload = serialize(ended.value) if membership.rank == 0 else b""
-            else:
-                outcome["reason"] = ended.reason.value
-        except PeerLost as error:
-            outcome = {"outcome": "peer_lost", "reason": str(error)}
-        except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
-            outcome = {"outcome": "failed"}
-            payload = _serialized_exception()
+            ended = run.perform()
         finally:
-            with self._lock:
-                self._notice = self._store = self._generation = None
-            store.close()
-        self._channel.send(
-            Message("ended", {"trainer": generation[0], "generation": generation[1], **outcome}, payload)
-        )
-
-    def _report(self, generation: tuple[str, int], progress: Progress) -> None:
-        trainer, number = generation
-        self._channel.send(
-            Message("progress", {"trainer": trainer, "generation": number, "progress": asdict(progress)})
-        )
+            self._run = None
+            run.close()
+        self._channel.send(ended)
 
     def _run_task(self, message: Message) -> None:
         try:
             payload, outcome = serialize(execute_task(message.payload)), "finished"
         except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
-            payload, outcome = _serialized_exception(), "failed"
+            payload, outcome = serialized_exception(), "failed"
         self._channel.send(Message("task_ended", {"task": message["task"], "outcome": outcome}, payload))
-
-
-def _serialized_exception() -> bytes:
-    """Serialise the exception that is being handled, with its traceback."""
-    _, value, traceback = sys.exc_info()
-    assert value is not None, "only called while an exception is handled"
-    try:
-        return bytes(serialize(RemoteExceptionWrapper(type(value), value, traceback)))
-    except Exception as refusal:  # noqa: BLE001 - any object may refuse to be pickled, in any way
-        stand_in = RuntimeError(f"{type(value).__name__}: {value} (itself it cannot be sent: {refusal})")
-        return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
 
 
 def _interface_to(url: str) -> str | None:

@@ -111,8 +111,9 @@ class Holdings:
                 self._shunned.pop(name, None)
 
     def join(self, block: str, node: str) -> None:
-        """Note that a node's slots are ready."""
+        """Note that a node's slots are ready: its block has started, though the batch system may not have said so."""
         if block in self._blocks:
+            self._blocks[block].started = True
             self._blocks[block].missing_since.pop(node, None)
 
     def lack(self, block: str, node: str, now: float) -> None:

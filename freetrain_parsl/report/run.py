@@ -25,6 +25,10 @@ class Fragment:
     """It ended because a member was lost, not by a pause."""
     resumed_from: int | None = None
     """Step of the checkpoint that it started from."""
+    in_place: bool = False
+    """It goes on where the fragment before ended, without a checkpoint."""
+    paused: float = 0.0
+    """Seconds without progress before it, if it goes on in place."""
 
 
 @dataclass
@@ -114,7 +118,8 @@ class RunState:
         training.rescales += before is not None and before.nodes != nodes
         training.state, training.nodes = "running", nodes
         training.fragments += 1
-        self.fragments.append(Fragment(entry.subject, nodes, entry.time))
+        in_place, paused = entry.detail.get("in_place", False), entry.detail.get("paused", 0.0)
+        self.fragments.append(Fragment(entry.subject, nodes, entry.time, in_place=in_place, paused=paused))
 
     def _on_fragment_ended(self, entry: Entry) -> None:
         fragment = self._last_fragment(entry.subject)

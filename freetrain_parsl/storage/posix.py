@@ -3,12 +3,14 @@
 One directory a trainer, one directory a checkpoint::
 
     <root>/<trainer>/step-0000000123/state.pt         the state, opaque here
-                                     manifest.json    step, size, SHA-256 of state.pt, and who wrote it when
+                                     shards/          what the members of a sharded training wrote, if it is one
+                                     manifest.json    step, size and SHA-256 of every file, and who wrote it when
     <root>/<trainer>/latest                           name of the newest checkpoint, for people and tools
+    <root>/<trainer>/writer                           who writes, for people
 
-A checkpoint is written under a name that starts with ``.tmp-``, synced to disk, and renamed, so that a
-directory named ``step-…`` is complete whatever was killed when; then ``latest`` is replaced, and old ones go.
-Reading relies on the directory names and checksums only, not on ``latest``. There is one writer at a time.
+A checkpoint is written in the writer's staging directory, synced to disk, and renamed, so that a directory named
+``step-…`` is complete whatever was killed when; then ``latest`` is replaced, and old ones go. Reading relies on the
+directory names and checksums only, not on ``latest``. There is one writer at a time: the last that called `open`.
 """
 
 from __future__ import annotations
@@ -20,20 +22,21 @@ import re
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
+from freetrain_parsl.storage.staging import TEMPORARY, Staging, sync, sync_directory, write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
-_STATE = "state.pt"
+STATE = "state.pt"
 _MANIFEST = "manifest.json"
 _LATEST = "latest"
-_TEMPORARY = ".tmp-"
 _CHECKPOINT_NAME = re.compile(r"step-(\d{10,})(?:-([1-9]\d*))?")
 _PRIVATE = 0o700
 _CHUNK = 1 << 20
@@ -69,6 +72,28 @@ class Entry:
     path: Path
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written; it counts once `CheckpointDirectory.complete` has returned.
+
+    Parameters
+    ----------
+    step
+        Optimizer steps done.
+    path
+        Its directory for now.
+    begun
+        When, on the directory's clock.
+    files
+        Path in the checkpoint -> ``{"bytes": …, "sha256": …}``.
+    """
+
+    step: int
+    path: Path
+    begun: float
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
 def directory_name(trainer: str) -> str:
     """Return the file name for a trainer: the name itself where it is harmless, else percent-encoded.
 
@@ -100,7 +125,7 @@ def check_writable(root: Path) -> None:
     """
     try:
         root.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=root, prefix=_TEMPORARY) as probe:
+        with tempfile.NamedTemporaryFile(dir=root, prefix=TEMPORARY) as probe:
             probe.write(b"probe")
             probe.flush()
             os.fsync(probe.fileno())
@@ -126,21 +151,40 @@ class CheckpointDirectory:
     def __init__(self, root: Path, trainer: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = root / directory_name(trainer)
         self._clock = clock
+        self._staging: Staging | None = None
 
-    def open(self) -> None:
-        """Create the directory (private), and remove what a killed writer left. Only for the writer.
+    @property
+    def is_open(self) -> bool:
+        """Whether this is a writer, perhaps one that has been shut out since."""
+        return self._staging is not None
+
+    def open(self, generation: int = 0) -> None:
+        """Become the one writer: create the directory (private), shut out whoever wrote before and clear its remains.
+
+        Parameters
+        ----------
+        generation
+            Of the group that writes, for people.
 
         Raises
         ------
         CheckpointError
             The file system refuses.
         """
+        self.close()
         try:
             self.path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
-            for stale in self.path.glob(f"{_TEMPORARY}*"):
-                _remove(stale)
+            self._staging = Staging(self.path, generation)
         except OSError as error:
-            raise CheckpointError(f"cannot prepare the checkpoint directory {self.path}: {error}") from error
+            raise CheckpointError(
+                f"cannot prepare the checkpoint directory {self.path}: {error.strerror or error}"
+            ) from error
+
+    def close(self) -> None:
+        """Cease to be the writer."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
 
     def entry(self, step: int, revision: int = 0) -> Entry:
         """Name a checkpoint, there or not."""
@@ -158,10 +202,80 @@ class CheckpointDirectory:
                 found.append(Entry(int(match[1]), int(match[2] or 0), path))
         return sorted(found, reverse=True)
 
+    def begin(self, step: int) -> Draft:
+        """Make room for a checkpoint that is to be written.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses, or another process writes now.
+        """
+        with self._writing(f"write a checkpoint of step {step}") as staging:
+            return Draft(step, Path(tempfile.mkdtemp(prefix="step-", dir=staging.path)), self._clock())
+
+    def write(self, draft: Draft, name: str, write: Callable[[Sink], object]) -> None:
+        """Write a file of a checkpoint durably, and note its checksum.
+
+        Parameters
+        ----------
+        draft
+            Of the checkpoint; removed if this fails.
+        name
+            Of the file.
+        write
+            Writes into the sink that it is given.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses (full, quota, read-only, gone), or another process writes now.
+        """
+        with self._writing(f"write a checkpoint of step {draft.step}", draft), (draft.path / name).open("wb") as file:
+            sink = _HashingSink(file)
+            _write(write, sink)
+            sync(file)
+            draft.files[name] = {"bytes": sink.count, "sha256": sink.hexdigest()}
+
+    def complete(self, draft: Draft, facts: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
+        """Make a checkpoint whose files are written count: it is durable when this returns.
+
+        Parameters
+        ----------
+        draft
+            With all its files, synced, and their checksums.
+        facts
+            What else the manifest should tell; JSON-able.
+
+        Returns
+        -------
+        entry, manifest
+            Where it is, and its manifest: `facts` with ``step``, ``bytes``, ``files`` and ``write_seconds``.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses, or another process writes now.
+        """
+        with self._writing(f"write a checkpoint of step {draft.step}", draft) as staging:
+            manifest = {
+                **facts,
+                "step": draft.step,
+                "bytes": sum(file["bytes"] for file in draft.files.values()),
+                "files": dict(sorted(draft.files.items())),
+                "write_seconds": round(self._clock() - draft.begun, 6),
+            }
+            write_text(draft.path / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            sync_directory(draft.path)
+            entry = self._free_entry(draft.step)
+            draft.path.rename(entry.path)
+            sync_directory(self.path)
+            staging.replace(_LATEST, entry.path.name + "\n")
+        return entry, manifest
+
     def publish(
         self, step: int, write: Callable[[Sink], object], facts: Mapping[str, Any]
     ) -> tuple[Entry, dict[str, Any]]:
-        """Write one checkpoint so that it is durable and complete when this returns.
+        """Write one checkpoint of one file so that it is durable and complete when this returns.
 
         Parameters
         ----------
@@ -175,41 +289,20 @@ class CheckpointDirectory:
         Returns
         -------
         entry, manifest
-            Where it is, and its manifest: `facts` with ``step``, ``bytes``, ``sha256`` and ``write_seconds``.
+            As from `complete`.
 
         Raises
         ------
         CheckpointError
-            The file system refuses (full, quota, read-only, gone).
+            The file system refuses (full, quota, read-only, gone), or another process writes now.
         """
-        begun = self._clock()
-        temporary = None
-        try:
-            temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.path))  # mkdtemp makes it private
-            with (temporary / _STATE).open("wb") as file:
-                sink = _HashingSink(file)
-                _write(write, sink)
-                _sync(file)
-            manifest = {
-                **facts,
-                "step": step,
-                "bytes": sink.count,
-                "sha256": sink.hexdigest(),
-                "write_seconds": round(self._clock() - begun, 6),
-            }
-            self._write_text(temporary / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
-            _sync_directory(temporary)
-            entry = self._free_entry(step)
-            temporary.rename(entry.path)
-            _sync_directory(self.path)
-            self._point_latest_at(entry)
-        except OSError as error:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)  # best effort: the error below is what matters
-            raise CheckpointError(
-                f"cannot write a checkpoint of step {step} in {self.path}: {error.strerror or error}"
-            ) from error
-        return entry, manifest
+        draft = self.begin(step)
+        self.write(draft, STATE, write)
+        return self.complete(draft, facts)
+
+    def discard(self, draft: Draft) -> None:
+        """Give a draft up."""
+        shutil.rmtree(draft.path, ignore_errors=True)  # the next writer clears what could not be removed
 
     def manifest(self, entry: Entry) -> dict[str, Any]:
         """Read the manifest of a checkpoint.
@@ -228,8 +321,15 @@ class CheckpointDirectory:
             raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell step {entry.step}")
         return manifest
 
-    def verify(self, entry: Entry) -> tuple[Path, dict[str, Any]]:
-        """Read a whole checkpoint against its checksum.
+    def verify(self, entry: Entry, names: Collection[str] | None = None) -> tuple[Path, dict[str, Any]]:
+        """Read a checkpoint against its checksums.
+
+        Parameters
+        ----------
+        entry
+            Which one.
+        names
+            Only these of its files; ``None``: all.
 
         Returns
         -------
@@ -242,22 +342,32 @@ class CheckpointDirectory:
             Bytes are missing or different; the message has the path.
         """
         manifest = self.manifest(entry)
-        state = entry.path / _STATE
-        digest, size = hashlib.sha256(), 0
-        try:
-            with state.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
-                    size += len(chunk)
-        except OSError as error:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {_STATE} ({error})") from error
-        if size != manifest.get("bytes"):
-            raise DamagedCheckpoint(
-                f"damaged checkpoint {entry.path}: {_STATE} has {size} of {manifest.get('bytes')} bytes"
-            )
-        if digest.hexdigest() != manifest.get("sha256"):
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_STATE} does not match its SHA-256")
-        return state, manifest
+        files = _files(entry, manifest)
+        for name in files if names is None else names:
+            _verify(entry, name, files.get(name, {}))
+        return entry.path / STATE, manifest
+
+    def check_sizes(self, entry: Entry) -> dict[str, Any]:
+        """Make sure that all files of a checkpoint are there and as long as they were; reads the manifest only.
+
+        Returns
+        -------
+        manifest
+            As from `verify`.
+
+        Raises
+        ------
+        DamagedCheckpoint
+            A file is missing, or shorter or longer than it was.
+        """
+        manifest = self.manifest(entry)
+        for name, facts in _files(entry, manifest).items():
+            try:
+                size = (entry.path / name).stat().st_size
+            except OSError as error:
+                raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {name} ({error})") from error
+            _compare(entry, name, "bytes", size, facts)
+        return manifest
 
     def prune(self, newest: Entry, keep: int) -> None:
         """Keep `newest` and the `keep` - 1 before it.
@@ -267,34 +377,54 @@ class CheckpointDirectory:
         Raises
         ------
         CheckpointError
+            The file system refuses, or another process writes now.
+        """
+        with self._writing("remove old checkpoints") as staging:
+            entries = self.entries()
+            kept = [entry for entry in entries if entry <= newest][:keep]
+            for entry in entries:
+                if entry not in kept:
+                    staging.remove(entry.path)
+
+    def remove(self, entry: Entry) -> None:
+        """Remove a checkpoint at a person's request, whoever writes.
+
+        Raises
+        ------
+        CheckpointError
             The file system refuses.
         """
-        kept = [entry for entry in self.entries() if entry <= newest][:keep]
         try:
-            for entry in self.entries():
-                if entry not in kept:
-                    # Renamed first: a directory named step-… is never seen half removed.
-                    doomed = self.path / f"{_TEMPORARY}gone-{entry.path.name}"
-                    entry.path.rename(doomed)
-                    _remove(doomed)
+            doomed = self.path / f"{TEMPORARY}gone-{entry.path.name}"
+            entry.path.rename(doomed)  # a directory named step-… is never seen half removed
+            shutil.rmtree(doomed)
         except OSError as error:
-            raise CheckpointError(f"cannot remove old checkpoints in {self.path}: {error}") from error
+            raise CheckpointError(f"cannot remove {entry.path}: {error.strerror or error}") from error
 
     def _free_entry(self, step: int) -> Entry:
         revisions = [entry.revision for entry in self.entries() if entry.step == step]
         return self.entry(step, max(revisions) + 1 if revisions else 0)
 
-    def _point_latest_at(self, entry: Entry) -> None:
-        aside = self.path / f"{_TEMPORARY}{_LATEST}"
-        self._write_text(aside, entry.path.name + "\n")
-        aside.replace(self.path / _LATEST)
-        _sync_directory(self.path)
-
-    @staticmethod
-    def _write_text(path: Path, text: str) -> None:
-        with path.open("wb") as file:
-            file.write(text.encode())
-            _sync(file)
+    @contextmanager
+    def _writing(self, what: str, draft: Draft | None = None) -> Iterator[Staging]:
+        """Turn what the file system says into an error that says what it means; a draft that fails is removed."""
+        staging = self._staging
+        if staging is None:
+            raise CheckpointError(f"cannot {what} in {self.path}: it is not open for writing")
+        try:
+            yield staging
+        except OSError as error:
+            if not staging.is_mine:
+                raise CheckpointError(
+                    f"cannot {what} in {self.path}: another process has taken over ({staging.successor()})"
+                ) from error
+            if draft is not None:
+                self.discard(draft)
+            raise CheckpointError(f"cannot {what} in {self.path}: {error.strerror or error}") from error
+        except Exception:
+            if draft is not None:
+                self.discard(draft)
+            raise
 
 
 class _HashingSink:
@@ -322,6 +452,50 @@ class _HashingSink:
         return self._digest.hexdigest()
 
 
+def checksum(path: Path) -> dict[str, Any]:
+    """Read a file and return what a manifest tells of it: ``bytes`` and ``sha256``.
+
+    Raises
+    ------
+    OSError
+        It cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _files(entry: Entry, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the files of a checkpoint; manifests of format 1 tell of one, without its name."""
+    files = manifest.get("files", {STATE: manifest})
+    if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell its files")
+    for name in files:
+        parts = PurePosixPath(name).parts
+        if not parts or parts[0] == "/" or ".." in parts:
+            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} names a file outside, {name}")
+    return files
+
+
+def _verify(entry: Entry, name: str, facts: Mapping[str, Any]) -> None:
+    try:
+        found = checksum(entry.path / name)
+    except OSError as error:
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {name} ({error})") from error
+    _compare(entry, name, "bytes", found["bytes"], facts)
+    _compare(entry, name, "sha256", found["sha256"], facts)
+
+
+def _compare(entry: Entry, name: str, what: str, found: object, facts: Mapping[str, Any]) -> None:
+    if found == facts.get(what):
+        return
+    difference = f"has {found} of {facts.get(what)} bytes" if what == "bytes" else "does not match its SHA-256"
+    raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {name} {difference}")
+
+
 def _write(write: Callable[[Sink], object], sink: _HashingSink) -> None:
     """Write a state, and tell what the file system said, not what became of it on its way through C++."""
     try:
@@ -330,23 +504,3 @@ def _write(write: Callable[[Sink], object], sink: _HashingSink) -> None:
         if sink.problem is not None:
             raise sink.problem from error
         raise
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

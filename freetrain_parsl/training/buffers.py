@@ -43,10 +43,13 @@ class RunningStatistics:
             self._begin = [buffer.detach().clone() for buffer in self._buffers]
 
     def close_piece(self, piece: Piece) -> None:
-        """Note what a piece has made of them."""
-        if self._by_share and self._buffers and piece.last_of_shard:
-            if piece.weight:
-                self._rows.append(self._flat())
+        """Note what a piece has made of them; one without weight leaves them alone."""
+        if not self._buffers:
+            return
+        if not piece.weight:
+            self._put(self._begin)
+        elif self._by_share and piece.last_of_shard:
+            self._rows.append(self._flat())
             self._put(self._begin)
 
     def complete(self, group: Group, shards: int) -> None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.rng import mix, seed_cpu
+from freetrain_parsl.training.stream import Stream
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.engine import Engine
@@ -34,7 +35,7 @@ class SessionLoader:
     def __init__(
         self,
         engine: Engine,
-        dataset: MapDataset,
+        dataset: MapDataset | Stream,
         order: Order,
         *,
         num_workers: int,
@@ -46,7 +47,7 @@ class SessionLoader:
         self._plan = _Plan(engine, order)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
-            _Seeded(dataset, order.seed) if seed_samples else _Plain(dataset),  # type: ignore[arg-type]  # torch's Dataset class is not needed, its methods are
+            _with_places(dataset, order.seed, seed_samples=seed_samples),
             batch_sampler=self._plan,
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -125,6 +126,13 @@ class _Plan:
             begin += batch.samples
 
 
+def _with_places(dataset: MapDataset | Stream, seed: int, *, seed_samples: bool) -> Any:
+    """Return what fetches the samples of a list of (epoch, position); torch's Dataset class is not needed for that."""
+    if isinstance(dataset, Stream):
+        return _Streamed(dataset, seed)
+    return _Seeded(dataset, seed) if seed_samples else _Plain(dataset)
+
+
 class _Plain:
     """A dataset whose positions come with the epoch, which it does not need."""
 
@@ -153,28 +161,39 @@ class _Seeded:
         return samples
 
 
-def check_dataset(dataset: object, batch_size: int, *, drop_last: bool) -> None:
+class _Streamed:
+    """A stream; it seeds on its own, what it drops included."""
+
+    def __init__(self, stream: Stream, seed: int) -> None:
+        self._stream = stream
+        self._seed = seed
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+        return self._stream.fetch(self._seed, places[0][0], [position for _, position in places])
+
+
+def check_dataset(dataset: object, batch_size: int, *, shuffle: bool, drop_last: bool) -> None:
     """Refuse what cannot be shared out exactly.
 
     Raises
     ------
     UsageError
-        The dataset has no positions or no samples, or the batch size is not positive.
+        The dataset has no positions or no samples, a stream is to be shuffled, or the batch size is not positive.
     """
-    positional = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not positional:
+    if isinstance(dataset, Stream):
+        if shuffle:
+            raise UsageError("session.loader: a stream has one order; give shuffle=False, and shuffle in its source")
+    elif isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"session.loader needs a dataset with len() and positions, got {type(dataset).__name__}; "
-            "a stream cannot be shared out so that every sample is seen exactly once"
+            "for a stream: session.loader(session.stream(source, samples=…), …)"
         )
-    if len(dataset) == 0:  # type: ignore[arg-type]  # has __len__, as tested above
+    if len(dataset) == 0:
         raise UsageError("session.loader: the dataset is empty")
     if batch_size < 1:
         raise UsageError(f"session.loader: batch_size must be at least 1, got {batch_size}")
-    if drop_last and len(dataset) < batch_size:  # type: ignore[arg-type]  # has __len__, as tested above
-        raise UsageError(
-            f"session.loader: drop_last leaves no batch of {batch_size} in {len(dataset)} samples"  # type: ignore[arg-type]  # as above
-        )
+    if drop_last and len(dataset) < batch_size:
+        raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(dataset)} samples")
 
 
 def to_device(data: Any, device: torch.device) -> Any:

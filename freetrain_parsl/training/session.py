@@ -12,9 +12,10 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoint import check_restorable
 from freetrain_parsl.training.loader import MapDataset, SessionLoader, check_dataset
 from freetrain_parsl.training.order import Order
+from freetrain_parsl.training.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from freetrain_parsl.training.engine import Engine, Stateful
@@ -82,6 +83,22 @@ class TrainingSession:
         return self._engine.books.metrics
 
     @property
+    def batch_loss(self) -> float:
+        """Mean loss over the whole batch that was trained on last, the same on all processes; for logs and plots.
+
+        Raises
+        ------
+        UsageError
+            This process has made no step yet.
+        """
+        loss = None if self._engine.stepper is None else self._engine.stepper.batch_loss
+        if loss is None:
+            raise UsageError(
+                "session.batch_loss: this process has made no step yet; use it under `if session.step(loss):`"
+            )
+        return float(loss)
+
+    @property
     def audit(self) -> Audit:
         """Samples seen, lost and repeated over the finished epochs: counted, not assumed."""
         return self._engine.books.audit
@@ -106,7 +123,8 @@ class TrainingSession:
             An optimizer on the model's parameters, or its class with `optimizer_options`.
         others
             Everything else with ``state_dict`` and ``load_state_dict``: learning-rate schedulers, more optimizers, an
-            averaged model. A ``torch.amp.GradScaler`` scales the losses and makes the optimizers' steps from then on.
+            averaged model, more models, a `Stream`. A ``torch.amp.GradScaler`` scales the losses and makes the
+            optimizers' steps from then on.
         optimizer_options
             For an optimizer's class.
 
@@ -138,6 +156,8 @@ class TrainingSession:
         check_restorable("the optimizer", optimizer.state_dict()["param_groups"])
         for other in others:
             kind = type(other).__name__
+            if isinstance(other, nn.Module):
+                other.to(self.device)
             if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
                 raise UsageError(f"session.prepare: {kind} has no state_dict and load_state_dict")
             check_restorable(kind, other.state_dict())
@@ -151,7 +171,7 @@ class TrainingSession:
 
     def loader(
         self,
-        dataset: MapDataset,
+        dataset: MapDataset | Stream,
         batch_size: int,
         *,
         shuffle: bool = True,
@@ -173,11 +193,11 @@ class TrainingSession:
         Parameters
         ----------
         dataset
-            With ``len()`` and positions.
+            With ``len()`` and positions, or a `stream`.
         batch_size
             Samples in a batch, of all processes together.
         shuffle
-            Whether each epoch has its own order; it depends on the seed and the epoch only.
+            Whether each epoch has its own order; it depends on the seed and the epoch only. Not of a stream.
         drop_last
             Whether to leave out a last batch that is not full.
         micro_batch
@@ -208,7 +228,7 @@ class TrainingSession:
         CheckpointMismatch
             The newest checkpoint is of another dataset or batch size.
         """
-        check_dataset(dataset, batch_size, drop_last=drop_last)
+        check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
         for name, number in (("micro_batch", micro_batch), ("shards", shards), ("ramp", ramp)):
             if number is not None and number < 1:
                 raise UsageError(f"session.loader: {name} must be at least 1, got {number}")
@@ -233,6 +253,31 @@ class TrainingSession:
             collate_fn=collate_fn,
             seed_samples=seed_samples,
         )
+
+    def stream(self, source: Iterable[Any], samples: int) -> Stream:
+        """Give a stream positions, so that `loader` can share it out exactly once.
+
+        Give the result to `prepare`, too: a source with ``state_dict`` and ``load_state_dict`` is then not read again
+        from its front after a move.
+
+        Parameters
+        ----------
+        source
+            Gives samples, always the same ones, when it is iterated over: an ``IterableDataset``, or torchdata's
+            ``StatefulDataLoader`` with ``batch_size=None``. It is told of each epoch if it has ``set_epoch``.
+        samples
+            How many of them make an epoch.
+
+        Raises
+        ------
+        UsageError
+            There is no sample in an epoch, or the source cannot be iterated over.
+        """
+        if samples < 1:
+            raise UsageError(f"session.stream: samples must be at least 1, got {samples}")
+        if not hasattr(source, "__iter__"):
+            raise UsageError(f"session.stream needs something to iterate over, got {type(source).__name__}")
+        return Stream(source, samples)
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Count the epochs of the whole training, beginning with the first one that is not done.

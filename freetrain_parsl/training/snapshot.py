@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -27,11 +31,23 @@ class HostBuffers:
             Tensors, numbers, strings, lists and dictionaries.
         """
         copying = _Copying(self._buffers)
-        result = copying.copy(state, ())
+        with _one_thread():
+            result = copying.copy(state, ())
         for device in copying.devices:
             torch.cuda.current_stream(device).synchronize()
         self._buffers = copying.buffers  # of tensors that are no more, memory goes back now
         return result
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Copy with one thread: memory is the limit, and where cores are shared, threads waiting for each other are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Copying:

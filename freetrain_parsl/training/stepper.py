@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch.distributed as dist
-    from torch import nn
 
     from freetrain_parsl.training.membership import Group
     from freetrain_parsl.training.order import Batch, Piece
     from freetrain_parsl.training.scaled import LinearScaling
 
-# What users call once after each step, by the method they call.
-_CALLED_AFTER_STEPS: tuple[tuple[type, str], ...] = ((LRScheduler, "step"), (AveragedModel, "update_parameters"))
+# What users call once a step, with its gradients or after it, by the method they call.
+_CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
+    (LRScheduler, "step"),
+    (AveragedModel, "update_parameters"),
+    (torch.amp.GradScaler, "unscale_"),
+)
 
 
 class Stepper:
@@ -37,7 +41,7 @@ class Stepper:
     model
         The network.
     objects
-        All that `session.prepare` got: optimizers and a gradient scaler are found among them.
+        All that `session.prepare` got: optimizers, a gradient scaler and further models are found among them.
     sharded
         The model adds up its gradients itself (FSDP2).
     """
@@ -49,13 +53,16 @@ class Stepper:
         """Whether the batch in hand lost a member."""
         self.one_step = False
         """Whether a batch may be cut into pieces, so that it can have one step only."""
-        self._model = model
+        self.batch_loss: torch.Tensor | None = None
+        """Mean loss over the last batch that was stepped, a scalar, the same on all members."""
+        modules = dict.fromkeys([model, *(thing for thing in objects if isinstance(thing, nn.Module))])
+        self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
         self._sharded = sharded
         self._parameters = self._all_parameters()
         self._sum: GradientSum = OverlappedSum(self._parameters)
-        self._statistics = RunningStatistics(model, by_share=False)
+        self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
         self._group: Group
         self._piece: Piece | None = None
         self._has_gradients = False
@@ -69,7 +76,7 @@ class Stepper:
     def fix_order(self) -> None:
         """Add up share by share from now on."""
         self._sum = OrderedSum([parameter for parameter in self._parameters if parameter.requires_grad])
-        self._statistics = RunningStatistics(self._model, by_share=True)
+        self._statistics = RunningStatistics(self._models, by_share=True)
 
     @property
     def has_piece(self) -> bool:
@@ -90,8 +97,6 @@ class Stepper:
 
     def take_back(self) -> None:
         """Note that the user's code is done with a piece."""
-        if self._piece is not None and not self.cut_off:
-            self._statistics.close_piece(self._piece)
         self._piece = None
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -125,6 +130,7 @@ class Stepper:
             weighed = self._scaler.scale(weighed)
         weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
         self._sum.after_backward(self._group, piece)
+        self._statistics.close_piece(piece)
         if not piece.last:
             self._hold()
             return
@@ -133,6 +139,7 @@ class Stepper:
                 tally_work.wait()
         if not self._sharded:
             self._sum.complete(self._group, self.batch.shards)
+            self._statistics.complete(self._group, self.batch.shards)
         self._complete = True
 
     def step(self, optimizer: Optimizer | None, scaling: LinearScaling | None) -> bool:
@@ -143,6 +150,8 @@ class Stepper:
             raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
         if not self._complete:
             return False
+        if optimizer is not None and optimizer not in self._optimizers:
+            raise UsageError("session.step: that optimizer was not given to session.prepare")
         self._has_gradients = False
         self._calls += 1
         if self._calls <= self._done:  # of a batch that was cut off after this step
@@ -158,6 +167,8 @@ class Stepper:
         if self._scaler is not None:
             self._scaler.update()
         self._zero()
+        if self._calls == 1:
+            self.batch_loss = self.tally.values[:-2].sum() / self.batch.samples
         return True
 
     def cut(self) -> None:
@@ -208,15 +219,15 @@ class Stepper:
             parameter.grad = None
 
     def _all_parameters(self) -> list[nn.Parameter]:
-        """List the model's parameters, then those that only an optimizer knows; each once."""
-        known = dict.fromkeys(self._model.parameters())
+        """List the models' parameters, then those that only an optimizer knows; each once."""
+        known = dict.fromkeys(self._models.parameters())
         for optimizer in self._optimizers:
             known.update(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         return list(known)
 
     def _guard(self, thing: Any) -> None:
-        """Let what is called after each step do nothing where no step is made: micro-batches, a batch cut off."""
-        for kind, method in _CALLED_AFTER_STEPS:
+        """Let what is called once a step do nothing where none is made: micro-batches, a batch that is cut off."""
+        for kind, method in _CALLED_ONCE_A_STEP:
             if isinstance(thing, kind):
                 plain = type(thing)
                 thing.__class__ = type(plain.__name__, (plain,), {method: self._guarded(plain, method)})

@@ -11,10 +11,19 @@ from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
 from tests.executor.scenario import PLANNER, Site
+from tests.executor.stage import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """Set up a conductor whose slots are only names."""
+    stage = Stage(tmp_path)
+    yield stage
+    stage.journal.close()
 
 
 @pytest.fixture

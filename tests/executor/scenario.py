@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingApp, training_app
-from freetrain_parsl.planning.model import Decision
+from freetrain_parsl.planning.model import Decision, Pool
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.report.run import RunState
@@ -29,14 +29,25 @@ PLANNER = PlannerSettings(
 
 
 class ScriptedPolicy(Policy):
-    """Gives every trainer the number of nodes that the test says, as far as there are so many."""
+    """Gives every trainer the number of nodes that the test says, as far as there are so many.
+
+    Parameters
+    ----------
+    nodes
+        That number.
+    avoid
+        Nodes that it does not give.
+    """
 
     name = "scripted"
 
-    def __init__(self, nodes: int = 1) -> None:
+    def __init__(self, nodes: int = 1, avoid: frozenset[str] = frozenset()) -> None:
         self.nodes = nodes
+        self.avoid = avoid
 
     def allocate(self, pool, trainers, current, now):
+        pool = Pool((node for name, node in pool.items() if name not in self.avoid), pool.horizon, pool.max_blocks)
+        current = {name: nodes - self.avoid for name, nodes in current.items()}
         left = len(pool)
         counts = {}
         for trainer in trainers:
@@ -73,10 +84,14 @@ class Site:
 
 
 def make_app(**options: Any) -> TrainingApp:
-    """Make a small regression that returns its parameters; steps are long while the file `slow` exists."""
+    """Make a small regression that returns its parameters.
+
+    Steps are long while the file `slow` exists; each process that is called notes its number in the file `calls`.
+    """
 
     @training_app(**{"max_nodes": 4, **options})
-    def train(session, *, epochs=6, slow=None, fail_at=None):
+    def train(session, *, epochs=6, slow=None, fail_at=None, calls=None):
+        import os
         import time
         from pathlib import Path
 
@@ -84,6 +99,9 @@ def make_app(**options: Any) -> TrainingApp:
         from torch.nn.functional import mse_loss
         from torch.utils.data import TensorDataset
 
+        if calls is not None:
+            with Path(calls).open("a") as file:
+                file.write(f"{os.getpid()}\n")
         generator = torch.Generator().manual_seed(7)
         x = torch.randn(200, 6, generator=generator)
         y = x @ torch.randn(6, 1, generator=generator) + 0.1 * torch.randn(200, 1, generator=generator)

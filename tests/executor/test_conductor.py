@@ -2,129 +2,73 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import pytest
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import TooManyRestarts
-from freetrain_parsl.executor.conductor import Conductor, TrainingSettings
-from freetrain_parsl.executor.journal import Journal, read_journal, read_progress
-from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.roster import Roster, Slot
-from freetrain_parsl.executor.trainings import Training, TrainingRequest
+from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.training.terms import PauseReason, Progress
+from tests.executor.stage import Stage, kinds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-PROGRESS = {"step": 4, "samples": 64, "samples_total": 100, "checkpoint_step": 4, "resumed_from": None}
+LEFT = PauseReason.LEFT.value
+CLOSING = PauseReason.CLOSING.value
 
 
-class _Stage:
-    """A conductor, its slots n0, n1, … (one a node), and all that it said."""
-
-    def __init__(self, directory: Path, nodes: int = 4) -> None:
-        self.now = 0.0
-        self.sent: list[tuple[str, Message]] = []
-        self.killed: list[str] = []
-        self.events: list[ev.Event] = []
-        self.roster = Roster(slots_per_node=1)
-        for number in range(nodes):
-            slot = Slot(f"s{number}", "token", f"n{number}", "b", heard=0.0)
-            self.roster.slots[slot.name] = slot
-            self.roster.completes(slot)
-        self.journal = Journal(directory / "journal.sqlite")
-        self.conductor = Conductor(
-            TrainingSettings(directory, loss_timeout=10.0, max_crashes=1),
-            roster=self.roster,
-            send=lambda slot, message: self.sent.append((slot, message)),
-            kill=self._kill,
-            emit=self.events.append,
-            journal=self.journal,
-            clock=lambda: self.now,
-        )
-
-    def _kill(self, slot: Slot, reason: str) -> None:
-        self.killed.append(slot.name)
-        self.lose(slot.name, reason)
-
-    def submit(self, name: str = "t") -> Future[Any]:
-        future: Future[Any] = Future()
-        request = TrainingRequest(name, 1, 4, ScalingCurve.default())
-        self.conductor.submit(Training(request, b"function", future))
-        return future
-
-    def on(self, *nodes: str, name: str = "t") -> list[tuple[str, Message]]:
-        """Assign and converge; what was said in this turn."""
-        self.conductor.assign(name, frozenset(nodes))
-        return self.turn()
-
-    def turn(self) -> list[tuple[str, Message]]:
-        self.sent.clear()
-        self.conductor.converge()
-        return list(self.sent)
-
-    def ended(self, slot: str, outcome: str, payload: bytes = b"", **header: Any) -> None:
-        generation = self.generation
-        message = Message("ended", {"trainer": "t", "generation": generation, "outcome": outcome, **header}, payload)
-        self.conductor.on_ended(self.roster.slots[slot], message)
-
-    def lose(self, slot: str, reason: str = "gone", *, crash: bool = True) -> None:
-        lost = self.roster.slots.pop(slot)
-        self.roster.incomplete(lost)
-        self.conductor.on_lost(lost, reason, crash=crash)
-
-    @property
-    def generation(self) -> int:
-        runs = [entry for _, entry in self.history() if entry.kind == "fragment_started"]
-        return runs[-1].detail["generation"]
-
-    def history(self) -> list:
-        self.journal.commit()
-        return list(read_journal(self.journal.path))
+# Starting, pausing, ending.
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[_Stage]:
-    stage = _Stage(tmp_path)
-    yield stage
-    stage.journal.close()
-
-
-def kinds(sent: list[tuple[str, Message]]) -> list[tuple[str, str]]:
-    return [(slot, message.type) for slot, message in sent]
-
-
-def test_a_training_starts_on_all_slots_of_its_nodes_with_distinct_ranks(stage: _Stage) -> None:
+def test_a_training_starts_on_all_slots_of_its_nodes_with_distinct_ranks(stage: Stage) -> None:
     stage.submit()
     assert stage.turn() == []
     sent = stage.on("n0", "n2")
     assert kinds(sent) == [("s0", "run"), ("s2", "run")]
-    assert [(m["rank"], m["world_size"]) for _, m in sent] == [(0, 2), (1, 2)]
+    assert [(m["rank"], m["world_size"], m["joining"]) for _, m in sent] == [(0, 2, False), (1, 2, False)]
     assert stage.turn() == []
 
 
-def test_a_change_of_nodes_pauses_all_members_once_and_starts_the_next_generation_when_all_have_ended(
-    stage: _Stage,
-) -> None:
-    stage.submit()
-    stage.on("n0", "n1")
-    assert kinds(stage.on("n1", "n2")) in ([("s0", "pause"), ("s1", "pause")], [("s1", "pause"), ("s0", "pause")])
+def test_a_training_that_loses_all_nodes_is_paused_and_starts_again_when_it_gets_some(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    assert kinds(stage.on()) == [("s0", "pause"), ("s1", "pause")]
     assert stage.turn() == []
     stage.ended("s0", "paused")
-    assert stage.turn() == []
+    assert stage.on("n1") == [], "its other member has not ended"
     stage.ended("s1", "paused")
-    assert kinds(stage.turn()) == [("s1", "run"), ("s2", "run")]
+    assert kinds(stage.turn()) == [("s1", "run")]
+    assert not stage.fragments()[0].detail["lost"]
 
 
-def test_a_training_waits_for_nodes_that_another_still_holds(stage: _Stage) -> None:
+def test_a_training_that_cannot_change_in_place_is_paused_and_started_on_its_new_nodes(stage: Stage) -> None:
+    stage.running("n0", "n1", in_place=False)
+    assert kinds(stage.on("n0", "n1", "n2")) == [("s0", "pause"), ("s1", "pause")]
+    stage.ended("s0", "paused")
+    stage.ended("s1", "paused")
+    assert kinds(stage.turn()) == [("s0", "run"), ("s1", "run"), ("s2", "run")]
+
+
+def test_a_training_that_has_not_reported_yet_may_begin_before_it_grows(stage: Stage) -> None:
     stage.submit()
     stage.on("n0")
+    assert stage.on("n0", "n1") == []
+    stage.progress("s0")
+    assert kinds(stage.turn()) == [("s1", "run")]
+
+
+def test_a_training_that_has_not_reported_yet_leaves_nodes_by_a_pause(stage: Stage) -> None:
+    stage.submit()
+    stage.on("n0", "n1")
+    assert kinds(stage.on("n0")) == [("s0", "pause"), ("s1", "pause")]
+
+
+def test_a_training_waits_for_nodes_that_another_still_holds(stage: Stage) -> None:
+    stage.running("n0")
     stage.submit("u")
     assert stage.on("n0", name="u") == []
     stage.on()
@@ -132,10 +76,21 @@ def test_a_training_waits_for_nodes_that_another_still_holds(stage: _Stage) -> N
     assert kinds(stage.turn()) == [("s0", "run")]
 
 
-def test_the_first_members_value_resolves_the_future_and_the_others_may_end_later(stage: _Stage) -> None:
-    future = stage.submit()
-    stage.on("n0", "n1")
-    stage.ended("s0", "finished", serialize({"loss": 0.5}), progress=PROGRESS)
+def test_members_that_pause_by_themselves_make_all_pause(stage: Stage) -> None:
+    """A node is about to close: newcomers are sent away, and the next group starts from the checkpoint."""
+    stage.running("n0", "n1")
+    stage.on("n0", "n1", "n2")
+    stage.sent.clear()
+    stage.ended("s1", "paused", reason=CLOSING)
+    assert sorted(kinds(stage.sent)) == [("s0", "pause"), ("s2", "pause")]
+    stage.ended("s0", "paused", reason=CLOSING)
+    stage.ended("s2", "peer_lost", reason="told to")
+    assert kinds(stage.turn()) == [("s0", "run"), ("s1", "run"), ("s2", "run")]
+
+
+def test_the_first_members_value_resolves_the_future_and_the_others_may_end_later(stage: Stage) -> None:
+    future = stage.running("n0", "n1")
+    stage.ended("s0", "finished", serialize({"loss": 0.5}), progress=stage.report(samples=64))
     assert future.result(0) == {"loss": 0.5}
     assert any(isinstance(event, ev.TrainerFinished) for event in stage.events)
     stage.ended("s1", "finished")
@@ -143,104 +98,301 @@ def test_the_first_members_value_resolves_the_future_and_the_others_may_end_late
     assert read_progress(stage.journal.path)["t"]["samples"] == 64
 
 
-def test_a_name_is_free_again_while_old_members_are_still_ending(stage: _Stage) -> None:
-    stage.submit()
-    stage.on("n0", "n1")
-    first = stage.generation
+def test_a_name_is_free_again_while_old_members_are_still_ending(stage: Stage) -> None:
+    stage.running("n0", "n1")
     stage.ended("s0", "finished", serialize(1))
     again = stage.submit()
     stage.on("n2")
-    stage.conductor.on_ended(
-        stage.roster.slots["s1"],
-        Message("ended", {"trainer": "t", "generation": first, "outcome": "failed"}, b"old news"),
-    )
+    stage.ended("s1", "failed", b"old news")
     assert not again.done()
     stage.ended("s2", "finished", serialize(2))
     assert again.result(0) == 2
 
 
-def test_a_value_that_cannot_be_read_here_fails_the_future_not_the_driver(stage: _Stage) -> None:
-    future = stage.submit()
-    stage.on("n0")
+def test_a_value_that_cannot_be_read_here_fails_the_future_not_the_driver(stage: Stage) -> None:
+    future = stage.running("n0")
     stage.ended("s0", "finished", b"no serialisation at all")
     with pytest.raises(Exception, match="cannot be read here"):
         future.result(0)
 
 
-def test_an_exception_of_the_user_ends_the_training_on_all_its_members(stage: _Stage) -> None:
-    future = stage.submit()
-    stage.on("n0", "n1")
+def test_an_exception_of_the_user_ends_the_training_on_all_its_slots_at_once(stage: Stage) -> None:
+    future = stage.running("n0", "n1")
+    stage.on("n0", "n1", "n2")
     stage.sent.clear()
-    error = RemoteExceptionWrapper(KeyError, KeyError("theirs"), None)
-    stage.ended("s1", "failed", serialize(error))
+    stage.ended("s1", "failed", serialize(RemoteExceptionWrapper(KeyError, KeyError("theirs"), None)))
     with pytest.raises(KeyError, match="theirs"):
         future.result(0)
-    assert ("s0", "pause") in kinds(stage.sent)
-    stage.ended("s0", "peer_lost")
+    assert stage.order("s0") == (None, 0, True)
+    assert ("s2", "pause") in kinds(stage.sent)
+    stage.ended("s0", "paused", reason=LEFT)
+    stage.ended("s2", "peer_lost", reason="told to")
     assert stage.turn() == []
 
 
-def test_after_a_loss_the_survivors_end_and_the_training_goes_on_without_the_lost(stage: _Stage) -> None:
-    stage.submit()
-    stage.on("n0", "n1", "n2")
-    stage.lose("s1")
-    assert stage.on("n0", "n2") == [], "the survivors notice by themselves"
-    stage.ended("s0", "peer_lost")
-    stage.ended("s2", "peer_lost")
-    assert kinds(stage.turn()) == [("s0", "run"), ("s2", "run")]
-    ended = [entry for _, entry in stage.history() if entry.kind == "fragment_ended"]
-    assert ended[0].detail["lost"]
-
-
-def test_survivors_that_do_not_notice_are_given_up_in_time(stage: _Stage) -> None:
-    stage.submit()
-    stage.on("n0", "n1")
-    stage.lose("s1", crash=False)
-    stage.now = 10.0
-    stage.turn()
-    assert stage.killed == []
-    stage.now = 10.1
-    stage.turn()
-    assert stage.killed == ["s0"]
-
-
-def test_crashes_between_two_checkpoints_end_in_a_message_and_a_checkpoint_forgives_them(stage: _Stage) -> None:
-    future = stage.submit()
-    stage.on("n0")
-    stage.lose("s0", "segmentation fault")
-    stage.on("n1")
-    message = Message("progress", {"trainer": "t", "generation": stage.generation, "progress": PROGRESS})
-    stage.conductor.on_progress(message)
-    stage.lose("s1", "segmentation fault")
-    stage.on("n2")
-    assert not future.done()
-    stage.lose("s2", "segmentation fault")
-    stage.on("n3")
-    with pytest.raises(TooManyRestarts, match=r"2 of its processes died.*segmentation fault"):
-        future.result(0)
-
-
-def test_nodes_that_were_taken_are_no_crashes(stage: _Stage) -> None:
-    future = stage.submit()
-    for node in ("0", "1", "2"):
-        stage.on(f"n{node}")
-        stage.lose(f"s{node}", crash=False)
-    stage.on("n3")
-    assert not future.done()
-
-
-def test_reports_of_an_earlier_generation_are_ignored(stage: _Stage) -> None:
+def test_reports_of_an_earlier_run_are_ignored(stage: Stage) -> None:
     stage.submit()
     stage.on("n0")
-    stale = Message("progress", {"trainer": "t", "generation": stage.generation - 1, "progress": PROGRESS})
-    stage.conductor.on_progress(stale)
+    stage.progress("s0", run=stage.runs["s0"] - 1)
+    stage.journal.commit()
     assert read_progress(stage.journal.path) == {}
 
 
-def test_progress_tells_the_planner_what_is_left(stage: _Stage) -> None:
+def test_progress_tells_the_planner_what_is_left(stage: Stage) -> None:
     stage.submit()
     stage.on("n0")
-    stage.conductor.on_progress(
-        Message("progress", {"trainer": "t", "generation": stage.generation, "progress": PROGRESS})
-    )
+    stage.progress("s0", samples=64, samples_total=100)
     assert ev.TrainerProgressed(0.0, "t", 36.0) in stage.events
+
+
+# Planned changes in place.
+
+
+def test_a_training_grows_when_its_newcomers_are_ready_and_the_survivors_come_first(stage: Stage) -> None:
+    stage.running("n1", "n2")
+    sent = stage.on("n0", "n1", "n2", "n3")
+    assert kinds(sent) == [("s0", "run"), ("s3", "run")]
+    assert all(message["joining"] for _, message in sent)
+    stage.says("s3", "ready")
+    assert stage.turn() == []
+    stage.says("s0", "ready")
+    stage.turn()
+    assert [stage.order(f"s{n}") for n in (1, 2, 0, 3)] == [(rank, 4, False) for rank in range(4)]
+    assert stage.turn() == []
+
+
+def test_a_change_ends_one_fragment_and_begins_another_without_a_resume(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1")
+    stage.says("s1", "ready")
+    stage.turn()
+    stage.regrouped("s1")
+    stage.regrouped("s0", paused=0.4)
+    ended, started = [entry for _, entry in stage.history()][-2:]
+    assert (ended.kind, ended.detail["nodes"], ended.detail["lost"]) == ("fragment_ended", ["n0"], False)
+    assert (started.kind, started.detail["nodes"]) == ("fragment_started", ["n0", "n1"])
+    assert (started.detail["in_place"], started.detail["paused"]) == (True, 0.4)
+    assert "fragment_resumed" not in [entry.kind for _, entry in stage.history()]
+
+
+def test_the_first_that_is_ready_does_not_wait_for_ever_for_a_slow_one(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1", "n2")
+    stage.says("s1", "ready")
+    assert stage.turn() == []
+    stage.now += 6
+    assert kinds(stage.turn()) == [("s0", "regroup"), ("s1", "regroup")]
+    stage.regrouped("s0", "s1")
+    stage.says("s2", "ready")
+    stage.turn()
+    assert stage.order("s2") == (2, 3, False)
+
+
+def test_nodes_that_go_are_left_at_once_without_waiting_for_newcomers(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    sent = stage.on("n1", "n2")
+    assert ("s2", "run") in kinds(sent)
+    assert (stage.order("s0"), stage.order("s1")) == ((None, 0, False), (0, 1, False))
+    stage.ended("s0", "paused", reason=LEFT)
+    stage.regrouped("s1")
+    stage.says("s2", "ready")
+    stage.turn()
+    assert (stage.order("s1"), stage.order("s2")) == ((0, 2, False), (1, 2, False))
+
+
+def test_newcomers_that_are_ready_are_taken_in_when_others_leave(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.on("n0", "n1", "n2", "n3")
+    stage.says("s2", "ready")
+    assert stage.turn() == []
+    stage.on("n1", "n2", "n3")
+    assert [stage.order(f"s{n}") for n in (0, 1, 2)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
+
+
+def test_a_slot_that_has_left_is_free_for_another_training(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.submit("u")
+    stage.conductor.assign("u", frozenset({"n0"}))
+    stage.on("n1")
+    stage.ended("s0", "paused", reason=LEFT)
+    stage.regrouped("s1")
+    assert kinds(stage.turn()) == [("s0", "run")]
+
+
+def test_newcomers_on_nodes_that_are_not_wanted_any_more_are_sent_away(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1")
+    assert kinds(stage.on("n0")) == [("s1", "pause")]
+    assert stage.turn() == []
+    stage.says("s1", "ready")
+    assert stage.turn() == [], "it comes too late"
+    stage.ended("s1", "peer_lost", reason="told to")
+    assert kinds(stage.on("n0", "n1")) == [("s1", "run")]
+
+
+def test_what_is_desired_while_an_order_is_carried_out_comes_next(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2")
+    stage.on("n0", "n1")
+    assert stage.on("n0") == []
+    stage.ended("s2", "paused", reason=LEFT)
+    stage.regrouped("s0")
+    assert stage.turn() == []
+    stage.regrouped("s1")
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s1")) == ((0, 1, False), (None, 0, False))
+
+
+def test_a_training_moves_to_other_nodes_through_a_group_of_both(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    assert kinds(stage.on("n2", "n3")) == [("s2", "run"), ("s3", "run")]
+    stage.says("s2", "ready")
+    assert stage.turn() == [], "it goes on where it is meanwhile"
+    stage.says("s3", "ready")
+    stage.turn()
+    assert [stage.order(f"s{n}") for n in range(4)] == [(0, 3, False), (None, 0, False), (1, 3, False), (2, 3, False)]
+    stage.ended("s1", "paused", reason=LEFT)
+    stage.regrouped("s0", "s2", "s3")
+    stage.turn()
+    assert [stage.order(f"s{n}") for n in (0, 2, 3)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
+    stage.ended("s0", "paused", reason=LEFT)
+    stage.regrouped("s2", "s3")
+    assert [entry.detail["nodes"] for entry in stage.fragments("started")][-1] == ["n2", "n3"]
+
+
+def test_a_training_whose_new_nodes_are_not_free_is_paused_rather_than_kept_waiting(stage: Stage) -> None:
+    """Two trainings that exchange their nodes would otherwise wait for each other for ever."""
+    stage.running("n0")
+    stage.submit("u")
+    stage.on("n1", name="u")
+    stage.progress("s1")
+    stage.conductor.assign("u", frozenset({"n0"}))
+    sent = stage.on("n1")
+    assert kinds(sent) == [("s0", "pause"), ("s1", "pause")]
+    stage.ended("s0", "paused")
+    stage.ended("s1", "paused")
+    assert kinds(stage.turn()) == [("s1", "run"), ("s0", "run")]
+
+
+def test_a_node_that_the_batch_system_takes_is_left_at_once_whatever_the_planner_says(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.roster.slots["s1"].leaving = True
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s1")) == ((0, 1, False), (None, 0, False))
+
+
+def test_a_training_whose_nodes_are_all_taken_is_paused_at_once_though_others_are_free(stage: Stage) -> None:
+    stage.running("n0")
+    stage.roster.slots["s0"].leaving = True
+    assert kinds(stage.on("n1")) == [("s0", "pause")]
+
+
+def test_a_training_is_not_run_on_fewer_nodes_than_it_asks_for(stage: Stage) -> None:
+    stage.running("n0", "n1", min_nodes=2)
+    assert kinds(stage.on("n1", "n2")) == [("s2", "run")]
+    stage.says("s2", "ready")
+    stage.turn()
+    assert [stage.order(f"s{n}") for n in range(3)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
+
+
+def test_a_node_of_several_slots_joins_when_all_of_them_are_ready(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, slots_per_node=2)
+    stage.running("n0")
+    assert kinds(stage.on("n0", "n1")) == [("s1a", "run"), ("s1b", "run")]
+    stage.says("s1a", "ready")
+    stage.now += 60
+    assert stage.turn() == []
+    stage.says("s1b", "ready")
+    stage.turn()
+    assert [stage.order(slot)[0] for slot in ("s0a", "s0b", "s1a", "s1b")] == [0, 1, 2, 3]
+    stage.journal.close()
+
+
+def test_a_training_that_finishes_while_newcomers_warm_up_sends_them_away(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1", "n2")
+    stage.says("s1", "ready")
+    stage.sent.clear()
+    stage.ended("s0", "finished", serialize(1))
+    assert kinds(stage.sent) == [("s1", "pause"), ("s2", "pause")]
+
+
+def test_a_training_that_finishes_before_the_boundary_frees_newcomers_that_wait_in_the_next_group(
+    stage: Stage,
+) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1")
+    stage.says("s1", "ready")
+    stage.turn()
+    ask = {"group": stage.group("s1"), "request": 1, "operation": "get", "keys": ["x"], "timeout": 60, "amount": 0}
+    stage.kv("s1", **ask)
+    stage.sent.clear()
+    stage.ended("s0", "finished", serialize(1))
+    answers = [message["ok"] for slot, message in stage.sent if (slot, message.type) == ("s1", "kv")]
+    assert answers == [False]
+    assert ("s1", "pause") in kinds(stage.sent)
+
+
+def test_a_leaver_that_does_not_leave_is_ended(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.on("n0")
+    stage.regrouped("s0")
+    stage.now += 60
+    stage.turn()
+    assert stage.killed == []
+    stage.now += 11
+    stage.turn()
+    assert stage.killed == ["s1"]
+    assert stage.turn() == [], "nobody misses it"
+
+
+# What is learned.
+
+
+def test_the_planner_learns_what_rescales_cost_if_that_is_news(stage: Stage) -> None:
+    stage.running("n0")
+    stage.events.clear()
+    for paused in (1.0, 0.0):
+        stage.on("n0", "n1")
+        stage.says("s1", "ready")
+        stage.turn()
+        stage.regrouped("s0", "s1", paused=paused)
+        stage.on("n0")
+        stage.ended("s1", "paused", reason=LEFT)
+        stage.regrouped("s0", paused=2.0)
+    learned = [event.trainer.costs for event in stage.events if isinstance(event, ev.TrainerLearned)]
+    assert [(costs.up, costs.down) for costs in learned] == [(1.5, 2.0), (0.75, 2.0)]
+
+
+def test_costs_that_the_user_states_are_believed(stage: Stage) -> None:
+    stage.running("n0", costs=RescaleCosts(up=9))
+    stage.on("n0", "n1")
+    stage.says("s1", "ready")
+    stage.turn()
+    stage.regrouped("s0", "s1", paused=1.0)
+    assert not any(isinstance(event, ev.TrainerLearned) for event in stage.events)
+
+
+def test_a_loss_says_nothing_of_what_a_planned_change_costs(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.events.clear()
+    stage.lose("s1", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    stage.regrouped("s0", paused=20.0)
+    assert not any(isinstance(event, ev.TrainerLearned) for event in stage.events)
+
+
+def test_slots_are_told_how_often_trainings_fall_back_on_their_checkpoint(stage: Stage) -> None:
+    """An hour, and less once there is experience of losses that left nobody."""
+    stage.submit()
+    ((_, first),) = stage.on("n0")
+    assert first["mean_time_between_losses"] == 3600
+    stage.now = 400.0
+    stage.lose("s0", crash=False)
+    stage.turn()
+    ((_, second),) = stage.on("n1")
+    assert second["mean_time_between_losses"] == 2000
+
+
+def test_a_report_has_all_that_a_training_tells(stage: Stage) -> None:
+    assert stage.report().keys() == asdict(Progress()).keys()

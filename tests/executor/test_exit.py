@@ -16,16 +16,12 @@ import psutil
 import pytest
 
 from freetrain_parsl.cluster.client import EmbeddedCluster
+from tests.processes import MARK, alive, command_line, hear_ctrl_c, marked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.cluster
-
-
-def _hear_ctrl_c() -> None:
-    """Undo what a shell does to background jobs, of which these tests may be one: they do not hear SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class _Drivers:
@@ -48,11 +44,11 @@ class _Drivers:
         self.started.append(
             subprocess.Popen(
                 [*command, self.cluster.name, str(self.directory), str(self.slow), manners],
-                env={**os.environ, "FREETRAIN_TEST_MARK": self.mark},
+                env={**os.environ, MARK: self.mark},
                 cwd=Path(__file__).parents[2],
                 stdout=subprocess.PIPE,
                 text=True,
-                preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 - one signal, no lock
+                preexec_fn=hear_ctrl_c,  # noqa: PLW1509 - one signal, no lock
             )
         )
         return self.started[-1]
@@ -60,8 +56,8 @@ class _Drivers:
     def left(self) -> list[str]:
         """List the processes that carry the mark, and the jobs of ours in the queue."""
         jobs = [f"job {job}" for job, j in self.cluster.client.queue().items() if j["kind"] == "preemptible"]
-        alive = [*_marked(self.mark), *(process for process in self.descendants if _alive(process))]
-        return jobs + [line for process in alive if (line := _command_line(process))]
+        living = [*marked(self.mark), *(process for process in self.descendants if alive(process))]
+        return jobs + [line for process in living if (line := command_line(process))]
 
     def nothing_left_within(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -70,26 +66,6 @@ class _Drivers:
                 return True
             time.sleep(0.2)
         return False
-
-
-def _marked(mark: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("FREETRAIN_TEST_MARK") == mark and _alive(process):
-                yield process
-        except psutil.Error:  # noqa: PERF203 - each process may vanish by itself
-            continue
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has ended meanwhile
-        return ""
-
-
-def _alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture

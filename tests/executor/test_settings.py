@@ -18,6 +18,10 @@ from freetrain_parsl.errors import CheckpointError, FreeTrainError, InvalidSetti
         ({"poll_interval": timedelta(0)}, "poll_interval must be positive"),
         ({"slots_per_node": 0}, "slots_per_node must be at least 1"),
         ({"submissions_per_minute": 0}, "submissions_per_minute must be at least 1"),
+        ({"silence": timedelta(0)}, "silence must be positive"),
+        ({"loss_timeout": timedelta(0)}, "loss_timeout must be positive"),
+        ({"checkpoint_interval": timedelta(0)}, "checkpoint_interval must be positive"),
+        ({"max_restarts": -1}, "max_restarts must be zero or more"),
     ],
 )
 def test_settings_out_of_range_are_refused_in_one_line(settings: dict, message: str) -> None:

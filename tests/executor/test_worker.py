@@ -10,7 +10,8 @@ import pytest
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.protocol import error_in, pack_training, settle_with_payload, unpack_training
-from freetrain_parsl.executor.worker import _interface_to, _serialized_exception
+from freetrain_parsl.executor.run import serialized_exception
+from freetrain_parsl.executor.worker import _interface_to
 
 
 class _Unsendable(Exception):
@@ -23,7 +24,7 @@ def _raised(error: Exception) -> bytes:
     try:
         raise error
     except type(error):
-        return _serialized_exception()
+        return serialized_exception()
 
 
 def test_an_exception_arrives_with_its_type_its_words_and_the_line_that_raised_it() -> None:

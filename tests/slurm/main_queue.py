@@ -11,6 +11,14 @@ def main_job(cluster, nodes, seconds, minutes=1):
     return cluster.submit(*options, command=f"sleep {seconds}")
 
 
+def until_planned(cluster, job):
+    """Wait until Slurm has a plan for a job that waits."""
+    end = time.monotonic() + 20
+    while "SchedNodeList" not in cluster.describe(job):
+        assert time.monotonic() < end, cluster.describe(job)
+        time.sleep(0.1)
+
+
 def seconds_until_started(cluster, job):
     """Wait until it has its nodes."""
     begin = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.main_queue import main_job, seconds_until_started
+from tests.slurm.main_queue import main_job, seconds_until_started, until_planned
 
 pytestmark = pytest.mark.slurm
 
@@ -14,6 +14,7 @@ def test_a_training_leaves_before_its_window_ends_and_the_head_job_starts_in_tim
     busy = main_job(cluster, 7, 1000, minutes=2)
     cluster.wait_for_state(busy, "RUNNING")
     head = main_job(cluster, 8, 1)
+    until_planned(cluster, head)
     driver = start("backfill")
     future = driver.train(epochs=60)
     driver.until_step()

@@ -16,6 +16,7 @@ import pytest
 
 from freetrain_parsl.planning.model import WindowKind
 from freetrain_parsl.windows.slurm import SlurmWindowSource
+from tests.slurm.main_queue import until_planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,10 +67,7 @@ def run(cluster, *options):
 def plan(cluster, *options):
     """Queue a job of whole nodes and wait until Slurm has planned it."""
     job = cluster.submit("--exclusive", *options)
-    deadline = time.monotonic() + 20
-    while "SchedNodeList" not in cluster.describe(job):
-        assert time.monotonic() < deadline, cluster.describe(job)
-        time.sleep(0.1)
+    until_planned(cluster, job)
     return job
 
 
@@ -80,7 +78,8 @@ def passes(cluster, count):
         return int(re.search(r"Total cycles:\s*(\d+)", cluster.run("sdiag").partition("Backfilling")[2])[1])
 
     wanted, deadline = made() + count, time.monotonic() + 20
-    while made() < wanted and time.monotonic() < deadline:
+    while made() < wanted:
+        assert time.monotonic() < deadline, "the scheduler makes no passes"
         time.sleep(0.1)
 
 

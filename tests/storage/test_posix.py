@@ -45,9 +45,10 @@ def test_what_is_published_can_be_verified(directory: CheckpointDirectory) -> No
 
 def test_the_layout_is_the_documented_one(directory: CheckpointDirectory) -> None:
     directory.publish(123, writer(b"state"), {})
+    directory.close()
     names = sorted(str(path.relative_to(directory.path)) for path in directory.path.rglob("*"))
     assert names == [
-        "latest", "step-0000000123", "step-0000000123/manifest.json", "step-0000000123/state.pt",
+        "latest", "step-0000000123", "step-0000000123/manifest.json", "step-0000000123/state.pt", "writer",
     ]  # fmt: skip
     assert (directory.path / "latest").read_text() == "step-0000000123\n"
 
@@ -135,6 +136,13 @@ def save(directory: CheckpointDirectory, step: int) -> None:
     directory.prune(entry, keep=1)
 
 
+def leftovers(directory: CheckpointDirectory) -> list[Path]:
+    """List the directories that do not count as checkpoints, other than the writer's own."""
+    found = [path for path in directory.path.rglob("*") if path.is_dir() and ".tmp-" in str(path)]
+    assert found.pop(0).parent == directory.path
+    return found
+
+
 def check_usable(directory: CheckpointDirectory, steps: set[int]) -> None:
     """Check that the newest checkpoint is whole, and `latest` names one that was there."""
     newest = directory.entries()[0]
@@ -157,7 +165,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(directory: Che
             assert moment > 9, "a save makes at least that many calls"
     check_usable(directory, {1, 2})
     directory.open()
-    assert not list(directory.path.glob(".tmp-*"))
+    assert leftovers(directory) == []
     save(directory, 3)
     check_usable(directory, {3})
 
@@ -170,7 +178,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(directory: Che
         with pytest.raises(CheckpointError, match=r"step 2 in .*net: No space left on device"):
             directory.publish(2, writer(b"state 2"), {})
     check_usable(directory, {1, 2})
-    assert not [path for path in directory.path.glob(".tmp-*") if path.is_dir()]
+    assert leftovers(directory) == []
 
 
 SAVING_FOREVER = """

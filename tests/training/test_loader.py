@@ -1,4 +1,4 @@
-"""Every sample exactly once an epoch, on any number of processes."""
+"""The session's data: what it takes, who fetches it, and how it reaches the loop."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset
 from training_crew import SAMPLES, Data, net
@@ -22,52 +20,10 @@ from freetrain_parsl.training.fragment import (
     run_alone,
     run_fragment,
 )
-from freetrain_parsl.training.loader import Order, check_dataset, to_device
+from freetrain_parsl.training.loader import check_dataset, to_device
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-ORDERS = st.builds(
-    Order,
-    length=st.integers(1, 60),
-    batch_size=st.integers(1, 20),
-    seed=st.integers(0, 5),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-)
-
-
-@given(order=ORDERS, epoch=st.integers(0, 3), world_size=st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
-def test_the_shares_of_all_processes_are_the_epoch_in_order(order: Order, epoch: int, world_size: int) -> None:
-    positions = order.epoch(epoch)
-    seen: list[int] = []
-    for batch in range(order.batches):
-        shares = [order.share(positions, batch, rank, world_size) for rank in range(world_size)]
-        for share in shares:
-            seen += share.positions[: share.weight].tolist()
-            assert len(share.positions) >= 1
-            assert share.weight in (0, len(share.positions))
-        assert sum(share.weight for share in shares) == shares[0].batch
-        assert max(share.weight for share in shares) - min(share.weight for share in shares) <= 1
-        assert shares[0].weight >= 1
-    assert seen == positions.tolist()
-    assert len(set(seen)) == len(seen) == order.samples
-
-
-@given(order=ORDERS)
-@settings(max_examples=60, deadline=None)
-def test_an_epoch_has_all_samples_unless_the_last_batch_is_dropped(order: Order) -> None:
-    missing = order.length - len(order.epoch(0))
-    assert missing == (order.length % order.batch_size if order.drop_last else 0)
-
-
-def test_epochs_differ_and_repeat_with_the_seed() -> None:
-    order = Order(50, 10, seed=1)
-    assert order.epoch(0).tolist() != order.epoch(1).tolist()
-    assert order.epoch(1).tolist() == Order(50, 10, seed=1).epoch(1).tolist()
-    assert order.epoch(1).tolist() != Order(50, 10, seed=2).epoch(1).tolist()
-
 
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
@@ -77,7 +33,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "message"),
     [
-        (Stream(), 4, "a stream cannot be shared out"),
+        (Stream(), 4, "for a stream: session.loader"),
         ({1, 2}, 4, "got set"),
         ([], 4, "is empty"),
         ([1, 2], 0, "at least 1, got 0"),
@@ -86,7 +42,7 @@ class Stream(IterableDataset[int]):
 )
 def test_data_that_cannot_be_shared_out_is_refused_in_one_line(dataset: Any, batch_size: int, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        check_dataset(dataset, batch_size, drop_last=True)
+        check_dataset(dataset, batch_size, shuffle=True, drop_last=True)
     assert "\n" not in str(caught.value)
 
 
@@ -139,7 +95,7 @@ def test_a_pause_leaves_no_worker_process_behind(tmp_path: Path) -> None:
         train,
         options=SessionOptions("net", tmp_path),
         membership=Membership("net"),
-        store=None,
+        meet=lambda membership: None,
         notice=notice,
         report=lambda _progress: None,
     )

@@ -47,18 +47,19 @@ def test_a_get_waits_for_another_member(store: RendezvousStore) -> None:
 
 
 def test_a_group_of_one_needs_neither_store_nor_network() -> None:
-    with join(Membership("net"), None) as group:
-        assert group.sum(torch.tensor([3])).tolist() == [3]
-        assert group.gather(torch.tensor([3]))[0].tolist() == [3]
-        assert not dist.is_initialized()
+    group = join(Membership("net"), None)
+    assert group.sum(torch.tensor([3])).tolist() == [3]
+    assert group.gather(torch.tensor([3]))[0].tolist() == [3]
+    assert not dist.is_initialized()
+    group.leave()
 
 
 def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    membership = Membership("net", world_size=2, timeout=timedelta(seconds=0.1), interface="lo")
-    with pytest.raises(PeerLost), join(membership, store):
-        pass
+    membership = Membership("net", world_size=2, meeting=timedelta(seconds=0.1), interface="lo")
+    with pytest.raises(PeerLost):
+        join(membership, store)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert "NCCL_SOCKET_IFNAME" not in os.environ
 

@@ -1,11 +1,10 @@
-"""Random numbers go on exactly where they were."""
+"""Random numbers depend on where a training is, and on nothing else."""
 
 from __future__ import annotations
 
 import random
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,24 +23,6 @@ def draw() -> list[float]:
     ]
 
 
-def test_restored_generators_repeat_what_followed() -> None:
-    rng.seed_all(3)
-    draw()
-    state = rng.capture()
-    following = draw()
-    draw()
-    rng.restore(state)
-    assert draw() == following
-
-
-def test_a_state_has_one_size_whatever_was_drawn() -> None:
-    """So that processes can gather theirs without a word about sizes."""
-    rng.seed_all(0)
-    assert rng.capture().numel() == rng.STATE_BYTES
-    draw()
-    assert rng.capture().numel() == rng.STATE_BYTES
-
-
 def test_equal_seeds_give_equal_numbers_and_others_different_ones() -> None:
     drawn = []
     for parts in ((1, 2), (1, 2), (2, 1)):
@@ -58,6 +39,13 @@ def test_different_parts_never_mix_to_one_seed_in_practice(parts: list[list[int]
     assert (one == other) == (parts[0] == parts[1])
 
 
-def test_a_state_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"has {rng.STATE_BYTES} bytes, got 3"):
-        rng.restore(torch.zeros(3, dtype=torch.uint8))
+def test_what_fetches_samples_draws_the_same_numbers() -> None:
+    """Whether it seeds the accelerator's generators, too, or is a forked process that must not touch them."""
+    rng.seed_all(1, 2)
+    drawn = draw()
+    rng.seed_cpu(1, 2)
+    assert draw() == drawn
+
+
+def test_seeds_fit_into_every_generator() -> None:
+    assert 0 <= rng.mix(2**63, 2**64 - 1) < 2**63

@@ -34,6 +34,7 @@ def prepare_twice(session: Any) -> None:
 
 
 def two_loaders(session: Any) -> None:
+    other_extras(session)
     session.loader(Data(), 8)
     session.loader(Data(), 8)
 
@@ -49,11 +50,62 @@ def step_without_loss(session: Any) -> None:
         session.step()
 
 
-def step_twice(session: Any) -> None:
+def backward_twice(session: Any) -> None:
     model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
     for x, y in loop(session, 1):
-        session.step(cross_entropy(model(x), y))
-        session.step(cross_entropy(model(x), y))
+        session.backward(cross_entropy(model(x), y))
+        session.backward(cross_entropy(model(x), y))
+
+
+def several_steps_on_micro_batches(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    data = session.loader(Data(), 8, micro_batch=8)
+    for _ in session.epochs(1):
+        for x, y in data:
+            session.step(cross_entropy(model(x), y))
+            session.step(cross_entropy(model(x), y))
+
+
+def unknown_optimizer(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in loop(session, 1):
+        session.step(cross_entropy(model(x), y), optimizer=other)
+
+
+def batch_loss_early(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    session.batch_loss  # noqa: B018 - reading it is the mistake
+
+
+def no_micro_batch(session: Any) -> None:
+    other_extras(session)
+    session.loader(Data(), 8, micro_batch=0)
+
+
+def deterministic_and_scaled(session: Any) -> None:
+    other_extras(session)
+    session.loader(Data(), 8, deterministic=True, scaled=True)
+
+
+def shuffled_stream(session: Any) -> None:
+    other_extras(session)
+    session.loader(session.stream(range(9), samples=9), 8)
+
+
+def empty_stream(session: Any) -> None:
+    session.stream(range(9), samples=0)
+
+
+def not_a_stream(session: Any) -> None:
+    session.stream(9, samples=9)
+
+
+def short_stream(session: Any) -> None:
+    other_extras(session)
+    data = session.loader(session.stream(range(9), samples=10), 5, shuffle=False)
+    for _ in session.epochs(1):
+        list(data)
 
 
 def loader_outside(session: Any) -> None:
@@ -100,7 +152,16 @@ def log_a_list(session: Any) -> None:
         (two_loaders, "one loader"),
         (step_without_batch, "once with each batch"),
         (step_without_loss, "needs a loss"),
-        (step_twice, "once with each batch"),
+        (backward_twice, "once with each step"),
+        (several_steps_on_micro_batches, "several steps in a batch"),
+        (unknown_optimizer, "was not given to session.prepare"),
+        (batch_loss_early, "made no step yet"),
+        (no_micro_batch, "micro_batch must be at least 1, got 0"),
+        (deterministic_and_scaled, "no scaled=True"),
+        (shuffled_stream, "a stream has one order"),
+        (empty_stream, "at least 1, got 0"),
+        (not_a_stream, "iterate over, got int"),
+        (short_stream, "range ended after 9 samples, but samples=10"),
         (loader_outside, "inside `for epoch"),
         (loader_twice, "once an epoch"),
         (options_for_an_instance, "give lr to the optimizer"),

@@ -6,6 +6,7 @@ In a module of its own, not in ``conftest.py``, because the spawned processes im
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -135,10 +136,10 @@ def classify(
     noise: bool = False,
     kill_after: int | None = None,
     kill_rank: int = 0,
-    seconds: float = 0.0,
+    gates: dict[int, Path] | None = None,
     **loader: Any,
 ) -> dict[str, Any]:
-    """Train with Adam and a scheduler; ask for a pause, or die, after a number of steps."""
+    """Train with Adam and a scheduler; ask for a pause, die, or wait for a file, after a number of steps."""
     model = net(dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -146,10 +147,12 @@ def classify(
     data = session.loader(Data(samples), batch_size, **loader)
     for _ in session.epochs(epochs):
         for x, y in data:
-            time.sleep(seconds)
             if noise:
                 add_noise(x)
             session.step(cross_entropy(model(x), y))
+            if gates and (gate := gates.get(session.metrics["steps"])):
+                while not gate.exists():
+                    time.sleep(0.002)
             if session.metrics["steps"] == kill_after and session.rank == kill_rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             if session.metrics["steps"] == pause_after and session.rank == pause_rank:
@@ -193,6 +196,16 @@ def fail(session: Any, *, rank: int) -> None:
             if session.rank == rank:
                 raise ZeroDivisionError("the user's own mistake")
             session.step(cross_entropy(model(x), y))
+
+
+def diverge(session: Any) -> None:
+    """Make the loss infinite after some steps."""
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    data = session.loader(Data(), 8)
+    for _ in session.epochs(3):
+        for x, y in data:
+            factor = math.nan if session.metrics["steps"] == 4 else 1.0
+            session.step(cross_entropy(model(x), y) * factor)
 
 
 # ── the crew ──────────────────────────────────────────────────────────────────────────────────────
@@ -420,8 +433,11 @@ class CrewRun:
         """Whether all have ended."""
         return all(member.outcome or member.lost for member in self.members)
 
-    def regroup(self, size: int, *, replace: int = 0) -> None:
-        """Go on with that many members, `replace` of the present ones leaving even if there is room for them."""
+    def regroup(self, size: int, *, replace: int = 0, release: Any = lambda: None) -> None:
+        """Go on with that many members, `replace` of the present ones leaving even if there is room for them.
+
+        `release` is called when all have their orders.
+        """
         stay = self.members[: max(1, min(size, len(self.members) - replace))]
         self.gone = [member for member in self.gone if not member.outcome and not member.lost]
         self.newcomers = self._crew.idle(size - len(stay), [*self.members, *self.gone])
@@ -430,9 +446,11 @@ class CrewRun:
         self.until(lambda: self.ended or all(member.last(Ready) for member in self.newcomers))
         newcomers, self.newcomers = self.newcomers, []
         leavers = [member for member in self.members if member not in stay]
-        self.order([*stay, *newcomers], leavers)
+        self.order([*stay, *newcomers], leavers, release=release)
 
-    def order(self, members: list[Member], leavers: list[Member], *, abort: bool = False) -> None:
+    def order(
+        self, members: list[Member], leavers: list[Member], *, abort: bool = False, release: Any = lambda: None
+    ) -> None:
         """Order a regroup and wait until it is done."""
         memberships = self._memberships(len(members))
         generation = memberships[0].generation
@@ -442,6 +460,7 @@ class CrewRun:
             member.tell("order", Regroup(membership, abort))
         self.members = members
         self.gone += leavers
+        release()
         self.until(
             lambda: self.ended
             or all(
@@ -449,6 +468,12 @@ class CrewRun:
                 for m in self.members
             )
         )
+
+    def pause(self, release: Any = lambda: None) -> list[Outcome | None]:
+        """Save and end."""
+        self._tell_all("pause")
+        release()
+        return self.outcomes()
 
     def kill(self, rank: int) -> None:
         """SIGKILL a member."""

@@ -1,0 +1,206 @@
+"""Our side of `rescale`: warm processes that run one training, and get the orders that the executor would give them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from _rescale_net import BATCH, LEARNING_RATE, MOMENTUM, Data, StepLog, make_net
+from torch.distributed import TCPStore
+from torch.nn.functional import cross_entropy
+
+from freetrain_parsl.training.fragment import run_fragment
+from freetrain_parsl.training.terms import (
+    Membership,
+    Notice,
+    Paused,
+    Ready,
+    Regroup,
+    Regrouped,
+    SessionOptions,
+    Stranded,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from multiprocessing.connection import Connection
+
+    from typing_extensions import Self
+
+_Said = TypeVar("_Said")
+_PATIENCE = 60.0
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def train(session: Any, directory: str) -> None:
+    """Train until somebody ends it; the same as under torchrun."""
+    log = StepLog(Path(directory))
+    model, _ = session.prepare(make_net(), torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
+    data = session.loader(Data(), BATCH)
+    for _ in session.epochs(1 << 20):
+        for x, y in data:
+            log.write("begin", session.world_size, session.rank, session.metrics["steps"])
+            session.step(cross_entropy(model(x), y))
+            log.write("end", session.world_size, session.rank, session.metrics["steps"])
+
+
+def _serve(channel: Connection, port: int, directory: str) -> None:
+    """Run fragments as told, until the channel closes; it brings orders meanwhile."""
+    torch.set_num_threads(1)
+    starts: queue.Queue[tuple[Membership | None, Notice] | None] = queue.Queue()
+
+    def listen() -> None:
+        notice = Notice()
+        try:
+            while True:
+                message = channel.recv()
+                if isinstance(message, Regroup):
+                    notice.order(message)
+                else:
+                    notice = Notice()
+                    starts.put((message, notice))
+        except EOFError:
+            notice.end()
+            starts.put(None)
+
+    threading.Thread(target=listen, daemon=True).start()
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    while (start := starts.get()) is not None:
+        membership, notice = start
+        end = run_fragment(
+            train,
+            (directory,),
+            options=SessionOptions("net", Path(directory), threads=1),
+            membership=membership,
+            meet=lambda _membership: store,
+            notice=notice,
+            report=channel.send,
+        )
+        channel.send(end)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process of the crew; it tells what it reports."""
+
+    process: Any
+    channel: Connection
+
+    def await_report(self, kind: type[_Said] | tuple[type[_Said], ...]) -> _Said:
+        """Wait for the next report of a kind; others before it are dropped.
+
+        Raises
+        ------
+        TimeoutError
+            It does not come.
+        EOFError
+            The process has ended.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while self.channel.poll(max(0.0, deadline - time.monotonic())):
+            report = self.channel.recv()
+            if isinstance(report, kind):
+                return report
+        raise TimeoutError(f"process {self.process.pid} did not report {kind}")
+
+
+class Crew:
+    """Warm processes, some of which train together; a context manager.
+
+    Parameters
+    ----------
+    directory
+        For checkpoints and logs.
+    processes
+        How many there are at first.
+    """
+
+    def __init__(self, directory: Path, processes: int) -> None:
+        self.directory = directory
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._generation = 0
+        self.members: list[Worker] = []
+        self._all: list[Worker] = []
+        self._idle: list[Worker] = []
+        for _ in range(processes):
+            self._hire()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._all:
+            worker.process.kill()
+            worker.process.join()
+
+    def start(self, size: int) -> None:
+        """Let a group begin the training."""
+        self.members = self._take_idle(size)
+        for worker, membership in zip(self.members, self._places(size), strict=True):
+            worker.channel.send(membership)
+
+    def resize(self, size: int) -> list[Regrouped]:
+        """Grow, or shrink by the last members, in place; return what the members report."""
+        stay, leave = self.members[:size], self.members[size:]
+        newcomers = self._take_idle(size - len(stay))
+        for worker in newcomers:
+            worker.channel.send(None)
+        for worker in newcomers:
+            worker.await_report(Ready)
+        reports = self._regroup([*stay, *newcomers], leave, abort=False)
+        for worker in leave:
+            worker.await_report(Paused)
+        self._idle += leave
+        return reports
+
+    def lose(self, lost: Worker, timeout: float | None) -> list[Regrouped]:
+        """Regroup the others of a member that is gone: once one of them is stranded, or else after a time-out."""
+        others = [worker for worker in self.members if worker is not lost]
+        if timeout is not None:
+            time.sleep(timeout)
+        else:
+            self._await_stranded(others)
+        return self._regroup(others, [], abort=True)
+
+    @staticmethod
+    def _await_stranded(workers: list[Worker]) -> None:
+        # One is enough, and all there may be: gloo leaves others waiting for those who have left. The order wakes them.
+        channels = [worker.channel for worker in workers]
+        deadline = time.monotonic() + _PATIENCE
+        while ready := wait(channels, max(0.0, deadline - time.monotonic())):
+            if any(isinstance(channel.recv(), Stranded) for channel in ready):
+                return
+        raise TimeoutError("no member noticed the loss of another")
+
+    def _hire(self) -> None:
+        ours, theirs = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_serve, args=(theirs, self._store.port, str(self.directory)), daemon=True)
+        process.start()
+        theirs.close()
+        self._idle.append(Worker(process, ours))
+        self._all.append(self._idle[-1])
+
+    def _take_idle(self, count: int) -> list[Worker]:
+        while len(self._idle) < count:
+            self._hire()
+        taken, self._idle = self._idle[:count], self._idle[count:]
+        return taken
+
+    def _regroup(self, members: list[Worker], leave: Sequence[Worker], *, abort: bool) -> list[Regrouped]:
+        for worker, membership in zip(members, self._places(len(members)), strict=True):
+            worker.channel.send(Regroup(membership, abort=abort))
+        for worker in leave:
+            worker.channel.send(Regroup(None))
+        self.members = members
+        return [worker.await_report(Regrouped) for worker in members]
+
+    def _places(self, size: int) -> list[Membership]:
+        self._generation += 1
+        return [Membership("net", self._generation, rank, size, interface="lo") for rank in range(size)]

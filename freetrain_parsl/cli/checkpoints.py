@@ -1,0 +1,141 @@
+"""``freetrain checkpoints``: what is saved, whether it is intact, and what may go."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.errors import UsageError
+
+if TYPE_CHECKING:
+    from freetrain_parsl.storage.catalogue import Listed
+    from freetrain_parsl.storage.posix import CheckpointDirectory
+
+__all__ = ["checkpoints"]
+
+Place = Annotated[
+    Path,
+    typer.Argument(metavar="[DIR]", help="A run's directory, or that of its checkpoints, or of one training's in it."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
+TrainingOption = Annotated[str | None, typer.Option("--training", metavar="NAME", help="Only this training's.")]
+
+checkpoints = typer.Typer(
+    help="Show, verify or remove checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+
+@checkpoints.command()
+def ls(directory: Place = Path(), json: JsonOption = False) -> None:
+    """Show all checkpoints. Sizes are compared, bytes are not: that is what `verify` is for."""
+    from freetrain_parsl.storage.catalogue import find_trainings, list_checkpoints
+
+    with errors_in_one_line("checkpoints ls"):
+        found = list(list_checkpoints(find_trainings(directory), read=False))
+        _show(found, "complete", json=json)
+
+
+@checkpoints.command()
+def verify(directory: Place = Path(), json: JsonOption = False) -> None:
+    """Read all checkpoints against their checksums; exit code 1 if any is damaged."""
+    from freetrain_parsl.storage.catalogue import find_trainings, list_checkpoints
+
+    with errors_in_one_line("checkpoints verify"):
+        found = list(list_checkpoints(find_trainings(directory), read=True))
+        _show(found, "intact", json=json)
+    if any(checkpoint.problem for checkpoint in found):
+        raise typer.Exit(1)
+
+
+@checkpoints.command()
+def prune(
+    directory: Place = Path(),
+    keep: Annotated[int, typer.Option(metavar="N", help="Intact checkpoints of each training that stay.")] = 0,
+    training: TrainingOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+) -> None:
+    """Remove checkpoints that are older than the newest N intact ones of their training."""
+    from freetrain_parsl.storage.catalogue import choose_training, find_trainings, removable
+
+    with errors_in_one_line("checkpoints prune"):
+        if keep < 1:
+            raise UsageError("say how many checkpoints of each training stay: --keep 2, at least 1")
+        trainings = choose_training(find_trainings(directory), training)
+        doomed = [(owner, old) for name, owner in trainings.items() for old in removable(name, owner, keep)]
+        _remove(doomed, dry_run=dry_run)
+
+
+def _remove(doomed: Iterable[tuple[CheckpointDirectory, Listed]], *, dry_run: bool) -> None:
+    count = size = 0
+    for owner, old in doomed:
+        if not dry_run:
+            owner.remove(old.entry)
+        typer.echo(f"{'would remove' if dry_run else 'removed'} {old.entry.path}")
+        count += 1
+        size += old.manifest.get("bytes") or 0
+    typer.echo(f"{count} checkpoints, {_bytes(size)}, {'would go' if dry_run else 'removed'}")
+
+
+def _show(found: list[Listed], question: str, *, json: bool) -> None:
+    if json:
+        typer.echo(json_format.dumps([_row(checkpoint, question) for checkpoint in found], indent=2))
+        return
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("training", overflow="fold")
+    for name in ("step", "epoch", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("written", no_wrap=True)
+    table.add_column("reason")
+    table.add_column(question)
+    for checkpoint in found:
+        facts = checkpoint.manifest
+        table.add_row(
+            checkpoint.training,
+            str(checkpoint.entry.step),
+            str(facts.get("epoch", "")),
+            _bytes(facts["bytes"]) if "bytes" in facts else "",
+            _local_time(facts.get("written")),
+            str(facts.get("reason", "")),
+            "[red]no[/red]" if checkpoint.problem else "yes",
+        )
+    Console().print(table)
+    for checkpoint in found:
+        if checkpoint.problem:
+            typer.echo(checkpoint.problem)
+
+
+def _row(checkpoint: Listed, question: str) -> dict[str, Any]:
+    facts = checkpoint.manifest
+    told = {name: facts.get(name) for name in ("epoch", "bytes", "written", "reason", "world_size", "code")}
+    return {
+        "training": checkpoint.training,
+        "step": checkpoint.entry.step,
+        **told,
+        "path": str(checkpoint.entry.path),
+        question: not checkpoint.problem,
+        "problem": checkpoint.problem or None,
+    }
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"
+
+
+def _local_time(written: object) -> str:
+    try:
+        return datetime.fromisoformat(str(written)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return ""

@@ -1,0 +1,125 @@
+"""What becomes of trainings, told to the planner and to the journal, and what is learned from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.executor.experience import LossRate, are_news, learned_costs
+from freetrain_parsl.planning import events as ev
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.executor.journal import Journal
+    from freetrain_parsl.executor.trainings import Change, Generation, Training
+    from freetrain_parsl.planning.model import RescaleCosts
+
+__all__ = ["Chronicle"]
+
+
+class Chronicle:
+    """Owned by the driver's thread.
+
+    Parameters
+    ----------
+    emit
+        Takes events for the planner.
+    journal
+        Takes what happened.
+    clock
+        Seconds since the epoch.
+    """
+
+    def __init__(self, *, emit: Callable[[ev.Event], None], journal: Journal, clock: Callable[[], float]) -> None:
+        self._emit = emit
+        self._journal = journal
+        self._clock = clock
+        self.loss_rate = LossRate()
+
+    def submitted(self, training: Training, costs: RescaleCosts) -> None:
+        """Tell of a new training; `costs` are those of trainings that state none."""
+        now = self._clock()
+        training.trainer = trainer = training.request.trainer(costs, submitted=now)
+        training.costs = trainer.costs
+        self._emit(ev.TrainerSubmitted(now, trainer))
+        self._journal.write(
+            now,
+            "training_submitted",
+            training.name,
+            min_nodes=trainer.min_nodes,
+            max_nodes=trainer.max_nodes,
+            samples=training.request.samples,
+        )
+
+    def began(self, training: Training, generation: Generation, *, in_place: bool, paused: float = 0.0) -> None:
+        """Tell that a training goes on in a group: in place, after `paused` seconds, or in processes of its own."""
+        self._journal.write(
+            self._clock(),
+            "fragment_started",
+            training.name,
+            generation=generation.number,
+            nodes=sorted(generation.nodes),
+            in_place=in_place,
+            paused=paused,
+        )
+
+    def ended(self, training: Training, generation: Generation, until: float, *, lost: bool) -> None:
+        """Tell that a group is no more since `until`, because it lost a member or not."""
+        self.loss_rate.seconds += max(0.0, until - generation.began)
+        self._journal.write(
+            self._clock(),
+            "fragment_ended",
+            training.name,
+            generation=generation.number,
+            nodes=sorted(generation.nodes),
+            lost=lost,
+        )
+
+    def changed(self, training: Training, change: Change) -> None:
+        """Tell that a training's group has changed in place."""
+        self.ended(training, change.before, change.after.began, lost=change.abort)
+        self.began(training, change.after, in_place=True, paused=change.paused)
+        if not change.abort and not change.waiting:
+            self._learn(training, "up" if change.grows else "down", change.paused)
+
+    def progressed(self, training: Training, generation: Generation | None, progress: dict[str, Any]) -> None:
+        """Take a progress report."""
+        now = self._clock()
+        if generation is not None and not generation.reported:
+            generation.reported = True
+            self._learn(training, "start", now - generation.began)
+            if progress["resumed_from"] is not None:
+                self._journal.write(now, "fragment_resumed", training.name, step=progress["resumed_from"])
+        if training.take(progress):
+            self._journal.write(now, "checkpoint", training.name, step=progress["checkpoint_step"])
+        self._journal.keep_progress(now, training.name, progress)
+        total = progress["samples_total"] or training.request.samples
+        if total is not None:
+            left = max(0.0, float(total) - progress["samples"])
+            if training.trainer is not None:
+                training.trainer = replace(training.trainer, work_left=left)
+            self._emit(ev.TrainerProgressed(now, training.name, left))
+
+    def finished(self, training: Training) -> None:
+        """Tell that a training is done; durably, before anybody who waits for its future looks into the journal."""
+        now = self._clock()
+        self._emit(ev.TrainerFinished(now, training.name))
+        self._journal.write(now, "training_finished", training.name)
+        self._journal.commit()
+
+    def failed(self, training: Training, error: BaseException) -> None:
+        """Tell that a training ended with an error; as durably."""
+        now = self._clock()
+        self._emit(ev.TrainerFailed(now, training.name))
+        self._journal.write(now, "training_failed", training.name, error=f"{type(error).__name__}: {error}")
+        self._journal.commit()
+
+    def _learn(self, training: Training, kind: str, seconds: float) -> None:
+        """Tell the planner what a rescale costs, unless the user has, if that is news."""
+        if training.request.costs is not None or training.trainer is None:
+            return
+        training.costs = learned_costs(training.costs, kind, seconds)
+        if are_news(training.trainer.costs, training.costs):
+            training.trainer = replace(training.trainer, costs=training.costs)
+            self._emit(ev.TrainerLearned(self._clock(), training.trainer))

@@ -1,0 +1,46 @@
+"""Run the test-suite in its parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
+
+What needs no daemons keeps every core busy; tests with daemons wait most of the time and go two at a time; those that
+measure how long others wait go alone. ``python -m pytest`` runs the same tests one after another.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+# Part -> how many tests at a time, at most.
+PARTS = {"quick": 4, "daemons": 2, "alone": 1}
+NOTHING, FAILED = int(pytest.ExitCode.NO_TESTS_COLLECTED), int(pytest.ExitCode.TESTS_FAILED)
+
+
+def arguments_of(part: str, cores: int) -> list[str]:
+    """Give pytest's arguments for a part; a worker a core, and none for one core."""
+    workers = min(PARTS[part], cores)
+    return ["--part", part] + (["-n", str(workers), "--dist", "load", "--maxschedchunk", "1"] if workers > 1 else [])
+
+
+def verdict(codes: list[int]) -> int:
+    """Make one exit code of the parts': a part without any test is no failure, unless all are."""
+    return next((code for code in codes if code not in (0, NOTHING)), 0 if 0 in codes else NOTHING)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the parts one after another, also after a failed test, but not after an interruption or a wrong option."""
+    codes: list[int] = []
+    for part in PARTS:
+        begin = time.monotonic()
+        command = [sys.executable, "-m", "pytest", *arguments_of(part, len(os.sched_getaffinity(0))), *arguments]
+        codes.append(subprocess.run(command, check=False).returncode)
+        print(f"part {part}: {time.monotonic() - begin:.0f} s", flush=True)
+        if codes[-1] not in (0, NOTHING, FAILED):
+            break
+    return verdict(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

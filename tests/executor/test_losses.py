@@ -1,0 +1,269 @@
+"""The conductor when members are lost, lose each other, or crash again and again; see `tests.executor.stage`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from parsl.serialize import serialize
+
+from freetrain_parsl.errors import TooManyRestarts
+from tests.executor.stage import Stage, kinds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_after_a_loss_the_survivors_are_ordered_into_the_next_group_at_once(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2")
+    stage.lose("s1")
+    stage.now += 0.2
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s2")) == ((0, 2, True), (1, 2, True))
+    stage.regrouped("s0", "s2", paused=3.0)
+    ended, started = [entry.detail for _, entry in stage.history() if entry.kind.startswith("fragment")][-2:]
+    assert (ended["lost"], started["in_place"], started["nodes"]) == (True, True, ["n0", "n2"])
+
+
+def test_the_slots_of_a_node_are_lost_together(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, slots_per_node=2)
+    stage.running("n0", "n1")
+    stage.lose("s1a")
+    assert stage.turn() == [], "there may be more"
+    stage.now += 0.05
+    stage.lose("s1b")
+    stage.now += 0.2
+    stage.turn()
+    assert (stage.order("s0a"), stage.order("s0b")) == ((0, 2, True), (1, 2, True))
+    stage.journal.close()
+
+
+def test_a_training_that_lost_its_first_member_is_told_of_by_the_next(stage: Stage) -> None:
+    future = stage.running("n0", "n1")
+    stage.lose("s0")
+    stage.recover("s1")
+    stage.ended("s1", "finished", serialize("from rank 0"))
+    assert future.result(0) == "from rank 0"
+
+
+def test_when_all_members_are_lost_it_starts_from_the_newest_checkpoint(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.lose("s0", crash=False)
+    stage.lose("s1", crash=False)
+    stage.turn()
+    assert stage.fragments()[0].detail["lost"]
+    ((slot, order),) = stage.on("n2")
+    assert (slot, order.type, order["joining"]) == ("s2", "run", False)
+    stage.progress("s2", resumed_from=4)
+    assert "fragment_resumed" in [entry.kind for _, entry in stage.history()]
+
+
+def test_newcomers_that_wait_for_a_group_that_is_lost_are_started_afresh(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1")
+    stage.says("s1", "ready")
+    stage.lose("s0")
+    stage.now += 0.2
+    assert kinds(stage.on("n1")) == [("s1", "pause")]
+    stage.ended("s1", "peer_lost", reason="told to")
+    (sent,) = stage.turn()
+    assert (sent[0], sent[1]["joining"]) == ("s1", False)
+
+
+def test_a_loss_in_a_training_that_cannot_change_in_place_ends_its_members(stage: Stage) -> None:
+    stage.running("n0", "n1", in_place=False)
+    stage.lose("s1", crash=False)
+    stage.now += 0.2
+    stage.on("n0")
+    assert stage.order("s0") == (None, 0, True)
+    stage.ended("s0", "peer_lost", reason="gone")
+    assert kinds(stage.turn()) == [("s0", "run")]
+
+
+def test_survivors_that_do_not_answer_are_given_up_in_time(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2")
+    stage.lose("s2", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    stage.regrouped("s0")
+    stage.now += 70
+    stage.turn()
+    assert stage.killed == []
+    stage.now += 0.1
+    stage.turn()
+    assert stage.killed == ["s1"]
+    stage.now += 0.2
+    stage.turn()
+    assert stage.order("s0") == (0, 1, True)
+
+
+def test_a_newcomer_that_dies_while_it_warms_up_is_not_waited_for(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1", "n2")
+    stage.says("s1", "ready")
+    assert stage.turn() == []
+    stage.lose("s2")
+    stage.on("n0", "n1")
+    assert stage.order("s1") == (1, 2, False)
+
+
+def test_a_newcomer_that_dies_after_the_order_is_a_loss_of_the_next_group(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1", "n2")
+    stage.says("s1", "ready")
+    stage.says("s2", "ready")
+    stage.turn()
+    lost = stage.group("s0")
+    stage.lose("s2")
+    stage.now += 0.2
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
+    stage.kv("s0", group=lost, request=1, operation="set", keys=["x"], timeout=1, amount=0)
+    assert not stage.sent[-1][1]["ok"], "the rendezvous of the abandoned group is closed"
+    stage.regrouped("s0", "s1")
+    assert [entry.detail["nodes"] for entry in stage.fragments("started")] == [["n0"], ["n0", "n1"]]
+
+
+def test_a_survivor_that_dies_while_the_survivors_of_another_regroup_is_left_out_too(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2")
+    stage.lose("s0", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    stage.regrouped("s1")
+    stage.lose("s2", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    assert stage.order("s1") == (0, 1, True)
+    stage.regrouped("s1")
+    assert [entry.detail["nodes"] for entry in stage.fragments("started")][-1] == ["n1"]
+
+
+def test_the_state_of_a_leaver_is_used_if_all_who_should_stay_die(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.on("n0", "n1", "n2")
+    stage.says("s2", "ready")
+    stage.on("n1", "n2")
+    stage.lose("s1", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s2")) == ((0, 2, True), (1, 2, True))
+
+
+def test_newcomers_alone_cannot_go_on(stage: Stage) -> None:
+    """The one member with the state is lost when its newcomers have their order already."""
+    stage.running("n0")
+    stage.on("n0", "n1")
+    stage.says("s1", "ready")
+    stage.turn()
+    stage.lose("s0")
+    stage.now += 0.2
+    assert kinds(stage.on("n1")) == [("s1", "pause")]
+    stage.ended("s1", "peer_lost", reason="told to")
+    assert [message["joining"] for _, message in stage.turn()] == [False]
+
+
+def test_a_member_that_pauses_is_not_missed_but_one_that_is_lost_meanwhile_is(stage: Stage) -> None:
+    """The survivors of a loss during a pause regroup, and then pause."""
+    stage.running("n0", "n1")
+    stage.on()
+    stage.lose("s1", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    assert stage.order("s0") == (0, 1, True)
+    stage.sent.clear()
+    stage.regrouped("s0")
+    assert kinds(stage.sent) == [("s0", "pause")]
+
+
+# Members that lose each other.
+
+
+def test_a_stranded_member_waits_until_the_loss_shows(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.stranded("s0")
+    stage.now += 2
+    stage.beats("s0")
+    assert stage.turn() == [], "the other has not been heard of since"
+    stage.lose("s1")
+    stage.now += 0.2
+    stage.turn()
+    assert stage.order("s0") == (0, 1, True)
+
+
+def test_members_that_are_stranded_though_all_live_regroup(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.stranded("s0")
+    assert stage.turn() == []
+    stage.now += 2
+    stage.beats("s0", "s1")
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
+    stage.now += 2
+    stage.beats("s0", "s1")
+    assert stage.turn() == [], "they are about it"
+
+
+def test_a_member_that_says_it_is_stranded_when_its_order_is_on_the_way_is_not_ordered_again(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2")
+    before = stage.generation
+    stage.lose("s2")
+    stage.now += 0.2
+    stage.turn()
+    stage.stranded("s0", generation=before)
+    stage.now += 2
+    stage.beats("s0", "s1")
+    assert stage.turn() == []
+
+
+def test_a_group_in_which_everybody_only_waits_is_cut_and_regroups(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.waits("s0", 11.0)
+    stage.waits("s1", 9.0)
+    assert stage.turn() == []
+    stage.waits("s1", 10.5)
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
+    assert stage.turn() == []
+    stage.regrouped("s0", "s1")
+    assert stage.turn() == []
+
+
+# Crash loops.
+
+
+def test_crashes_without_a_further_step_end_in_a_message_and_a_step_forgives_them(stage: Stage) -> None:
+    """One restart is allowed here."""
+    future = stage.running("n0", "n1", "n2", "n3", step=7)
+    stage.lose("s3", "segmentation fault")
+    stage.recover("s0", "s1", "s2")
+    stage.progress("s0", step=8)
+    stage.lose("s2", "segmentation fault")
+    stage.recover("s0", "s1")
+    stage.progress("s0", step=8)
+    assert not future.done()
+    stage.lose("s1", "bus error")
+    stage.now += 0.2
+    stage.turn()
+    with pytest.raises(TooManyRestarts, match=r"2 crashes without a step beyond step 8.*bus error.*worker logs"):
+        future.result(0)
+    assert stage.order("s0") == (None, 0, True)
+
+
+def test_crashes_that_leave_nobody_are_counted_too(stage: Stage) -> None:
+    future = stage.submit()
+    for node in ("0", "1"):
+        stage.on(f"n{node}")
+        stage.lose(f"s{node}", "segmentation fault")
+        stage.turn()
+    with pytest.raises(TooManyRestarts, match="segmentation fault"):
+        future.result(0)
+
+
+def test_nodes_that_were_taken_are_no_crashes(stage: Stage) -> None:
+    future = stage.submit()
+    for node in ("0", "1", "2"):
+        stage.on(f"n{node}")
+        stage.lose(f"s{node}", crash=False)
+        stage.turn()
+    stage.on("n3")
+    assert not future.done()

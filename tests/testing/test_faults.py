@@ -1,0 +1,575 @@
+"""Injected faults: they hit real processes, connections and files as meant, and are over when they should be."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from freetrain_parsl.errors import DamagedCheckpoint, UsageError
+from freetrain_parsl.storage.posix import CheckpointDirectory
+from freetrain_parsl.testing.faults import (
+    Damage,
+    Injector,
+    corrupt_checkpoint,
+    corrupting,
+    cut,
+    fill_disk,
+    kill,
+    kill_all,
+    partition,
+    resume,
+    slots_on_this_machine,
+    slow,
+    stop,
+    stopped,
+)
+
+ECHO = """
+import socket, threading
+listener = socket.create_server((HOST, 0), family=FAMILY, dualstack_ipv6=FAMILY == socket.AF_INET6)
+print(listener.getsockname()[1], flush=True)
+def serve(connection):
+    while data := connection.recv(1):
+        connection.sendall(data)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+# Says the number of a server after each answer of it, and "-" and the number once the connection is broken.
+PING = """
+import socket, sys, threading, time
+def ping(number, port):
+    connection = socket.create_connection(("127.0.0.1", port))
+    try:
+        while True:
+            connection.sendall(b"x")
+            if not connection.recv(1):
+                break
+            print(number, flush=True)
+            time.sleep(0.01)
+    except OSError:
+        pass
+    print(f"-{number}", flush=True)
+for number, port in enumerate(sys.argv[1:]):
+    threading.Thread(target=ping, args=(number, int(port))).start()
+"""
+SPIN = "while True: pass"
+SILENCE = 0.5
+
+
+class Listener:
+    """What a process prints, line by line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.pid = process.pid
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, args=(process.stdout,), daemon=True).start()
+
+    def _read(self, output) -> None:
+        with suppress(ValueError):  # closed by the fixture
+            for line in output:
+                self._lines.put(line.strip())
+
+    def hears(self, wanted: str, timeout: float = 10) -> bool:
+        """Whether it prints that line from now on, within the time."""
+        while not self._lines.empty():
+            self._lines.get()
+        return self.said(wanted, timeout)
+
+    def falls_silent(self, line: str, timeout: float = 10) -> bool:
+        """Whether it stops printing that line, for `SILENCE` seconds, within the time."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if not self.hears(line, SILENCE):
+                return True
+        return False
+
+    def said(self, wanted: str, timeout: float = 10) -> bool:
+        """Whether it prints that line, or has since it was last listened to."""
+        deadline = time.monotonic() + timeout
+        with suppress(queue.Empty):
+            while (left := deadline - time.monotonic()) > 0:
+                if self._lines.get(timeout=left) == wanted:
+                    return True
+        return False
+
+
+@pytest.fixture
+def run():
+    """Start Python processes from source; they are killed after the test."""
+    started = []
+
+    def start(source: str, *arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", source, *map(str, arguments)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def two_connections(run):
+    """Let a process talk to two others over IPv4; the second of them listens on IPv6."""
+    first = run(f"FAMILY, HOST = 2, '127.0.0.1'\n{ECHO}")
+    second = run(f"FAMILY, HOST = 10, '::'\n{ECHO}")
+    ports = [server.stdout.readline().strip() for server in (first, second)]
+    ping = Listener(run(PING, *ports))
+    assert ping.hears("0")
+    assert ping.hears("1")
+    return ping, first.pid, second.pid
+
+
+# ── processes ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_killed_processes_have_no_last_words(run):
+    """They end by SIGKILL, all of them; one that has gone already is passed over."""
+    processes = [run(SPIN) for _ in range(3)]
+    kill(processes[0].pid)
+    assert processes[0].wait() == -signal.SIGKILL
+    kill_all(process.pid for process in processes)
+    assert [process.wait() for process in processes] == [-signal.SIGKILL] * 3
+    with pytest.raises(ProcessLookupError):
+        kill(processes[0].pid)
+
+
+def _status(pid: int) -> str:
+    """State of a process, once it has settled; a signal takes effect a little later."""
+    for _ in range(200):
+        state = psutil.Process(pid).status()
+        if state == psutil.STATUS_STOPPED:
+            break
+        time.sleep(0.005)
+    return state
+
+
+def test_stopped_process_hangs_until_it_is_resumed(two_connections):
+    """Its peers hear nothing, and no error."""
+    ping, first, _ = two_connections
+    stop(first)
+    assert _status(first) == psutil.STATUS_STOPPED
+    assert ping.falls_silent("0")
+    resume(first)
+    assert ping.hears("0")
+    with stopped(first):
+        assert ping.falls_silent("0")
+        assert ping.hears("1")
+    assert ping.hears("0")
+
+
+def test_process_may_end_while_it_is_stopped(run):
+    """Nobody complains then."""
+    process = run(SPIN)
+    with stopped(process.pid):
+        process.kill()
+        process.wait()
+    with slow(process := run(SPIN).pid, 0.5):
+        kill(process)
+    assert _gone(process)
+
+
+def _gone(pid: int) -> bool:
+    return psutil.Process(pid).wait(10) is not None
+
+
+def _cpu_share(pid: int, seconds: float) -> float:
+    process, begun = psutil.Process(pid), time.monotonic()
+    before = process.cpu_times().user
+    time.sleep(seconds)
+    return (process.cpu_times().user - before) / (time.monotonic() - begun)
+
+
+def test_slowed_process_gets_its_share(run):
+    """A process that could use a whole core uses a fifth of what it did, and all again afterwards."""
+    pid = run(SPIN).pid
+    free = _cpu_share(pid, 0.6)
+    with slow(pid, 0.2):
+        slowed = _cpu_share(pid, 1.0)
+    assert 0.05 < slowed / free < 0.5
+    assert _cpu_share(pid, 0.6) > slowed
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5])
+def test_share_of_a_slowed_process_is_a_part(share):
+    """All or nothing are other faults."""
+    with pytest.raises(UsageError, match="between 0 and 1"), slow(os.getpid(), share):
+        pass
+
+
+@pytest.mark.parametrize("pid", [0, 1, -1, -7])
+def test_no_group_of_processes_is_hit_by_mistake(pid):
+    """Numbers that stand for many processes, or for the first, are refused."""
+    for harm in (kill, stop, lambda pid: cut(pid, [])):
+        with pytest.raises(UsageError, match="one process"):
+            harm(pid)
+
+
+# ── connections ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_cut_connection_breaks_at_once(two_connections):
+    """The process reads its end; what it has with others goes on, and the peer lives."""
+    ping, first, _ = two_connections
+    begun = time.monotonic()
+    assert cut(ping.pid, [first]) == 1
+    assert ping.said("-0")
+    assert time.monotonic() - begun < 5
+    assert ping.hears("1")
+    assert psutil.pid_exists(first)
+    assert cut(ping.pid, [first]) == 0
+
+
+def test_cut_works_from_either_side_and_through_ipv6(two_connections):
+    """An IPv6 socket that carries IPv4 is the other end of an IPv4 socket."""
+    ping, first, second = two_connections
+    assert cut(second, [first, ping.pid, second]) == 1
+    assert ping.said("-1")
+
+
+def test_partitioned_processes_hear_nothing_and_no_error(two_connections):
+    """Inside the block there is silence, after it the same connection goes on; others never notice."""
+    ping, first, _ = two_connections
+    with partition(ping.pid, [first]) as connections:
+        assert connections == 1
+        assert ping.falls_silent("0")
+        assert ping.hears("1")
+        assert not ping.said("-0", 0.1)
+    assert ping.hears("0")
+
+
+def test_peers_that_have_ended_have_no_connections(two_connections, run):
+    """A dead peer is passed over, a dead victim is an error."""
+    ping, *_ = two_connections
+    dead = run(SPIN)
+    dead.kill()
+    dead.wait()
+    assert cut(ping.pid, [dead.pid]) == 0
+    with pytest.raises(ProcessLookupError):
+        cut(dead.pid, [ping.pid])
+
+
+def test_kernel_that_forbids_it_is_named():
+    """A process of another user is not ours to cut; as root there is none, so root becomes nobody first."""
+    source = textwrap.dedent(
+        """
+        import os
+        from freetrain_parsl.errors import UsageError
+        from freetrain_parsl.testing.faults import cut
+        parent = os.getppid()
+        if os.getuid() == 0:
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+        else:
+            parent = 2  # a thread of the kernel, or init's first child: not this user's
+        try:
+            cut(parent, [os.getpid()])
+        except UsageError as error:
+            print(error)
+        """
+    )
+    output = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
+    assert "the kernel does not let this process" in output
+    assert "ptrace_scope" in output
+    assert output.count("\n") == 1
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Two checkpoints of a trainer."""
+    directory = CheckpointDirectory(tmp_path, "net")
+    directory.open()
+    for step in (3, 7):
+        directory.publish(step, lambda sink: sink.write(bytes(range(256)) * 8), {})
+    return directory
+
+
+@pytest.mark.parametrize("how", [None, *Damage])
+@pytest.mark.parametrize("seed", range(3))
+def test_corrupt_checkpoint_is_refused_by_name(checkpoints, how, seed):
+    """The store refuses the newest one, however it was damaged, and the one before is intact."""
+    newest, before = checkpoints.entries()
+    victim = corrupt_checkpoint(checkpoints.path, random.Random(seed), how)
+    assert victim.parent == newest.path
+    with pytest.raises(DamagedCheckpoint, match=newest.path.name):
+        checkpoints.verify(newest)
+    checkpoints.verify(before)
+
+
+def test_a_checkpoint_can_be_chosen_and_its_damage_follows_from_the_seed(checkpoints):
+    """The same bit of the same file."""
+    _, before = checkpoints.entries()
+    intact = (before.path / "state.pt").read_bytes()
+    damaged = []
+    for _ in range(2):
+        victim = corrupt_checkpoint(before.path, random.Random(1), Damage.FLIP)
+        damaged.append(victim.read_bytes())
+        victim.write_bytes(intact)
+    assert damaged[0] == damaged[1] != intact
+    assert len(damaged[0]) == len(intact)
+
+
+def test_there_must_be_a_checkpoint_to_corrupt(tmp_path):
+    """An empty directory is said to be one."""
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        corrupt_checkpoint(tmp_path, random.Random(0))
+
+
+def test_full_disk_takes_no_more_and_is_emptied(tmp_path):
+    """In a small file system of its own: little is left, a larger file gets ENOSPC, and then all is free again."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("there is no unshare command to make a file system with")
+    source = textwrap.dedent(
+        """
+        import errno, os, sys
+        from pathlib import Path
+        from freetrain_parsl.testing.faults import fill_disk
+        directory = Path(sys.argv[1])
+        free = lambda: os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
+        before = free()
+        with fill_disk(directory, limit=8 << 20, spare=16384):
+            assert 0 < free() <= 32768, free()
+            try:
+                (directory / "state").write_bytes(bytes(1 << 20))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+            else:
+                raise AssertionError("there was room")
+            (directory / "state").unlink()
+        assert free() == before
+        print("full, and free again")
+        """
+    )
+    inside = f'mount -t tmpfs -o size=4m none "{tmp_path}" && exec "$@"'
+    command = [unshare, "--user", "--map-root-user", "--mount", "sh", "-c", inside, "sh"]
+    result = subprocess.run([*command, sys.executable, "-c", source, tmp_path], capture_output=True, text=True)
+    if "unshare:" in result.stderr or "mount:" in result.stderr:
+        pytest.skip(f"this user may not mount a file system: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "full, and free again\n"
+
+
+def test_a_real_disk_is_not_filled(tmp_path):
+    """A file system beyond the stated limit is refused, and nothing is written."""
+    with pytest.raises(UsageError, match="more than the limit of 1000"), fill_disk(tmp_path, limit=1000):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+# ── the injector ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Clock:
+    """Time that passes in sleep only."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Lasting:
+    """A fault that does nothing but tell when it is on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.spans: list[tuple[float, float]] = []
+
+    def __enter__(self) -> None:
+        self.begun = self.clock()
+
+    def __exit__(self, *_) -> None:
+        self.spans.append((self.begun, self.clock()))
+
+
+TARGETS = {"a/0": 11, "a/1": 12, "b/0": 13}
+HARMLESS = {name: lambda strike: None for name in ("one", "two", "three")}
+
+
+def sequence(seed: int, **options: object) -> list[tuple[object, ...]]:
+    clock = Clock()
+    injector = Injector(
+        seed,
+        lambda: TARGETS,
+        **{"faults": HARMLESS, "every": timedelta(seconds=3), **options},
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    return [(r.at, r.fault, r.victim, r.lasts) for r in injector.run(timedelta(seconds=300))]
+
+
+def test_same_seed_strikes_the_same():
+    """Moments, faults, victims and lengths follow from the seed, and differ with it."""
+    assert sequence(1) == sequence(1)
+    assert sequence(1) != sequence(2)
+    assert 60 < len(sequence(1)) < 140, "every 3 s in 300 s, about"
+    assert {victim for _, _, victim, _ in sequence(1)} == set(TARGETS)
+    assert {fault for _, fault, _, _ in sequence(1)} == set(HARMLESS)
+
+
+def test_what_a_fault_draws_does_not_change_what_follows():
+    """Each strike has a generator of its own."""
+    greedy = {name: lambda strike: strike.rng.random() and None for name in HARMLESS}
+    assert sequence(1, faults=greedy) == sequence(1)
+
+
+def test_schedule_is_kept_to():
+    """Faults by name, at their times; only the victims are drawn."""
+    schedule = [(timedelta(seconds=5), "two"), (timedelta(seconds=7), "one")]
+    assert [row[:2] for row in sequence(1, every=None, schedule=schedule)] == [(5.0, "two"), (7.0, "one")]
+
+
+def test_lasting_faults_are_undone_in_time_or_at_the_end():
+    """One by one as they are over, and the rest when the injector stops."""
+    clock = Clock()
+    faults = [Lasting(clock) for _ in range(3)]
+    waiting = iter(faults)
+    injector = Injector(
+        0,
+        lambda: TARGETS,
+        faults={"hang": lambda strike: next(waiting)},
+        schedule=[(timedelta(seconds=at), "hang") for at in (1, 2, 9)],
+        lasting=timedelta(seconds=4),
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    first, second, third = injector.run(timedelta(seconds=10))
+    assert faults[0].spans == [(101.0, pytest.approx(101.0 + first.lasts))]
+    assert faults[1].spans == [(102.0, pytest.approx(102.0 + second.lasts))]
+    assert third.lasts > 1
+    assert faults[2].spans == [(109.0, 110.0)]
+
+
+def test_faults_are_undone_when_something_goes_wrong():
+    """Also when the injector itself fails."""
+    clock = Clock()
+    lasting = Lasting(clock)
+    faults = {"hang": lambda strike: lasting, "fail": lambda strike: 1 / 0}
+    schedule = [(timedelta(seconds=1), "hang"), (timedelta(seconds=2), "fail")]
+    injector = Injector(0, lambda: TARGETS, faults=faults, schedule=schedule, clock=clock, sleep=clock.sleep)
+    with pytest.raises(ZeroDivisionError):
+        injector.run()
+    assert lasting.spans == [(101.0, 102.0)]
+
+
+def test_strikes_that_miss_are_recorded(tmp_path):
+    """Nobody there, a process that has ended, a checkpoint that is not there yet."""
+    clock = Clock()
+    nobody = Injector(0, dict, faults=HARMLESS, schedule=[(timedelta(0), "one")], clock=clock, sleep=clock.sleep)
+    (record,) = nobody.run()
+    assert (record.victim, record.outcome) == (None, "there was nobody to hit")
+
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    schedule = [(timedelta(0), "kill"), (timedelta(0), "corrupt")]
+    faults = {"kill": lambda strike: kill(strike.victim.pid), "corrupt": corrupting(tmp_path)}
+    late = Injector(0, lambda: {"a/0": ended.pid}, faults=faults, schedule=schedule, clock=clock, sleep=clock.sleep)
+    killed, corrupted = late.run()
+    assert "No such process" in killed.outcome
+    assert "no checkpoint" in corrupted.outcome
+
+
+def test_a_node_dies_with_all_its_processes(run):
+    """Those of the victim's node, and no other."""
+    processes = {slot: run(SPIN) for slot in ("a/0", "a/1", "b/0")}
+    injector = Injector(
+        4,
+        lambda: {slot: process.pid for slot, process in processes.items()},
+        schedule=[(timedelta(0), "kill_node")],
+    )
+    (record,) = injector.run()
+    node = record.victim.partition("/")[0]
+    for slot, process in processes.items():
+        if slot.startswith(node):
+            assert process.wait(10) == -signal.SIGKILL
+        else:
+            assert process.poll() is None
+
+
+def test_in_a_thread_it_ends_with_the_block(two_connections):
+    """Whatever it holds then is let go."""
+    ping, first, _ = two_connections
+    stop_it = {"stop": lambda strike: stopped(strike.victim.pid)}
+    schedule = [(timedelta(0), "stop"), (timedelta(hours=1), "stop")]
+    lasting = timedelta(hours=1)
+    with Injector(0, lambda: {"a/0": first}, faults=stop_it, schedule=schedule, lasting=lasting) as injector:
+        assert _status(first) == psutil.STATUS_STOPPED
+        assert ping.falls_silent("0")
+    assert ping.hears("0")
+    assert [record.fault for record in injector.records] == ["stop"]
+
+
+def test_failure_in_the_thread_comes_out_of_the_block():
+    """A fault that cannot be done is not passed over in silence."""
+    failed = threading.Event()
+
+    def fail(strike) -> None:
+        failed.set()
+        raise UsageError("not here")
+
+    with (
+        pytest.raises(UsageError, match="not here"),
+        Injector(0, lambda: TARGETS, faults={"fail": fail}, schedule=[(timedelta(0), "fail")]),
+    ):
+        assert failed.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either every or schedule"),
+        ({"every": timedelta(1), "schedule": []}, "either every or schedule"),
+        ({"every": timedelta(0)}, "every must be positive"),
+        ({"every": timedelta(1), "faults": {}}, "at least one fault"),
+        ({"schedule": [(timedelta(0), "kil")]}, "no fault 'kil' .did you mean 'kill'"),
+    ],
+)
+def test_orders_that_make_no_sense_are_refused(options, message):
+    """In one line."""
+    with pytest.raises(UsageError, match=message):
+        Injector(0, lambda: TARGETS, **options)
+
+
+def test_slots_are_found_in_the_journal():
+    """Living ones that were not lost, numbered on their nodes."""
+    mine, ended = os.getpid(), subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    def entry(kind: str, subject: str, node: str, pid: int | None = None):
+        return SimpleNamespace(kind=kind, subject=subject, detail={"node": node, "pid": pid})
+
+    slots = slots_on_this_machine(
+        [
+            entry("slot_joined", "s1", "n1", mine),
+            entry("slot_joined", "s2", "n1", os.getppid()),
+            entry("slot_joined", "s3", "n2", ended.pid),
+            entry("node_joined", "n2", "n2"),
+            entry("slot_joined", "s4", "n2", mine),
+            entry("slot_lost", "s1", "n1"),
+        ]
+    )
+    assert slots == {"n1/0": os.getppid(), "n2/0": mine}

@@ -1,0 +1,74 @@
+"""Ordinary PyTorch inside a session: each block of the page, alone and in a group that changes in the middle."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from habits import BLOCKS, practise
+from training_crew import run_member
+
+from freetrain_parsl.training.fragment import Finished, Membership, Paused
+from freetrain_parsl.training.terms import Regrouped
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from training_crew import Crew, Outcome
+
+HABITS = sorted(BLOCKS)
+# Gradients are rounded to 8 or 11 bits before they are added up.
+ROUNDED = {"bfloat16": 3e-2, "scaler": 1e-2}
+
+
+def finished(outcome: Outcome | None) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, Any]]:
+    """Return the metrics of a training, the processes by step, and the state of all that it prepared."""
+    assert outcome is not None
+    assert isinstance(outcome.end, Finished), outcome.error
+    assert outcome.end.checkpoint is not None
+    state = torch.load(outcome.end.checkpoint / "state.pt", weights_only=True)
+    metrics, sizes = outcome.end.value
+    return metrics, sizes, state["objects"]
+
+
+def assert_close(one: Any, other: Any, tolerance: float, where: str = "state") -> None:
+    """Compare states, whatever they are nested in."""
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_close(one[key], other[key], tolerance, f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, (mine, others) in enumerate(zip(one, other, strict=True)):
+            assert_close(mine, others, tolerance, f"{where}[{index}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance), where
+    else:
+        assert one == (pytest.approx(other, rel=tolerance, abs=tolerance) if isinstance(one, float) else other), where
+
+
+@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_path: Path, habit: str, size: int) -> None:
+    """Parameters, optimizers, schedulers, averages and history are those of a run alone; each step is made once."""
+    alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))
+    metrics, _, state = finished(alone)
+    run = crew.start(2, tmp_path / "crew", practise, habit=habit, hold_at=5)
+    run.regroup(size)
+    outcomes = run.outcomes()
+    changed, sizes, changed_state = finished(outcomes[0])
+
+    tolerance = 0.0 if habit == "deterministic" else ROUNDED.get(habit, 1e-4)
+    assert_close(changed_state, state, tolerance)
+    assert_close(changed, metrics, tolerance)
+    steps = [step for step, _ in sizes] if habit != "turns" else [step for step, _ in sizes[::2]]
+    assert steps == list(range(1, metrics["steps"] + 1))
+    assert [size for _, size in sizes] == sorted((size for _, size in sizes), reverse=size < 2)
+    assert {size for _, size in sizes} == {2, size}
+    assert len(metrics["history"]) == metrics["epochs"]
+    assert all(any(isinstance(report, Regrouped) for report in outcome.reports) for outcome in outcomes if outcome)
+    for leaver in run.gone:
+        assert isinstance(leaver.outcome.end, Paused)

@@ -1,0 +1,222 @@
+"""Members come, go and die in the middle of a training; its result is that of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from training_crew import SAMPLES, classify, diverge, fail, run_member
+
+from freetrain_parsl.training.fragment import Finished, Membership, Paused, PauseReason
+from freetrain_parsl.training.terms import Progress, Regrouped, Stranded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from training_crew import Crew, CrewRun, Outcome
+
+EPOCHS = 3
+STEPS = EPOCHS * -(-SAMPLES // 8)
+BITWISE = {"deterministic": True, "shards": 4, "dropout": 0.3}
+MODES: tuple[dict[str, Any], ...] = ({}, BITWISE, {"micro_batch": 2})
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens at a step."""
+
+    step: int
+    what: str
+    size: int = 1
+    """Members afterwards, for ``regroup`` and ``restart``."""
+
+
+def parameters(end: Finished | Paused | None) -> torch.Tensor:
+    """Return all parameters of a checkpoint in one vector."""
+    assert end is not None
+    assert end.checkpoint is not None
+    model = torch.load(end.checkpoint / "state.pt", weights_only=True)["objects"]["model"]
+    return torch.cat([tensor.flatten() for tensor in model.values()])
+
+
+def undisturbed(root: Path, **kwargs: Any) -> Finished:
+    outcome = run_member(classify, {"epochs": EPOCHS, **kwargs}, root=root, membership=Membership("net"))
+    assert isinstance(outcome.end, Finished), outcome.error
+    return outcome.end
+
+
+def disturbed(crew: Crew, root: Path, size: int, events: Iterable[Event], **kwargs: Any) -> Finished:
+    """Train while these things happen, each at its step."""
+    events = sorted(events, key=lambda event: event.step)
+    gates = {event.step: root / f"gate-{event.step}" for event in events}
+    kwargs = {"epochs": EPOCHS, "gates": gates, "options": {"keep": 3}, **kwargs}
+    run = crew.start(size, root / "cut", classify, **kwargs)
+    for event in events:
+        gate = gates[event.step]
+        if event.what == "regroup":
+            run.regroup(event.size, release=gate.touch)
+        elif event.what == "replace first":
+            run.regroup(len(run.members), replace=1, release=gate.touch)
+        elif event.what == "kill" and len(run.members) > 1:
+            lose(run, event.size % len(run.members), gate)
+        elif event.what in ("restart", "corrupt"):
+            run.pause(gate.touch)
+            checkpoints = sorted((root / "cut" / "net").glob("step-*"))
+            if event.what == "corrupt" and len(checkpoints) > 1:
+                (checkpoints[-1] / "state.pt").write_bytes(b"not what was written")
+            run = crew.start(event.size, root / "cut", classify, **kwargs)
+        else:
+            gate.touch()
+    return first(run)
+
+
+def lose(run: CrewRun, rank: int, gate: Path) -> None:
+    """Kill a member and wait until the others go on."""
+    before = len(run.members)
+    run.kill(rank)
+    gate.touch()
+    run.until(lambda: len(run.members) < before or run.ended)
+
+
+def first(run: CrewRun) -> Finished:
+    outcomes = run.outcomes()
+    assert all(outcome and not outcome.error for outcome in outcomes), outcomes
+    assert outcomes[0] is not None
+    assert isinstance(outcomes[0].end, Finished)
+    return outcomes[0].end
+
+
+def assert_same(end: Finished, whole: Finished, *, bits: bool) -> None:
+    """Same samples, same history, same parameters."""
+    assert (end.progress.step, end.progress.samples) == (STEPS, EPOCHS * SAMPLES)
+    assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
+    assert len(end.value["history"]) == EPOCHS
+    if bits:
+        assert end.value == whole.value
+        assert torch.equal(parameters(end), parameters(whole))
+    else:
+        for row, expected in zip(end.value["history"], whole.value["history"], strict=True):
+            assert row == pytest.approx(expected, abs=1e-5)
+        assert torch.allclose(parameters(end), parameters(whole), atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["default", "deterministic", "micro-batches"])
+def test_members_come_go_and_die_and_the_result_is_the_same(crew: Crew, tmp_path: Path, mode: dict[str, Any]) -> None:
+    """2 -> 4 -> 3 -> one of them killed -> the first replaced; no checkpoint is read."""
+    events = (
+        Event(2, "regroup", 4),
+        Event(7, "regroup", 3),
+        Event(12, "kill", 0),
+        Event(17, "replace first"),
+    )
+    end = disturbed(crew, tmp_path, 2, events, **mode)
+    assert end.progress.resumed_from is None
+    assert_same(end, undisturbed(tmp_path / "whole", **mode), bits=mode is BITWISE)
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # an example takes seconds: no time to shrink it
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    size=st.integers(1, 4),
+    mode=st.sampled_from(MODES),
+    steps=st.lists(st.integers(1, STEPS - 1), min_size=2, max_size=4, unique=True),
+    data=st.data(),
+)
+def test_no_schedule_of_disturbances_changes_the_result(
+    crew: Crew, tmp_path_factory: pytest.TempPathFactory, size: int, mode: dict[str, Any], steps: list[int], data: Any
+) -> None:
+    """Growing, shrinking, killing, restarting, damaged checkpoints, in any order."""
+    kinds = data.draw(
+        st.lists(
+            st.sampled_from(["regroup", "regroup", "replace first", "kill", "restart", "corrupt"]),
+            min_size=len(steps),
+            max_size=len(steps),
+        ).filter(lambda kinds: kinds.count("kill") < 2)  # a new process takes seconds
+    )
+    events = [Event(step, kind, data.draw(st.integers(1, 4))) for step, kind in zip(steps, kinds, strict=True)]
+    root = tmp_path_factory.mktemp("schedule")
+    end = disturbed(crew, root, size, events, **mode)
+    assert_same(end, undisturbed(root / "whole", **mode), bits=mode is BITWISE)
+
+
+def test_survivors_stay_and_pause_for_a_moment_only(crew: Crew, tmp_path: Path) -> None:
+    """The same processes, the same checkpoint directory untouched, and every member tells how long it stood still."""
+    gates = {4: tmp_path / "go"}
+    crew.warm(3)
+    run = crew.start(2, tmp_path, classify, gates=gates)
+    before = {member.process.pid for member in run.members}
+    run.regroup(3, release=gates[4].touch)
+    told = [member.last(Regrouped) for member in run.members]
+    assert before < {member.process.pid for member in run.members}
+    assert len({regrouped.generation for regrouped in told}) == 1
+    assert max(regrouped.paused for regrouped in told) < 5
+    first(run)
+
+
+def test_who_leaves_ends_without_a_checkpoint_of_its_own(crew: Crew, tmp_path: Path) -> None:
+    gates = {4: tmp_path / "go"}
+    run = crew.start(3, tmp_path, classify, gates=gates)
+    leaver = run.members[2]
+    run.regroup(2, release=gates[4].touch)
+    run.until(lambda: leaver.outcome)
+    assert leaver.outcome is not None
+    assert isinstance(leaver.outcome.end, Paused)
+    assert (leaver.outcome.end.reason, leaver.outcome.end.checkpoint) == (PauseReason.LEFT, None)
+    first(run)
+
+
+def test_a_stopped_member_is_left_behind_by_order(crew: Crew, tmp_path: Path) -> None:
+    """SIGSTOP: nothing breaks by itself; the order to abort wakes those who wait in a collective."""
+    gates = {4: tmp_path / "go"}
+    run = crew.start(3, tmp_path, classify, gates=gates)
+    run.until_step(1)
+    stopped = run.members[1]
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        gates[4].touch()
+        with pytest.raises(TimeoutError):
+            run.until(lambda: run.ended or any(member.last(Stranded) for member in run.members), 0.5)
+        run.order([run.members[0], run.members[2]], [], abort=True)
+        assert run.members[0].last(Regrouped) is not None
+    finally:
+        os.kill(stopped.process.pid, signal.SIGKILL)
+    assert_same(first(run), undisturbed(tmp_path / "whole"), bits=False)
+
+
+def test_a_member_that_is_alone_goes_on_and_can_be_joined(crew: Crew, tmp_path: Path) -> None:
+    end = disturbed(crew, tmp_path, 1, (Event(3, "regroup", 3), Event(9, "regroup", 1), Event(15, "regroup", 2)))
+    assert_same(end, undisturbed(tmp_path / "whole"), bits=False)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_training_on_all_members(crew: Crew, tmp_path: Path) -> None:
+    outcomes = crew.run(2, tmp_path, diverge)
+    assert [kind(outcome) for outcome in outcomes] == ["NonFiniteLoss"] * 2
+    assert not list((tmp_path / "net").glob("step-*")), "a state that is worth nothing is not saved"
+
+
+def test_an_error_of_the_users_own_ends_the_others_too(crew: Crew, tmp_path: Path) -> None:
+    run = crew.start(3, tmp_path, fail, rank=1)
+    assert [kind(outcome) for outcome in run.outcomes()] == ["PeerLost", "ZeroDivisionError", "PeerLost"]
+
+
+def kind(outcome: Outcome | None) -> str:
+    assert outcome is not None
+    return outcome.error.partition(":")[0]
+
+
+def test_reports_come_from_the_first_member_only(crew: Crew, tmp_path: Path) -> None:
+    run = crew.start(2, tmp_path, classify, epochs=1)
+    run.outcomes()
+    told = [any(isinstance(report, Progress) for report in member.reports) for member in run.members]
+    assert told == [True, False]
