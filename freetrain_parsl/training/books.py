@@ -129,6 +129,7 @@ class Books:
         assert self._ledger is not None
         self.audit += audit(self._ledger.counts, expected)
         self._write_row(epoch)
+        self.metrics["epochs"] = epoch + 1  # here already: a function may return without going on to the next one
 
     def close_epoch(self, epoch: int) -> None:
         """End an epoch; one that the user's loop left early gets its row here, unaudited."""

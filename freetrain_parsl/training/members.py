@@ -99,6 +99,8 @@ class Members:
         PeerLost
             There will be no order.
         """
+        if self.group.size > 1:
+            self.group.abort()  # else gloo waits for what the lost member owes: others for this one, or leaving itself
         self.leave()
         pending = self._notice.pending
         if pending is None or not pending.abort:

@@ -44,7 +44,7 @@ def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_
     policy = ScriptedPolicy(1)
     site = start(policy=policy)
     calls = tmp_path / "calls"
-    future = train.options(name="t")(epochs=60, slow=str(slow), calls=str(calls))
+    future = train.options(name="t")(epochs=40, slow=str(slow), calls=str(calls))
 
     def runs_on(nodes: int, since: int) -> Callable[[RunState], bool]:
         return lambda run: len(run.trainings["t"].nodes) == nodes and run.trainings["t"].progress["step"] > since
@@ -70,8 +70,8 @@ def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_
     slow.unlink()
 
     result = future.result(timeout=60)
-    alone = run_alone(train.func, epochs=60)
-    assert result["metrics"]["samples"] == alone["metrics"]["samples"] == 60 * 200
+    alone = run_alone(train.func, epochs=40)
+    assert result["metrics"]["samples"] == alone["metrics"]["samples"] == 40 * 200
     assert result["metrics"]["steps"] == alone["metrics"]["steps"]
     assert result["lr"] == alone["lr"]
     assert torch.allclose(torch.tensor(result["parameters"]), torch.tensor(alone["parameters"]), atol=1e-4)

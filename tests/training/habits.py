@@ -5,7 +5,9 @@ In a module of its own, not among the tests, because the processes of the crew i
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "pytorch-habits.md"
 _BLOCK = re.compile(r"<!-- habit: (\w+) -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = dict(_BLOCK.findall(PAGE.read_text(encoding="utf-8")))
 COMMON = BLOCKS.pop("common")
+HELD = "held"
 
 
-def practise(session: Any, habit: str, hold_at: int | None = None) -> tuple[Any, list[tuple[int, int]]]:
-    """Run a block of the page; at step `hold_at` wait until there is an order to change the group.
+def practise(
+    session: Any, habit: str, hold_at: int | None = None, die_at: int | None = None
+) -> tuple[Any, list[tuple[int, int]]]:
+    """Run a block of the page; see `hold`.
 
     Returns
     -------
@@ -31,17 +36,32 @@ def practise(session: Any, habit: str, hold_at: int | None = None) -> tuple[Any,
     names: dict[str, Any] = {"__name__": habit}
     exec(compile(COMMON, PAGE, "exec"), names)  # noqa: S102 - our own page
     exec(compile(BLOCKS[habit], PAGE, "exec"), names)  # noqa: S102 - the same
+    sizes = hold(session, hold_at, die_at)
+    return names["train"](session), sizes
+
+
+def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[tuple[int, int]]:
+    """After step `hold_at`, say so, and wait for an order; or let the second process die in the step after `die_at`.
+
+    Returns
+    -------
+    sizes
+        Gets (step, number of processes) for each step that this process makes.
+    """
     sizes: list[tuple[int, int]] = []
     step = session.step
 
     def step_and_hold(*args: Any, **options: Any) -> bool:
+        if session.metrics["steps"] == die_at and session.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)  # the others wait for its gradients, or soon will
         made = step(*args, **options)
         if made:
             sizes.append((session.metrics["steps"], session.world_size))
-        if session.metrics["steps"] == hold_at and sizes[0][1] == session.world_size:
+        if made and session.metrics["steps"] == hold_at:
+            (session.directory / HELD).touch()
             while training_crew.NOTICE.pending is None:
                 time.sleep(0.005)
         return made
 
     session.step = step_and_hold
-    return names["train"](session), sizes
+    return sizes
