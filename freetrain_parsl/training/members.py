@@ -62,8 +62,8 @@ class Members:
 
     def leave(self) -> None:
         """Leave the group; the process stays."""
-        self._notice.on_abort = lambda: None
         self.group.leave()
+        self._notice.on_abort = lambda: None
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────
 

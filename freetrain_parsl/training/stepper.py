@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.order import Batch, Piece
     from freetrain_parsl.training.scaled import LinearScaling
 
+_WORD = (1 << 63) - 1
+
 # What users call once a step, with its gradients or after it, by the method they call.
 _CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
     (LRScheduler, "step"),
@@ -187,12 +189,12 @@ class Stepper:
         """Return a number that tells the parameters of members apart; the same bits give the same number."""
         if self._sharded:
             return 0
-        total = torch.zeros((), dtype=torch.int64)
+        total = 0
         for parameter in self._parameters:
             bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-            words = bits[: len(bits) // 4 * 4].view(torch.int32)
-            total += words.sum(dtype=torch.int64).cpu()
-        return int(total)
+            words, rest = torch.split(bits, [len(bits) // 8 * 8, len(bits) % 8])
+            total += int(words.view(torch.int64).sum()) + int(rest.sum())
+        return total & _WORD
 
     def _tell(self, loss: torch.Tensor, piece: Piece) -> dist.Work | None:
         """Note the loss; with the last piece, begin to tell the others."""

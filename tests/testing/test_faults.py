@@ -44,7 +44,9 @@ while True:
 """
 # Says the number of a server after each answer of it, and "-" and the number once the connection is broken.
 PING = """
-import socket, sys, threading, time
+import os, socket, sys, threading, time
+def say(line):
+    os.write(1, line.encode())  # in one piece: print writes the end of a line apart
 def ping(number, port):
     connection = socket.create_connection(("127.0.0.1", port))
     try:
@@ -52,11 +54,11 @@ def ping(number, port):
             connection.sendall(b"x")
             if not connection.recv(1):
                 break
-            print(number, flush=True)
+            say(f"{number}\\n")
             time.sleep(0.01)
     except OSError:
         pass
-    print(f"-{number}", flush=True)
+    say(f"-{number}\\n")
 for number, port in enumerate(sys.argv[1:]):
     threading.Thread(target=ping, args=(number, int(port))).start()
 """

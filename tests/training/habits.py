@@ -49,11 +49,14 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
         Gets (step, number of processes) for each step that this process makes.
     """
     sizes: list[tuple[int, int]] = []
-    step = session.step
+    step, backward = session.step, session.backward
 
-    def step_and_hold(*args: Any, **options: Any) -> bool:
+    def backward_or_die(loss: Any) -> None:
         if session.metrics["steps"] == die_at and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # the others wait for its gradients, or soon will
+        backward(loss)
+
+    def step_and_hold(*args: Any, **options: Any) -> bool:
         made = step(*args, **options)
         if made:
             sizes.append((session.metrics["steps"], session.world_size))
@@ -63,5 +66,5 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
                 time.sleep(0.005)
         return made
 
-    session.step = step_and_hold
+    session.step, session.backward = step_and_hold, backward_or_die  # a step calls backward, too
     return sizes

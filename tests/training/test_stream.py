@@ -140,6 +140,7 @@ def test_a_batch_that_is_done_again_is_read_from_the_last_mark(monkeypatch: pyte
     assert source.read - read <= 5
 
 
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 calls it
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torchdatas_loader_is_a_source(workers: int) -> None:
     """Its state, too, spares the samples that are behind."""

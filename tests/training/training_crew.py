@@ -266,13 +266,15 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
     torch.set_num_threads(1)
     server = DictionaryServer(address, key)
     server.connect()
-    store = RendezvousStore(server.dictionary(), timedelta(seconds=60))
+    dictionary = server.dictionary()
+    dictionary.check([])  # connect now: a connection made while a group forms would be taken for the group's
+    store = RendezvousStore(dictionary, timedelta(seconds=60))
     work: queue.SimpleQueue[Any] = queue.SimpleQueue()
     sending = threading.Lock()
 
-    def send(*message: Any) -> None:
+    def send(number: int, what: str, content: Any) -> None:
         with sending:
-            pipe.send(message)
+            pipe.send((number, what, content))
 
     def listen() -> None:
         while True:
@@ -293,15 +295,16 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        (function, kwargs, options), notice = work.get()
+        (number, function, kwargs, options), notice = work.get()
         send(
+            number,
             "ended",
             run_member(
                 function,
                 kwargs,
                 meet=lambda _membership: store,
                 notice=notice,
-                tell=lambda report: send("report", report),
+                tell=lambda report, number=number: send(number, "report", report),
                 **options,
             ),
         )
@@ -316,6 +319,25 @@ class Member:
         self.reports: list[Any] = []
         self.outcome: Outcome | None = None
         self.lost = False
+        self.numbers = itertools.count(1)
+        self.number = 0
+        """Of the training that it was told to run last."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return self.number == 0 or self.outcome is not None
+
+    def receive(self) -> tuple[str, Any]:
+        """Take a message, if it is about the training that it runs."""
+        number, what, content = self.pipe.recv()
+        if number != self.number:
+            return "", None
+        if what == "report":
+            self.reports.append(content)
+        elif what == "ended":
+            self.outcome = content
+        return what, content
 
     def tell(self, what: str, content: Any = None) -> None:
         with suppress(BrokenPipeError):  # it was killed a moment ago
@@ -351,8 +373,13 @@ class Crew:
             self.run(count, Path(scratch), classify, epochs=1)
 
     def idle(self, count: int, busy: list[Member]) -> list[Member]:
-        """Return that many members that are not among the busy ones."""
-        free = [member for member in self._members if member not in busy and member.process.is_alive()]
+        """Return that many members that have nothing to do and are not among `busy`."""
+        for member in self._members:
+            if member not in busy and not member.is_idle:  # the end of its last training is on its way
+                with suppress(EOFError, ConnectionResetError):
+                    while member.pipe.poll(5) and member.receive()[0] != "ended":
+                        pass
+        free = [m for m in self._members if m not in busy and m.is_idle and m.process.is_alive()]
         while len(free) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
@@ -492,22 +519,20 @@ class CrewRun:
         ]
 
     def _begin(self, member: Member, membership: Membership | None) -> None:
-        member.reports, member.outcome, member.lost = [], None, False
-        member.tell("run", (self._function, self._kwargs, {**self._settings, "membership": membership}))
+        member.reports, member.outcome, member.lost, member.number = [], None, False, next(member.numbers)
+        options = {**self._settings, "membership": membership}
+        member.tell("run", (member.number, self._function, self._kwargs, options))
 
     def _pump(self) -> None:
-        known = [*self.members, *self.newcomers, *self.gone]
-        for pipe in multiprocessing.connection.wait([m.pipe for m in known if not m.lost], 0.05):
-            member = next(m for m in known if m.pipe is pipe)
+        known = {m.pipe: m for m in (*self.members, *self.newcomers, *self.gone) if not m.lost}
+        for pipe in multiprocessing.connection.wait(known, 0.05):
+            member = known[pipe]
             try:
-                what, content = pipe.recv()
+                what, content = member.receive()
             except (EOFError, ConnectionResetError):
                 self._lose(member)
                 continue
-            if what == "report":
-                member.reports.append(content)
-            else:
-                member.outcome = content
+            if what == "ended":
                 failed = content.error and not content.error.startswith("PeerLost")
                 if failed or isinstance(content.end, Finished):
                     self._tell_all("end")

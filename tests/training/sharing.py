@@ -1,0 +1,105 @@
+"""Trainings that could tell how many processes there are, if anything depended on it.
+
+In a module of its own, not among the tests, because the processes of the crew import it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from habits import hold
+from torch import nn
+from torch.nn.functional import cross_entropy
+from training_crew import Data
+
+
+class Augmented(Data):
+    """Each sample comes with random numbers of all generators."""
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = super().__getitem__(position)
+        noise = torch.randn(6) * random.random() + np.random.uniform()  # noqa: NPY002 - the global generator is meant
+        return x + 0.1 * noise, y
+
+
+class Recording(Data):
+    """Each sample tells its position."""
+
+    def __getitem__(self, position: int) -> Any:
+        return (*super().__getitem__(position), position)
+
+
+class Branches(nn.Module):
+    """A part that is never used, and one that only some samples take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.always(x)
+        chosen = x[:, 0] > 0.8
+        return scores.index_add(0, chosen.nonzero()[:, 0], self.sometimes(x[chosen])) if chosen.any() else scores
+
+
+def network(kind: str) -> nn.Module:
+    if kind == "branches":
+        return Branches()
+    if kind == "normed":
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def train(
+    session: Any,
+    *,
+    kind: str = "plain",
+    epochs: int = 3,
+    batch_size: int = 12,
+    hold_at: int | None = None,
+    die_at: int | None = None,
+    **loader: Any,
+) -> dict[str, Any]:
+    """Train on augmented samples; return what was done, and the processes at each step."""
+    sizes = hold(session, hold_at, die_at)
+    model, _ = session.prepare(network(kind), torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+    data = session.loader(Augmented(), batch_size, **loader)
+    for _ in session.epochs(epochs):
+        for x, y in data:
+            session.step(cross_entropy(model(x), y))
+    return {"metrics": session.metrics, "sizes": sizes, "audit": session.audit}
+
+
+def fetch(session: Any, *, hold_at: int | None = None, workers: int = 1) -> dict[str, Any]:
+    """Train on samples that worker processes fetch; return which, and who they were before and after a change."""
+    multiprocessing.current_process()._config["daemon"] = False  # members of the crew may have children of their own
+    sizes = hold(session, hold_at)
+    model, _ = session.prepare(network("plain"), torch.optim.SGD, lr=0.1)
+    data = session.loader(Recording(), 8, num_workers=workers)
+    workers_at: dict[int, set[int | None]] = {}
+    seen: list[list[int]] = []
+    for _ in session.epochs(2):
+        for x, y, positions in data:
+            if session.step(cross_entropy(model(x), y)):
+                workers_at[session.world_size] = {child.pid for child in multiprocessing.active_children()}
+                seen.append(positions.tolist())
+    return {"sizes": sizes, "workers": workers_at, "seen": seen, "audit": session.audit}
+
+
+def scale(session: Any, *, hold_at: int) -> dict[str, Any]:
+    """Train on batches that grow with the processes; return the learning rates of the steps."""
+    sizes = hold(session, hold_at)
+    model = network("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda stepping, *_: rates.append(stepping.param_groups[0]["lr"]))
+    session.prepare(model, optimizer)
+    data = session.loader(Data(), 6, scaled=True, ramp=2)
+    for _ in session.epochs(2):
+        for x, y in data:
+            session.step(cross_entropy(model(x), y))
+    return {"sizes": sizes, "rates": rates, "audit": session.audit, "left": optimizer.param_groups[0]["lr"]}
