@@ -48,7 +48,11 @@ def training(name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("digits", ["--epochs", "1", "--width", "8"]), ("char_lm", ["--epochs", "1", "--characters", "10000"])],
+    [
+        ("digits", ["--epochs", "1", "--width", "8"]),
+        ("char_lm", ["--epochs", "1", "--characters", "10000"]),
+        ("hf_style", ["--epochs", "1", "--samples", "200"]),
+    ],
 )
 def test_each_app_runs_alone_without_freetrain(name: str, options: list[str]) -> None:
     done = subprocess.run(
@@ -69,3 +73,9 @@ def test_the_text_becomes_less_surprising(tmp_path: Path) -> None:
     metrics = run_alone(training("char_lm"), epochs=2, characters=30_000, width=32, directory=tmp_path)
     first, last = (row["bits_per_character"] for row in metrics["history"])
     assert last < first < 7
+
+
+def test_a_hugging_face_style_model_is_trained(tmp_path: Path) -> None:
+    metrics = run_alone(training("hf_style"), epochs=2, samples=1000, directory=tmp_path)
+    assert metrics["history"][-1]["accuracy"] > 0.75  # half of the labels could be guessed
+    assert metrics["samples"] == 2 * 1000

@@ -41,8 +41,12 @@ driver -> slot
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from dataclasses import dataclass, field
+from pickle import _Pickler as StockPickler  # dill's is made of it
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import dill
@@ -95,13 +99,37 @@ class Message:
             raise ProtocolError(f"received {len(frames)} frames that are no message: {error}") from None
 
 
+class _Pickler(dill.Pickler):  # type: ignore[misc]  # untyped
+    """dill's, but what can be imported goes by reference even if its module is no attribute of its package.
+
+    dill copies such classes, ``torch.optim.SGD`` among them: the copy is then no ``torch.optim.Optimizer`` any more.
+    """
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT001, FBT002 - pickle's signature
+        if isinstance(obj, (type, FunctionType)) and id(obj) not in self.memo and _can_be_imported(obj):
+            StockPickler.save_global(self, obj)  # type: ignore[attr-defined]  # not in typeshed
+        else:
+            super().save(obj, save_persistent_id)
+
+
+def _can_be_imported(thing: type | FunctionType) -> bool:
+    found: Any = sys.modules.get(thing.__module__ or "")
+    if found is None or thing.__module__ == "__main__":
+        return False
+    for name in thing.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is thing
+
+
 def pack_training(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Serialise a call of a training function.
 
     With the globals that it uses, unlike Parsl's own serialisation: a script or notebook may define its network and
     its data beside the function. What lives in an importable module goes by reference.
     """
-    return bytes(dill.dumps((function, args, kwargs), recurse=True))
+    buffer = io.BytesIO()
+    _Pickler(buffer, recurse=True).dump((function, args, kwargs))
+    return buffer.getvalue()
 
 
 def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

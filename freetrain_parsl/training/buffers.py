@@ -34,6 +34,7 @@ class RunningStatistics:
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() or _counts(buffer)]
         self._by_share = by_share
         self._begin: list[torch.Tensor] = []
+        self._spared: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
 
     def open_batch(self) -> None:
@@ -42,12 +43,17 @@ class RunningStatistics:
         if self._buffers:
             self._begin = [buffer.detach().clone() for buffer in self._buffers]
 
+    def open_piece(self, piece: Piece) -> None:
+        """Remember the values before a piece that is to leave them alone."""
+        if not piece.weight:
+            self._spared = [buffer.detach().clone() for buffer in self._buffers]
+
     def close_piece(self, piece: Piece) -> None:
         """Note what a piece has made of them; one without weight leaves them alone."""
         if not self._buffers:
             return
         if not piece.weight:
-            self._put(self._begin)
+            self._put(self._spared)
         elif self._by_share and piece.last_of_shard:
             self._rows.append(self._flat())
             self._put(self._begin)

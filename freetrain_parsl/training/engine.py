@@ -131,6 +131,7 @@ class Engine:
             self._refused = self._restored.refused
             self._take_over(self._restored)
             self._resumed_from = self.books.step
+            self.keeper.mark_saved(self._mark)
         self._started = False
         self._regrouped = False  # whether the group has changed since the last boundary
 
@@ -505,15 +506,19 @@ class Engine:
         CheckpointError
             It could not be written; a periodic one that fails is only warned of, as long as there is hope.
         """
-        mark = (self.books.step, *self.cursor.place)
         self.keeper.save(
             self._whole_state,
             step=self.books.step,
             epoch=self.cursor.epoch,
             reason=reason,
             wait=wait,
-            mark=mark,
+            mark=self._mark,
         )
+
+    @property
+    def _mark(self) -> tuple[int, ...]:
+        """Tells the present state from those that are saved already."""
+        return self.books.step, *self.cursor.place
 
     def _look_after_writing(self) -> None:
         """Learn how the write in the background went."""

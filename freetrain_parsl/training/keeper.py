@@ -179,6 +179,10 @@ class Keeper:
                 raise
             self._failed(error)
 
+    def mark_saved(self, mark: Hashable) -> None:
+        """Say that the state with this mark is the one that was restored: it need not be saved again."""
+        self._mark = mark
+
     def poll(self) -> None:
         """Look after the write in the background; to be called at boundaries.
 

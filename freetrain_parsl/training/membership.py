@@ -2,7 +2,7 @@
 
 The members of a group meet under the prefix ``<trainer>/<generation>`` of a store and leave it when nodes come or go;
 the processes stay. Collectives that carry decisions run on CPU tensors over gloo; gradients go over NCCL where there
-are GPUs. A group of one needs no store and no network.
+are GPUs. A group of one meets nobody: it is there so that `fully_shard` and the user's own collectives work in it too.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from torch._C._distributed_c10d import PrefixStore, Store
+    from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
     from freetrain_parsl.training.terms import Membership, Notice
 else:
-    from torch.distributed import PrefixStore, Store
+    from torch.distributed import HashStore, PrefixStore, Store
 
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
 )
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = "lo"
 
 
 class KeyValue(Protocol):
@@ -204,6 +205,8 @@ class Group:
             A member is gone.
         """
         self._joined = True
+        if self.size == 1:
+            return
         try:
             if backend != "gloo":
                 self.gradients = _group_for_shared_devices(self)
@@ -251,7 +254,7 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
     membership
         This process's place.
     store
-        Where the members meet; not used by a group of one.
+        Where the members meet; ``None`` for a group of one.
     notice
         Is told when this process only waits, and can abort the group, from before it has formed.
 
@@ -261,15 +264,16 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
         The others did not come in time, or left.
     """
     group = Group(membership.rank, membership.world_size, membership.generation, notice)
-    if membership.world_size == 1:
-        return group
+    alone = membership.world_size == 1
     if store is None:
-        raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
+        if not alone:
+            raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
+        store = HashStore()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     store.set_timeout(membership.meeting)
-    if notice is not None:
+    if notice is not None and not alone:
         notice.on_abort = group.abort
-    with _network_interface(membership.interface), group.waits():
+    with _network_interface(_LOOPBACK if alone else membership.interface), group.waits():
         try:
             dist.init_process_group(
                 backend,

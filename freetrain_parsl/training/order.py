@@ -22,8 +22,8 @@ class Piece:
     positions
         Positions in the dataset, int64, shape (samples,), never empty.
     weight
-        How many of them count: all, or none if this member has no part in the batch. Such a member trains on one
-        sample with weight zero, because it must take part in the collectives.
+        How many of them count: all, or none where this member has less to do than others. It then trains on one sample
+        with weight zero, because it must take part in the collectives.
     shard
         Number of the share of the batch that it belongs to; seeds its random numbers.
     last_of_shard, last
@@ -46,7 +46,7 @@ class Batch:
     positions
         Of all its samples, int64, shape (samples,).
     pieces
-        This member's, in order; never empty.
+        This member's, in order; never empty, and as many as the others have, unless there is a fixed number of shares.
     shards
         Number of shares that have samples.
     """
@@ -123,8 +123,9 @@ class Order:
         for shard in mine:
             part = _part(len(members), shard, count)
             pieces.extend(self._pieces(members[part.start : part.stop], shard) if shard < count else ())
-        if not pieces:
-            pieces = [Piece(members[:1], 0, count + rank, last_of_shard=True, last=True)]
+        idle = Piece(members[:1], 0, count + rank, last_of_shard=True, last=False)
+        most = 1 if self.shards or not self.micro_batch else -(-len(_part(len(members), 0, count)) // self.micro_batch)
+        pieces.extend([idle] * (most - len(pieces)))
         pieces[-1] = Piece(**{**vars(pieces[-1]), "last": True})
         return Batch(members, tuple(pieces), count)
 

@@ -147,6 +147,8 @@ class TrainingSession:
         model.to(self.device)
         if not isinstance(optimizer, Optimizer):
             optimizer = optimizer(model.parameters(), **optimizer_options)
+            if not isinstance(optimizer, Optimizer):
+                raise UsageError(f"session.prepare needs a torch optimizer second, got {type(optimizer).__name__}")
         elif optimizer_options:
             names = ", ".join(optimizer_options)
             raise UsageError(f"session.prepare: give {names} to the optimizer, or give the optimizer's class")

@@ -59,7 +59,7 @@ class Stateful(Protocol):
 
 def is_sharded(objects: Mapping[str, Stateful]) -> bool:
     """Whether the members hold different parts of the objects' state."""
-    return any(_is_spread(leaf) for target in objects.values() for leaf in _leaves(target.state_dict()))
+    return any(is_spread(leaf) for target in objects.values() for leaf in _leaves(target.state_dict()))
 
 
 def split(state: Any) -> tuple[Any, dict[str, DTensor]]:
@@ -73,7 +73,7 @@ def split(state: Any) -> tuple[Any, dict[str, DTensor]]:
     shards: dict[str, DTensor] = {}
 
     def take_out(leaf: Any, path: tuple[Any, ...]) -> Any:
-        if not _is_spread(leaf):
+        if not is_spread(leaf):
             return leaf
         name = "/".join(quote(str(key), safe="") for key in path)
         shards[name] = leaf
@@ -205,7 +205,7 @@ class _Places:
         _map(target.state_dict(), self._note)
         groups = target.param_groups if isinstance(target, torch.optim.Optimizer) else []
         self._parameters = [parameter for group in groups for parameter in group["params"]]
-        self.any_spread = any(map(_is_spread, [*self._present.values(), *self._parameters]))
+        self.any_spread = any(map(is_spread, [*self._present.values(), *self._parameters]))
 
     def find(self, path: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor to read a spread one into."""
@@ -218,14 +218,14 @@ class _Places:
         if parameter.shape == shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         whole = torch.empty(shape, dtype=dtype, device=parameter.device)
-        return _replicate(whole, parameter) if _is_spread(parameter) else whole
+        return _replicate(whole, parameter) if is_spread(parameter) else whole
 
     def spread(self, path: tuple[Any, ...], whole: torch.Tensor) -> torch.Tensor:
         """Return a whole tensor as the target has it."""
         like = self._present.get(path)
         if like is None:
             like = self._parameter(path)
-        if like is None or not _is_spread(like) or like.shape != whole.shape:
+        if like is None or not is_spread(like) or like.shape != whole.shape:
             return whole
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -326,7 +326,8 @@ def _reason(error: BaseException) -> str:
     return getattr(problem, "strerror", None) or str(problem).strip().splitlines()[0]
 
 
-def _is_spread(leaf: Any) -> bool:
+def is_spread(leaf: Any) -> bool:
+    """Whether the members hold different parts of a tensor."""
     tensors = sys.modules.get("torch.distributed.tensor")  # not there: nobody has made one
     return tensors is not None and isinstance(leaf, tensors.DTensor)
 

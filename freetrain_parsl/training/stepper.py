@@ -15,6 +15,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.books import Tally
 from freetrain_parsl.training.buffers import RunningStatistics
 from freetrain_parsl.training.gradients import GradientSum, OrderedSum, OverlappedSum
+from freetrain_parsl.training.sharded import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +46,7 @@ class Stepper:
     objects
         All that `session.prepare` got: optimizers, a gradient scaler and further models are found among them.
     sharded
-        The model adds up its gradients itself (FSDP2).
+        The model shares its parameters out over the members, and averages their gradients itself (FSDP2).
     """
 
     def __init__(self, model: nn.Module, objects: Sequence[object], *, sharded: bool) -> None:
@@ -63,7 +64,9 @@ class Stepper:
         self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
         self._sharded = sharded
         self._parameters = self._all_parameters()
-        self._sum: GradientSum = OverlappedSum(self._parameters)
+        # Of sharded parameters the gradients are averaged by the model itself.
+        self._summed = [parameter for parameter in self._parameters if not is_spread(parameter)]
+        self._sum: GradientSum = OverlappedSum(self._summed)
         self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
         self._group: Group
         self._piece: Piece | None = None
@@ -96,6 +99,7 @@ class Stepper:
     def hand_out(self, piece: Piece) -> None:
         """Note what the user's code is going to train on."""
         self._piece, self._has_gradients = piece, False
+        self._statistics.open_piece(piece)
 
     def take_back(self) -> None:
         """Note that the user's code is done with a piece."""
@@ -139,9 +143,12 @@ class Stepper:
         if tally_work is not None:
             with self._group.waits():
                 tally_work.wait()
-        if not self._sharded:
-            self._sum.complete(self._group, self.batch.shards)
-            self._statistics.complete(self._group, self.batch.shards)
+        self._sum.complete(self._group, self.batch.shards)
+        if self._sharded:
+            for parameter in self._summed:
+                if parameter.grad is not None:
+                    parameter.grad /= self._group.size
+        self._statistics.complete(self._group, self.batch.shards)
         self._complete = True
 
     def step(self, optimizer: Optimizer | None, scaling: LinearScaling | None) -> bool:
@@ -202,7 +209,7 @@ class Stepper:
         return self._group.begin_sum(self.tally.values) if piece.last and self._group.size > 1 else None
 
     def _weight(self, piece: Piece) -> float:
-        # Sharded gradients are averaged over the members, ours are added up.
+        # Sharded gradients are averaged over the members; those that we add up are divided afterwards, too.
         return (self._group.size if self._sharded else 1) * piece.weight / self.batch.samples
 
     def _hold(self) -> None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import psutil
 import pytest
+import torch
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.protocol import error_in, pack_training, settle_with_payload, unpack_training
@@ -66,3 +67,11 @@ def test_the_interface_is_the_one_that_reaches_the_driver(url: str) -> None:
     if "[" in url and not any(a.address == "::1" for a in psutil.net_if_addrs().get("lo", ())):
         pytest.skip("this machine has no IPv6 loopback")
     assert _interface_to(url) == "lo"
+
+
+def test_classes_that_can_be_imported_arrive_as_themselves() -> None:
+    """Alone, dill would send a copy of torch's SGD, which is no ``torch.optim.Optimizer`` where it arrives."""
+    namespace = {"SGD": torch.optim.SGD}
+    exec("def train(session):\n    return SGD", namespace)
+    function, _, _ = unpack_training(pack_training(namespace["train"], (), {}))
+    assert function(None) is torch.optim.SGD

@@ -34,8 +34,8 @@ def practise(
         (step, number of processes) for each step that this process made.
     """
     names: dict[str, Any] = {"__name__": habit}
-    exec(compile(COMMON, PAGE, "exec"), names)  # noqa: S102 - our own page
-    exec(compile(BLOCKS[habit], PAGE, "exec"), names)  # noqa: S102 - the same
+    exec(compile(COMMON, PAGE, "exec"), names)  # our own page
+    exec(compile(BLOCKS[habit], PAGE, "exec"), names)
     sizes = hold(session, hold_at, die_at)
     return names["train"](session), sizes
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from habits import BLOCKS, HELD, practise
+from habits import BLOCKS, HELD, PAGE, practise
 from training_crew import run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
@@ -57,7 +57,7 @@ def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_pat
     alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))
     metrics, _, state = finished(alone)
     run = crew.start(2, tmp_path / "crew", practise, habit=habit, hold_at=5)
-    run.until((tmp_path / "crew" / "net" / "files" / HELD).exists)
+    run.until(lambda: (tmp_path / "crew" / "net" / "files" / HELD).exists() or run.ended, 30)
     run.regroup(size)
     outcomes = run.outcomes()
     changed, sizes, changed_state = finished(outcomes[0])
@@ -91,7 +91,7 @@ def test_a_habit_has_the_same_result_when_a_process_is_lost_in_a_step(crew: Crew
 def test_the_log_has_each_step_once_with_the_loss_of_the_whole_batch(crew: Crew, tmp_path: Path) -> None:
     finished(run_member(practise, {"habit": "logging"}, root=tmp_path / "alone", membership=Membership("net")))
     run = crew.start(2, tmp_path / "crew", practise, habit="logging", hold_at=5)
-    run.until((tmp_path / "crew" / "net" / "files" / HELD).exists)
+    run.until(lambda: (tmp_path / "crew" / "net" / "files" / HELD).exists() or run.ended, 30)
     run.regroup(2, replace=1)
     finished(run.outcomes()[0])
     logs = []
@@ -102,3 +102,7 @@ def test_the_log_has_each_step_once_with_the_loss_of_the_whole_batch(crew: Crew,
     assert [step for step, _ in changed] == list(range(1, 29))
     for mine, expected in zip(changed, alone, strict=True):
         assert mine == pytest.approx(expected, abs=1e-4)
+
+
+def test_every_block_of_the_page_is_among_those_that_are_run() -> None:
+    assert PAGE.read_text(encoding="utf-8").count("```python\n") == len(HABITS) + 1  # and what they share

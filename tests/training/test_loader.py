@@ -25,6 +25,7 @@ from freetrain_parsl.training.loader import check_dataset, to_device
 if TYPE_CHECKING:
     from pathlib import Path
 
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))

@@ -46,12 +46,16 @@ def test_a_get_waits_for_another_member(store: RendezvousStore) -> None:
     assert store.get("late") == b"value"
 
 
-def test_a_group_of_one_needs_neither_store_nor_network() -> None:
-    group = join(Membership("net"), None)
+def test_a_group_of_one_meets_nobody_and_is_a_process_group_all_the_same() -> None:
+    """What the user's code asks of torch.distributed works on one process as on several."""
+    group = join(Membership("net", interface="absent0"), None)
     assert group.sum(torch.tensor([3])).tolist() == [3]
     assert group.gather(torch.tensor([3]))[0].tolist() == [3]
-    assert not dist.is_initialized()
+    value = torch.tensor([3])
+    dist.all_reduce(value)
+    assert (value.tolist(), dist.get_world_size()) == ([3], 1)
     group.leave()
+    assert not dist.is_initialized()
 
 
 def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,9 @@ def state(outcome: Outcome | None) -> dict[str, torch.Tensor]:
     assert outcome is not None
     assert isinstance(outcome.end, Finished), outcome.error
     assert outcome.end.checkpoint is not None
-    model: dict[str, torch.Tensor] = torch.load(outcome.end.checkpoint / "state.pt", weights_only=True)["objects"]["model"]
+    model: dict[str, torch.Tensor] = torch.load(outcome.end.checkpoint / "state.pt", weights_only=True)["objects"][
+        "model"
+    ]
     return model
 
 
@@ -37,7 +39,7 @@ def alone(root: Path, **kwargs: Any) -> Outcome:
 def changing(crew: Crew, root: Path, size: int, function: Any = sharing.train, **kwargs: Any) -> Outcome:
     """Run on two processes, and on `size` from the fourth step on."""
     run = crew.start(2, root / "crew", function, hold_at=4, **kwargs)
-    run.until((root / "crew" / "net" / "files" / HELD).exists)
+    run.until(lambda: (root / "crew" / "net" / "files" / HELD).exists() or run.ended, 30)
     run.regroup(size)
     outcome = run.outcomes()[0]
     assert outcome is not None
@@ -49,10 +51,11 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
-DETERMINISTIC = {"kind": "normed", "deterministic": True, "shards": 3}
+# BatchNorm needs two samples in each share, so there is no last batch of five.
+DETERMINISTIC = {"kind": "normed", "deterministic": True, "shards": 3, "drop_last": True}
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 3}], ids=["whole", "micro-batches"])
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=["whole", "micro-batches"])
 @pytest.mark.parametrize("size", [3, 1])
 def test_deterministic_trainings_have_the_same_bits(
     crew: Crew, tmp_path: Path, size: int, options: dict[str, Any]
@@ -96,17 +99,16 @@ def test_parameters_that_only_some_samples_use_are_trained_alike(crew: Crew, tmp
 
 
 def test_running_statistics_are_the_mean_over_the_processes(crew: Crew, tmp_path: Path) -> None:
-    """By default each process normalises over its part: after a pass all have the mean of what these have become."""
+    """Two processes normalise over a half of each batch, and end with what two shares of one process end with."""
     outcomes = crew.run(2, tmp_path, sharing.train, kind="normed", epochs=1)
-    assert all(outcome and isinstance(outcome.end, Finished) for outcome in outcomes)
-    model = state(outcomes[0])
-    assert model["1.num_batches_tracked"] == 5
-    assert model["1.running_mean"].isfinite().all()
-    assert model["1.running_mean"].abs().sum() > 0
+    shares = alone(tmp_path, kind="normed", epochs=1, deterministic=True, shards=2)
+    halves = state(outcomes[0])
+    assert halves["1.running_mean"].abs().sum() > 0
+    assert farthest(halves, state(shares)) < 1e-4
 
 
 def test_augmentation_is_the_same_whoever_fetches(tmp_path: Path) -> None:
-    """This process or two others: every bit of the result is the same."""
+    """Whether it is this process or two others, every bit of the result is the same."""
     here = run_alone(sharing.train, epochs=1, directory=tmp_path / "0")
     there = run_alone(sharing.train, epochs=1, num_workers=2, directory=tmp_path / "2")
     assert here["metrics"] == there["metrics"]

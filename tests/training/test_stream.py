@@ -76,7 +76,9 @@ class Shuffled(Numbers):
         yield from waiting
 
 
-PLACES = st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, SAMPLES - 1), min_size=1, max_size=4)), max_size=8)
+PLACES = st.lists(
+    st.tuples(st.integers(0, 2), st.sets(st.integers(0, SAMPLES - 1), min_size=1, max_size=4)), max_size=8
+)
 
 
 @pytest.mark.parametrize("source", [Numbers, Stateful])

@@ -489,10 +489,12 @@ class CrewRun:
         self.gone += leavers
         release()
         self.until(
-            lambda: self.ended
-            or all(
-                m.outcome or m.lost or ((told := m.last(Regrouped)) and told.generation >= generation)
-                for m in self.members
+            lambda: (
+                self.ended
+                or all(
+                    m.outcome or m.lost or ((told := m.last(Regrouped)) and told.generation >= generation)
+                    for m in self.members
+                )
             )
         )
 
@@ -514,9 +516,7 @@ class CrewRun:
     def _memberships(self, size: int) -> list[Membership]:
         generation = next(self._crew.generations)
         meeting = timedelta(seconds=self._timeout)
-        return [
-            Membership(self._name, generation, rank, size, meeting=meeting, interface="lo") for rank in range(size)
-        ]
+        return [Membership(self._name, generation, rank, size, meeting=meeting, interface="lo") for rank in range(size)]
 
     def _begin(self, member: Member, membership: Membership | None) -> None:
         member.reports, member.outcome, member.lost, member.number = [], None, False, next(member.numbers)

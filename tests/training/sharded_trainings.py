@@ -1,0 +1,58 @@
+"""Trainings with FSDP2, for a crew; in a module of their own because its processes import it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import training_crew
+from torch.nn.functional import cross_entropy
+from training_crew import SAMPLES, Data
+
+
+def classify_sharded(
+    session: Any,
+    *,
+    shard: bool = True,
+    root_too: bool = True,
+    epochs: int = 2,
+    batch_size: int = 8,
+    samples: int = SAMPLES,
+    clip: float | None = None,
+    pause_after: int | None = None,
+    pause_rank: int = 0,
+    kill_after: int | None = None,
+    **loader: Any,
+) -> dict[str, Any]:
+    """Train with Adam and a scheduler; return all parameters whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = training_crew.net()
+    if shard:
+        fully_shard(model[0])
+        if root_too:
+            fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    model, optimizer, scheduler = session.prepare(model, optimizer, scheduler)
+    data = session.loader(Data(samples), batch_size, **loader)
+    for _ in session.epochs(epochs):
+        for x, y in data:
+            session.backward(cross_entropy(model(x), y))
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            session.step()
+            steps = session.metrics["steps"]
+            if steps == kill_after and session.rank == session.world_size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if steps == pause_after and session.rank == pause_rank:
+                training_crew.NOTICE.pause_requested.set()
+        scheduler.step()
+    return {**session.metrics, "parameters": {name: whole(value) for name, value in model.state_dict().items()}}
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor, spread or not."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

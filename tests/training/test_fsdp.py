@@ -1,0 +1,97 @@
+"""FSDP2 in a session: sharded by the user's function, resized through checkpoints, the result of a plain run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sharded_trainings import classify_sharded
+from training_crew import SAMPLES, run_member
+
+from freetrain_parsl.training.fragment import Finished, Membership, Paused, Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from training_crew import Crew, Outcome
+
+EPOCHS = 2
+
+
+def plain(root: Path, **kwargs: Any) -> Finished:
+    """Train undisturbed, in this process, without sharding."""
+    outcome = run_member(classify_sharded, {"shard": False, **kwargs}, root=root, membership=Membership("net"))
+    assert isinstance(outcome.end, Finished), outcome.error
+    return outcome.end
+
+
+def ends(outcomes: list[Outcome | None]) -> list[Any]:
+    assert all(outcome and not outcome.error for outcome in outcomes), outcomes
+    return [outcome.end for outcome in outcomes if outcome]
+
+
+def assert_same(end: Any, expected: Finished) -> None:
+    """Same samples, same history, same parameters."""
+    assert isinstance(end, Finished)
+    assert (end.progress.step, end.progress.samples) == (expected.progress.step, EPOCHS * SAMPLES)
+    assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
+    for row, other in zip(end.value["history"], expected.value["history"], strict=True):
+        assert row == pytest.approx(other, abs=1e-5)
+    for name, value in expected.value["parameters"].items():
+        assert torch.allclose(end.value["parameters"][name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "habit",
+    [{}, {"clip": 0.05}, {"micro_batch": 2}, {"batch_size": 4, "micro_batch": 1}, {"root_too": False}],
+    ids=["default", "clipped", "micro-batches", "pieces-of-one", "partly-sharded"],
+)
+def test_a_sharded_training_through_2_3_1_processes_ends_as_an_undisturbed_plain_one(
+    crew: Crew, tmp_path: Path, habit: dict[str, Any]
+) -> None:
+    """The shares of 8 and of 5 samples on 3 processes are uneven; fully_shard is called on a single process too."""
+    expected = plain(tmp_path / "whole", **habit)
+    for size, pause_after in ((2, 4), (3, 9)):
+        run = crew.run(size, tmp_path / "cut", classify_sharded, pause_after=pause_after, pause_rank=size - 1, **habit)
+        paused = ends(run)
+        assert [type(end) for end in paused] == [Paused] * size
+        assert {(end.progress.step, end.checkpoint) for end in paused} == {(pause_after, paused[0].checkpoint)}
+        assert not paused[0].progress.in_place
+    (end,) = ends(crew.run(1, tmp_path / "cut", classify_sharded, **habit))
+    assert end.progress.resumed_from == 9
+    assert_same(end, expected)
+
+
+def test_a_process_without_a_part_in_a_batch_takes_part_in_the_collectives(crew: Crew, tmp_path: Path) -> None:
+    """Batches of 2 samples, the last of 1, on 3 processes."""
+    habit = {"batch_size": 2, "clip": 0.05}
+    assert_same(ends(crew.run(3, tmp_path / "cut", classify_sharded, **habit))[0], plain(tmp_path / "whole", **habit))
+
+
+def test_a_sharded_training_says_that_it_cannot_change_in_place(crew: Crew, tmp_path: Path) -> None:
+    for size in (1, 2):
+        first = crew.run(size, tmp_path / str(size), classify_sharded, epochs=1)[0]
+        assert first is not None
+        told = [report for report in first.reports if isinstance(report, Progress)]
+        assert told
+        assert not any(progress.in_place for progress in told)
+
+
+def test_a_lost_member_ends_the_others_which_go_back_to_the_last_checkpoint(crew: Crew, tmp_path: Path) -> None:
+    """SIGKILL between two steps: the others notice in the model's own collectives, and stay warm."""
+    ends(crew.run(3, tmp_path / "cut", classify_sharded, pause_after=4))
+    outcomes = crew.run(3, tmp_path / "cut", classify_sharded, kill_after=9)
+    survivors = [outcome for outcome in outcomes if outcome]
+    assert [outcome.error.partition(":")[0] for outcome in survivors] == ["PeerLost"] * 2
+    assert max(outcome.seconds for outcome in survivors) < 10
+    after = crew.run(2, tmp_path / "cut", classify_sharded)
+    assert {outcome.pid for outcome in after if outcome} == {outcome.pid for outcome in survivors}
+    end = ends(after)[0]
+    assert end.progress.resumed_from == 4
+    assert_same(end, plain(tmp_path / "whole"))
+
+
+def test_a_sharded_training_cannot_be_deterministic(tmp_path: Path) -> None:
+    outcome = run_member(classify_sharded, {"deterministic": True}, root=tmp_path, membership=Membership("net"))
+    assert outcome.error.startswith("UsageError: session.loader: deterministic=True does not go with a model that is")
