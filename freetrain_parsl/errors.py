@@ -15,7 +15,7 @@
     ├── TrainingError           a training ended for a reason that is not the user's own exception
     │   ├── PeerLost            another member of the process group is gone           (retry helps)
     │   ├── NonFiniteLoss       the loss is not a number any more
-    │   └── TooManyRestarts     members keep getting lost without progress
+    │   └── TooManyRestarts     members keep crashing without reaching a further step
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
         └── ClusterGone         the embedded cluster is not running
 
@@ -97,7 +97,7 @@ class TrainingError(FreeTrainError):
 
 
 class PeerLost(TrainingError):
-    """Another member of the process group is gone; the survivors go on from the last checkpoint."""
+    """Another member of the process group is gone, and the survivors cannot go on in place."""
 
     transient = True
 
@@ -107,7 +107,7 @@ class NonFiniteLoss(TrainingError):
 
 
 class TooManyRestarts(TrainingError):
-    """Fragments of a training keep ending without any progress."""
+    """A training's processes keep crashing without reaching a further step, though nobody took their nodes."""
 
 
 class BatchSystemError(FreeTrainError):

@@ -348,6 +348,8 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         threads_per_slot=trainings.count("threads_per_slot"),
         grace=_positive(trainings, "grace"),
         silence=_positive(trainings, "silence"),
+        loss_timeout=_positive(trainings, "loss_timeout"),
+        max_restarts=trainings.count("max_restarts", least=0),
     )
     if "policy" in executor:
         from freetrain_parsl.planning.policies import resolve_policy

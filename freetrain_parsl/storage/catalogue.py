@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from freetrain_parsl.storage.posix import Entry
+    from freetrain_parsl.storage.entry import Entry
 
 _BELOW_A_RUN = "checkpoints"
 
@@ -94,7 +94,7 @@ def list_checkpoints(trainings: Mapping[str, CheckpointDirectory], *, read: bool
     """
     for name, directory in trainings.items():
         for entry in directory.entries():
-            yield _look(name, directory, entry, read=read)
+            yield _look(name, entry, read=read)
 
 
 def removable(training: str, directory: CheckpointDirectory, keep: int) -> list[Listed]:
@@ -106,20 +106,20 @@ def removable(training: str, directory: CheckpointDirectory, keep: int) -> list[
     older = []
     for entry in directory.entries():
         if intact >= keep:
-            older.append(_look(training, directory, entry, read=False))
+            older.append(_look(training, entry, read=False))
         else:
-            intact += not _look(training, directory, entry, read=True).problem
+            intact += not _look(training, entry, read=True).problem
     return older
 
 
-def _look(training: str, directory: CheckpointDirectory, entry: Entry, *, read: bool) -> Listed:
+def _look(training: str, entry: Entry, *, read: bool) -> Listed:
     manifest: dict[str, Any] = {}
     try:
-        manifest = directory.manifest(entry)
+        manifest = entry.manifest()
         if read:
-            directory.verify(entry)
+            entry.verify()
         else:
-            directory.check_sizes(entry)
+            entry.check_sizes()
     except DamagedCheckpoint as error:
         return Listed(training, entry, manifest, str(error))
     return Listed(training, entry, manifest)

@@ -15,7 +15,6 @@ directory names and checksums only, not on ``latest``. There is one writer at a 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -24,52 +23,22 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
+from freetrain_parsl.errors import CheckpointError, InvalidSettings
+from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry
+from freetrain_parsl.storage.hashing import HashingSink, Sink
 from freetrain_parsl.storage.staging import TEMPORARY, Staging, sync, sync_directory, write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-STATE = "state.pt"
-_MANIFEST = "manifest.json"
 _LATEST = "latest"
 _CHECKPOINT_NAME = re.compile(r"step-(\d{10,})(?:-([1-9]\d*))?")
 _PRIVATE = 0o700
-_CHUNK = 1 << 20
 _LONGEST_NAME = 200  # leaves room for suffixes under the usual limit of 255 bytes
-
-
-class Sink(Protocol):
-    """Where the bytes of a state go."""
-
-    def write(self, data: bytes, /) -> int:
-        """Append `data` and return its length."""
-
-    def flush(self) -> None:
-        """Pass on what is buffered."""
-
-
-@dataclass(frozen=True, order=True)
-class Entry:
-    """One complete checkpoint; later ones sort after earlier ones.
-
-    Parameters
-    ----------
-    step
-        Optimizer steps done.
-    revision
-        0, or a number that tells apart checkpoints of one step (before and after the end of an epoch).
-    path
-        Its directory.
-    """
-
-    step: int
-    revision: int
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -192,7 +161,7 @@ class CheckpointDirectory:
         return Entry(step, revision, self.path / name)
 
     def entries(self) -> list[Entry]:
-        """List the checkpoints, newest first; intact or not is found out by `verify`."""
+        """List the checkpoints, newest first; intact or not is found out by `Entry.verify`."""
         if not self.path.is_dir():
             return []
         found = []
@@ -231,8 +200,8 @@ class CheckpointDirectory:
             The file system refuses (full, quota, read-only, gone), or another process writes now.
         """
         with self._writing(f"write a checkpoint of step {draft.step}", draft), (draft.path / name).open("wb") as file:
-            sink = _HashingSink(file)
-            _write(write, sink)
+            sink = HashingSink(file)
+            sink.fill(write)
             sync(file)
             draft.files[name] = {"bytes": sink.count, "sha256": sink.hexdigest()}
 
@@ -264,7 +233,7 @@ class CheckpointDirectory:
                 "files": dict(sorted(draft.files.items())),
                 "write_seconds": round(self._clock() - draft.begun, 6),
             }
-            write_text(draft.path / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            write_text(draft.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
             sync_directory(draft.path)
             entry = self._free_entry(draft.step)
             draft.path.rename(entry.path)
@@ -303,71 +272,6 @@ class CheckpointDirectory:
     def discard(self, draft: Draft) -> None:
         """Give a draft up."""
         shutil.rmtree(draft.path, ignore_errors=True)  # the next writer clears what could not be removed
-
-    def manifest(self, entry: Entry) -> dict[str, Any]:
-        """Read the manifest of a checkpoint.
-
-        Raises
-        ------
-        DamagedCheckpoint
-            It is missing, unreadable, or of another checkpoint.
-        """
-        path = entry.path / _MANIFEST
-        try:
-            manifest = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {_MANIFEST} ({error})") from error
-        if not isinstance(manifest, dict) or manifest.get("step") != entry.step:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell step {entry.step}")
-        return manifest
-
-    def verify(self, entry: Entry, names: Collection[str] | None = None) -> tuple[Path, dict[str, Any]]:
-        """Read a checkpoint against its checksums.
-
-        Parameters
-        ----------
-        entry
-            Which one.
-        names
-            Only these of its files; ``None``: all.
-
-        Returns
-        -------
-        state, manifest
-            Path of the state's file, and the manifest.
-
-        Raises
-        ------
-        DamagedCheckpoint
-            Bytes are missing or different; the message has the path.
-        """
-        manifest = self.manifest(entry)
-        files = _files(entry, manifest)
-        for name in files if names is None else names:
-            _verify(entry, name, files.get(name, {}))
-        return entry.path / STATE, manifest
-
-    def check_sizes(self, entry: Entry) -> dict[str, Any]:
-        """Make sure that all files of a checkpoint are there and as long as they were; reads the manifest only.
-
-        Returns
-        -------
-        manifest
-            As from `verify`.
-
-        Raises
-        ------
-        DamagedCheckpoint
-            A file is missing, or shorter or longer than it was.
-        """
-        manifest = self.manifest(entry)
-        for name, facts in _files(entry, manifest).items():
-            try:
-                size = (entry.path / name).stat().st_size
-            except OSError as error:
-                raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {name} ({error})") from error
-            _compare(entry, name, "bytes", size, facts)
-        return manifest
 
     def prune(self, newest: Entry, keep: int) -> None:
         """Keep `newest` and the `keep` - 1 before it.
@@ -425,82 +329,3 @@ class CheckpointDirectory:
             if draft is not None:
                 self.discard(draft)
             raise
-
-
-class _HashingSink:
-    """Passes bytes on to a file and keeps their count and SHA-256."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._digest = hashlib.sha256()
-        self.count = 0
-        self.problem: OSError | None = None
-
-    def write(self, data: bytes, /) -> int:
-        self._digest.update(data)
-        self.count += len(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.problem = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
-
-
-def checksum(path: Path) -> dict[str, Any]:
-    """Read a file and return what a manifest tells of it: ``bytes`` and ``sha256``.
-
-    Raises
-    ------
-    OSError
-        It cannot be read.
-    """
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _files(entry: Entry, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files of a checkpoint; manifests of format 1 tell of one, without its name."""
-    files = manifest.get("files", {STATE: manifest})
-    if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} does not tell its files")
-    for name in files:
-        parts = PurePosixPath(name).parts
-        if not parts or parts[0] == "/" or ".." in parts:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_MANIFEST} names a file outside, {name}")
-    return files
-
-
-def _verify(entry: Entry, name: str, facts: Mapping[str, Any]) -> None:
-    try:
-        found = checksum(entry.path / name)
-    except OSError as error:
-        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {name} ({error})") from error
-    _compare(entry, name, "bytes", found["bytes"], facts)
-    _compare(entry, name, "sha256", found["sha256"], facts)
-
-
-def _compare(entry: Entry, name: str, what: str, found: object, facts: Mapping[str, Any]) -> None:
-    if found == facts.get(what):
-        return
-    difference = f"has {found} of {facts.get(what)} bytes" if what == "bytes" else "does not match its SHA-256"
-    raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {name} {difference}")
-
-
-def _write(write: Callable[[Sink], object], sink: _HashingSink) -> None:
-    """Write a state, and tell what the file system said, not what became of it on its way through C++."""
-    try:
-        write(sink)
-    except Exception as error:
-        if sink.problem is not None:
-            raise sink.problem from error
-        raise

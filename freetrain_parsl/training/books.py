@@ -83,8 +83,7 @@ class Books:
         self.samples += batch.samples
         self.metrics["steps"], self.metrics["samples"] = self.step, self.samples
         self._ledger.add(batch.positions)
-        # Not torch.sum, whose order of addition is its own affair.
-        loss = tally.values[:-2].cumsum(0)[-1:]
+        loss = tally.values[:-2].sum(0, keepdim=True)  # of one shape in one order, whoever had which share
         self._pending = self._pending.to(loss.device) + torch.cat([loss, tally.values[-2:]])
         self._expected[0] += batch.samples
         self._expected[1] += checksum(batch.positions)

@@ -15,13 +15,14 @@ import torch
 
 from freetrain_parsl._version import __version__
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
-from freetrain_parsl.storage.posix import STATE
+from freetrain_parsl.storage.entry import STATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
-    from freetrain_parsl.storage.posix import CheckpointDirectory, Draft, Entry
+    from freetrain_parsl.storage.entry import Entry
+    from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class Checkpoints:
         CheckpointMismatch
             It was written by another version of this package, with another format.
         """
-        path, manifest = self._directory.verify(entry, names)
+        path, manifest = entry.verify(names)
         if manifest.get("format") != FORMAT:
             raise CheckpointMismatch(
                 f"{entry.path} has format {manifest.get('format')!r}, this version reads {FORMAT}; "
@@ -226,7 +227,7 @@ class Checkpoints:
 
     def _measured_seconds(self, entry: Entry) -> float | None:
         try:
-            seconds = self._directory.manifest(entry).get("write_seconds")
+            seconds = entry.manifest().get("write_seconds")
         except DamagedCheckpoint:
             return None  # reported when its state is asked for
         return seconds if isinstance(seconds, float) else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -25,7 +26,7 @@ from freetrain_parsl.training.cursor import Cursor
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.pace import Pace
 from freetrain_parsl.training.scaled import LinearScaling
-from freetrain_parsl.training.sharded import is_sharded
+from freetrain_parsl.training.sharded import check_meshes, is_sharded
 from freetrain_parsl.training.stepper import Stepper
 from freetrain_parsl.training.terms import Clock, Notice, PauseReason, Progress, Report, SessionOptions
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from freetrain_parsl.training.checkpoint import Restored
@@ -141,6 +143,13 @@ class Engine:
         return self._members.group
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """The members as a device mesh; UsageError if they share a GPU, or this one is about to join them."""
+        if self._members.is_newcomer:
+            raise UsageError("session.mesh: a process that joins in place cannot shard a model; shard in all or none")
+        return self.group.mesh(self.device)
+
+    @property
     def user_directory(self) -> Path:
         """Where the user's function may keep files of its own."""
         return self.keeper.path / "files"
@@ -178,6 +187,8 @@ class Engine:
         self._in_place = not self.keeper.sharded
         if not self._in_place and self._members.is_newcomer:
             raise UsageError("a model that is sharded over the processes cannot be joined in place")
+        if not self._in_place:
+            check_meshes(objects, self.mesh)
         self.stepper = Stepper(model, list(objects.values()), sharded=not self._in_place)
         self.keeper.assume_size(size)
         if self._restored is None:
@@ -199,6 +210,8 @@ class Engine:
         if order.shards is not None:
             if not self._in_place:
                 raise UsageError("session.loader: deterministic=True does not go with a model that is sharded")
+            if self.device.type == "cuda":  # else torch refuses to multiply matrices
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             self._was_deterministic = torch.are_deterministic_algorithms_enabled()
             torch.use_deterministic_algorithms(mode=True)
             self.stepper.fix_order()
@@ -295,7 +308,7 @@ class Engine:
         """Note what the user's code is going to train on, and seed what it draws meanwhile."""
         assert self.stepper is not None, "a loader needs a model"
         self.stepper.hand_out(piece)
-        rng.seed_all(self.options.seed, *self.cursor.place, piece.shard)
+        rng.seed_all(self.options.seed, self.cursor.epoch, self.cursor.position, piece.shard)
 
     def take_back(self) -> None:
         """Note that the user's code is done with a piece, whether it made a step or not."""
@@ -345,7 +358,8 @@ class Engine:
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
         self.check_running()
-        self.take_back()
+        if self.stepper is not None:
+            self.stepper.leave_batch()
         self.books.close_epoch(self.cursor.epoch)
         self.cursor.next_epoch()
         self._pass_ended_here = False

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, TrainingError
-from freetrain_parsl.storage.posix import STATE, CheckpointDirectory
+from freetrain_parsl.storage.entry import STATE
+from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training import sharded
 from freetrain_parsl.training.background import Background
 from freetrain_parsl.training.checkpoint import Checkpoints, Facts
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    from freetrain_parsl.storage.posix import Draft, Entry
+    from freetrain_parsl.storage.entry import Entry
+    from freetrain_parsl.storage.posix import Draft
     from freetrain_parsl.training.checkpoint import Restored, State
     from freetrain_parsl.training.membership import Group
     from freetrain_parsl.training.sharded import Stateful

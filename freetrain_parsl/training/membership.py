@@ -2,7 +2,7 @@
 
 The members of a group meet under the prefix ``<trainer>/<generation>`` of a store and leave it when nodes come or go;
 the processes stay. Collectives that carry decisions run on CPU tensors over gloo; gradients go over NCCL where there
-are GPUs. A group of one meets nobody: it is there so that `fully_shard` and the user's own collectives work in it too.
+are GPUs. A group of one needs no store and no network.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerLost, UsageError
 
 if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+    from torch.distributed.device_mesh import DeviceMesh
 
     from freetrain_parsl.training.terms import Membership, Notice
 else:
@@ -119,9 +120,18 @@ class Group:
         Of its `Membership`.
     notice
         Is told when this process does nothing but wait for the others.
+    trainer
+        Name of the training.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, generation: int = 0, notice: Notice | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        generation: int = 0,
+        notice: Notice | None = None,
+        trainer: str = "",
+    ) -> None:
         self.rank = rank
         self.size = size
         self.generation = generation
@@ -133,6 +143,8 @@ class Group:
         self._others_sockets = _sockets().keys()
         self._sockets: frozenset[str] | None = None  # while the group forms: all new ones
         self._joined = False
+        self._trainer = trainer
+        self._mesh: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
@@ -205,8 +217,6 @@ class Group:
             A member is gone.
         """
         self._joined = True
-        if self.size == 1:
-            return
         try:
             if backend != "gloo":
                 self.gradients = _group_for_shared_devices(self)
@@ -216,6 +226,35 @@ class Group:
             raise
         dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 - torch has no public way
         self._sockets = frozenset(_sockets().keys() - self._others_sockets)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Return the members as a device mesh, to shard models over; a group of one becomes a process group for that.
+
+        It has a name of its own: torch takes meshes of one size and name for the same, and what it remembers of the
+        mesh of an earlier group, in which this process had another rank, would be wrong in this one.
+
+        Parameters
+        ----------
+        device
+            This member's.
+
+        Raises
+        ------
+        UsageError
+            Members share a GPU.
+        """
+        if self._mesh is None:
+            if self.gradients is not None:
+                raise UsageError("session.mesh: processes that share a GPU cannot shard a model; give each its own")
+            from torch.distributed.device_mesh import init_device_mesh
+
+            if not self._joined:
+                with _network_interface(_LOOPBACK):
+                    dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
+                self._joined = True
+            name = f"{self._trainer}/{self.generation}"
+            self._mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=(name,))
+        return self._mesh
 
     def abort(self) -> None:
         """Break the collectives that the members wait in; from any thread.
@@ -254,7 +293,7 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
     membership
         This process's place.
     store
-        Where the members meet; ``None`` for a group of one.
+        Where the members meet; not used by a group of one.
     notice
         Is told when this process only waits, and can abort the group, from before it has formed.
 
@@ -263,17 +302,16 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
     PeerLost
         The others did not come in time, or left.
     """
-    group = Group(membership.rank, membership.world_size, membership.generation, notice)
-    alone = membership.world_size == 1
+    group = Group(membership.rank, membership.world_size, membership.generation, notice, membership.trainer)
+    if membership.world_size == 1:
+        return group
     if store is None:
-        if not alone:
-            raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
-        store = HashStore()
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
+    backend = _backend()
     store.set_timeout(membership.meeting)
-    if notice is not None and not alone:
+    if notice is not None:
         notice.on_abort = group.abort
-    with _network_interface(_LOOPBACK if alone else membership.interface), group.waits():
+    with _network_interface(membership.interface), group.waits():
         try:
             dist.init_process_group(
                 backend,
@@ -283,12 +321,18 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
                 timeout=membership.meeting,
             )
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
+            # torch numbers its groups, and the number is in the keys by which they meet: those to come count from 0.
+            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - torch has no public way
             raise PeerLost(
                 f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all meet "
                 f"({gist(error)})"
             ) from error
     group.formed(backend, membership.timeout)
     return group
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from freetrain_parsl.training.engine import Engine, Stateful
     from freetrain_parsl.training.ledger import Audit
 
@@ -65,6 +67,19 @@ class TrainingSession:
     def device(self) -> torch.device:
         """Where the model and the loader's batches are: a GPU if there is one."""
         return self._engine.device
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All processes that train together now, to shard a model over: ``fully_shard(model, mesh=session.mesh)``.
+
+        Call `fully_shard` before `prepare`. The training then changes its processes through checkpoints.
+
+        Raises
+        ------
+        UsageError
+            Several processes share a GPU.
+        """
+        return self._engine.mesh
 
     @property
     def directory(self) -> Path:

@@ -19,13 +19,14 @@ from urllib.parse import quote
 import torch
 import torch.distributed as dist
 
-from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint
-from freetrain_parsl.storage.posix import checksum
+from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, UsageError
+from freetrain_parsl.storage.hashing import checksum
 
 if TYPE_CHECKING:  # half a second to import: only where a state is sharded
     from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
     from freetrain_parsl.training.membership import Group
@@ -60,6 +61,23 @@ class Stateful(Protocol):
 def is_sharded(objects: Mapping[str, Stateful]) -> bool:
     """Whether the members hold different parts of the objects' state."""
     return any(is_spread(leaf) for target in objects.values() for leaf in _leaves(target.state_dict()))
+
+
+def check_meshes(objects: Mapping[str, Stateful], mesh: DeviceMesh) -> None:
+    """Make sure that all that is spread is spread over the session's mesh.
+
+    Raises
+    ------
+    UsageError
+        Something is spread over another one.
+    """
+    for name, target in objects.items():
+        for leaf in filter(is_spread, _leaves(target.state_dict())):
+            if leaf.device_mesh != mesh:
+                raise UsageError(
+                    f"session.prepare: the {name} is sharded over a mesh that does not belong to this session; "
+                    "use fully_shard(…, mesh=session.mesh)"
+                )
 
 
 def split(state: Any) -> tuple[Any, dict[str, DTensor]]:

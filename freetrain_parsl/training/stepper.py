@@ -105,6 +105,11 @@ class Stepper:
         """Note that the user's code is done with a piece."""
         self._piece = None
 
+    def leave_batch(self) -> None:
+        """Note that the user's code asks for no more of this batch: its loop has ended, perhaps early."""
+        self.take_back()
+        self.cut_off = False
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a piece to those of the batch.
 

@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
-from freetrain_parsl.storage.posix import CheckpointDirectory, Sink, check_writable, directory_name
+from freetrain_parsl.storage.posix import CheckpointDirectory, check_writable, directory_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from freetrain_parsl.storage.hashing import Sink
 
 
 def writer(data: bytes) -> Callable[[Sink], object]:
@@ -37,7 +39,7 @@ def directory(tmp_path: Path) -> CheckpointDirectory:
 
 def test_what_is_published_can_be_verified(directory: CheckpointDirectory) -> None:
     entry, manifest = directory.publish(7, writer(b"state"), {"epoch": 2})
-    path, read = directory.verify(entry)
+    path, read = entry.verify()
     assert path.read_bytes() == b"state"
     assert read == manifest
     assert (manifest["step"], manifest["epoch"], manifest["bytes"]) == (7, 2, 5)
@@ -92,21 +94,21 @@ def test_any_flipped_bit_is_found(tmp_path_factory: pytest.TempPathFactory, posi
     data[position] ^= 1 << bit
     (entry.path / "state.pt").write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match="does not match its SHA-256"):
-        directory.verify(entry)
+        entry.verify()
 
 
 def test_a_truncated_state_is_told_by_its_size_and_path(directory: CheckpointDirectory) -> None:
     entry, _ = directory.publish(1, writer(b"12345"), {})
     (entry.path / "state.pt").write_bytes(b"123")
     with pytest.raises(DamagedCheckpoint, match=r"step-0000000001: state\.pt has 3 of 5 bytes"):
-        directory.verify(entry)
+        entry.verify()
 
 
 def test_a_manifest_of_another_step_is_refused(directory: CheckpointDirectory) -> None:
     entry, manifest = directory.publish(1, writer(b""), {})
     (entry.path / "manifest.json").write_text(json.dumps({**manifest, "step": 2}))
     with pytest.raises(DamagedCheckpoint, match="does not tell step 1"):
-        directory.verify(entry)
+        entry.verify()
 
 
 class Killed(BaseException):
@@ -146,7 +148,7 @@ def leftovers(directory: CheckpointDirectory) -> list[Path]:
 def check_usable(directory: CheckpointDirectory, steps: set[int]) -> None:
     """Check that the newest checkpoint is whole, and `latest` names one that was there."""
     newest = directory.entries()[0]
-    path, _ = directory.verify(newest)
+    path, _ = newest.verify()
     assert newest.step in steps
     assert path.read_bytes() == b"state %d" % newest.step
     assert (directory.path / "latest").read_text() in {f"step-{step:010d}\n" for step in steps}
@@ -214,7 +216,7 @@ def test_sigkill_while_saving_loses_nothing_that_was_called_durable(tmp_path: Pa
         process.stdout.close()
         directory = CheckpointDirectory(tmp_path, "net")
         newest = directory.entries()[0]
-        path, _ = directory.verify(newest)
+        path, _ = newest.verify()
         assert newest.step >= max(told, *map(int, rest[-1:]), 0)
         assert path.read_bytes() == newest.step.to_bytes(8, "big") * (512 * 64)
 

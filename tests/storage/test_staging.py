@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from freetrain_parsl.errors import CheckpointError
-from freetrain_parsl.storage.posix import CheckpointDirectory, Entry
+from freetrain_parsl.storage.posix import CheckpointDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from freetrain_parsl.storage.entry import Entry
 
 CALLS = 9
 """Calls of the operating system in a save by which it is cut into parts."""
@@ -59,7 +61,7 @@ def test_a_writer_that_was_stopped_anywhere_is_shut_out_by_the_next(tmp_path: Pa
             save(old, 2)
     assert new.entries()[0].step == 3
     assert (new.path / "latest").read_text() == "step-0000000003\n"
-    assert new.verify(new.entries()[0])[0].read_bytes() == b"state 3"
+    assert new.entries()[0].verify()[0].read_bytes() == b"state 3"
     new.close()
     assert not list(tmp_path.rglob(".tmp-*"))
 

@@ -33,8 +33,8 @@ def test_corrupt_checkpoint_is_refused_by_name(checkpoints, how, seed):
     victim = corrupt_checkpoint(checkpoints.path, random.Random(seed), how)
     assert victim.parent == newest.path
     with pytest.raises(DamagedCheckpoint, match=newest.path.name):
-        checkpoints.verify(newest)
-    checkpoints.verify(before)
+        newest.verify()
+    before.verify()
 
 
 def test_a_checkpoint_can_be_chosen_and_its_damage_follows_from_the_seed(checkpoints):

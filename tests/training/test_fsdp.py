@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharded_trainings import classify_sharded
+from sharded_trainings import classify_sharded, shard_over_any_mesh
 from training_crew import SAMPLES, run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership, Paused, Progress
+from freetrain_parsl.training.terms import Regroup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +35,7 @@ def ends(outcomes: list[Outcome | None]) -> list[Any]:
 
 
 def assert_same(end: Any, expected: Finished) -> None:
-    """Same samples, same history, same parameters."""
+    """Compare samples, history and parameters."""
     assert isinstance(end, Finished)
     assert (end.progress.step, end.progress.samples) == (expected.progress.step, EPOCHS * SAMPLES)
     assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
@@ -79,19 +82,44 @@ def test_a_sharded_training_says_that_it_cannot_change_in_place(crew: Crew, tmp_
 
 
 def test_a_lost_member_ends_the_others_which_go_back_to_the_last_checkpoint(crew: Crew, tmp_path: Path) -> None:
-    """SIGKILL between two steps: the others notice in the model's own collectives, and stay warm."""
-    ends(crew.run(3, tmp_path / "cut", classify_sharded, pause_after=4))
+    """SIGKILL between two steps: the others notice in the model's own collectives, stay warm, and get other ranks."""
+    ends(crew.run(2, tmp_path / "cut", classify_sharded, pause_after=4))
     outcomes = crew.run(3, tmp_path / "cut", classify_sharded, kill_after=9)
     survivors = [outcome for outcome in outcomes if outcome]
     assert [outcome.error.partition(":")[0] for outcome in survivors] == ["PeerLost"] * 2
     assert max(outcome.seconds for outcome in survivors) < 10
-    after = crew.run(2, tmp_path / "cut", classify_sharded)
+    after = crew.run(2, tmp_path / "cut", classify_sharded, pause_after=11)
     assert {outcome.pid for outcome in after if outcome} == {outcome.pid for outcome in survivors}
-    end = ends(after)[0]
-    assert end.progress.resumed_from == 4
-    assert_same(end, plain(tmp_path / "whole"))
+    assert ends(after)[0].progress.resumed_from == 4
+    assert_same(ends(crew.run(3, tmp_path / "cut", classify_sharded))[0], plain(tmp_path / "whole"))
 
 
 def test_a_sharded_training_cannot_be_deterministic(tmp_path: Path) -> None:
     outcome = run_member(classify_sharded, {"deterministic": True}, root=tmp_path, membership=Membership("net"))
     assert outcome.error.startswith("UsageError: session.loader: deterministic=True does not go with a model that is")
+
+
+def test_a_model_that_is_sharded_over_another_mesh_is_refused(crew: Crew, tmp_path: Path) -> None:
+    outcomes = crew.run(2, tmp_path, shard_over_any_mesh)
+    for outcome in outcomes:
+        assert outcome is not None
+        assert outcome.error.startswith("UsageError: session.prepare: the model is sharded over a mesh that does not")
+
+
+def test_an_order_to_leave_wakes_those_who_wait_for_a_stopped_member(crew: Crew, tmp_path: Path) -> None:
+    """SIGSTOP: the model's own collectives end when the slot is told that a member is lost."""
+    gates = {4: tmp_path / "go"}
+    run = crew.start(3, tmp_path, classify_sharded, gates=gates)
+    run.until(gates[4].with_suffix(".reached").exists)
+    stopped, *others = run.members
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        gates[4].touch()
+        with pytest.raises(TimeoutError):
+            run.until(lambda: any(member.outcome for member in others), 0.5)
+        for member in others:
+            member.tell("order", Regroup(None, abort=True))
+        run.until(lambda: all(member.outcome for member in others), 10)
+        assert [member.outcome and member.outcome.error.partition(":")[0] for member in others] == ["PeerLost"] * 2
+    finally:
+        os.kill(stopped.process.pid, signal.SIGKILL)

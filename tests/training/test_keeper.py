@@ -432,7 +432,7 @@ def test_a_full_file_system_is_told_and_leaves_the_one_before(tmp_path: Path, ca
             keeper._background._running.result(20)
         keeper.close()
         assert caplog.text.count("step 2 in") == caplog.text.count("No space left on device") == 1
-        assert keeper._directory.verify(keeper.newest)[1]["step"] == 3
+        assert keeper.newest.verify()[1]["step"] == 3
         assert [path.name for path in sorted(keeper.path.glob("*"))] == [
             "latest", "step-0000000001", "step-0000000003", "writer",
         ]  # fmt: skip

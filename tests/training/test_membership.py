@@ -46,16 +46,30 @@ def test_a_get_waits_for_another_member(store: RendezvousStore) -> None:
     assert store.get("late") == b"value"
 
 
-def test_a_group_of_one_meets_nobody_and_is_a_process_group_all_the_same() -> None:
-    """What the user's code asks of torch.distributed works on one process as on several."""
-    group = join(Membership("net", interface="absent0"), None)
+def test_a_group_of_one_needs_neither_store_nor_network() -> None:
+    group = join(Membership("net"), None)
     assert group.sum(torch.tensor([3])).tolist() == [3]
     assert group.gather(torch.tensor([3]))[0].tolist() == [3]
-    value = torch.tensor([3])
-    dist.all_reduce(value)
-    assert (value.tolist(), dist.get_world_size()) == ([3], 1)
+    assert not dist.is_initialized()
+    group.leave()
+
+
+def test_a_group_of_one_is_a_mesh_if_it_is_asked_for_one() -> None:
+    group = join(Membership("net", generation=4), None)
+    mesh = group.mesh(torch.device("cpu"))
+    assert (mesh.size(), group.mesh(torch.device("cpu"))) == (1, mesh)
     group.leave()
     assert not dist.is_initialized()
+
+
+def test_meshes_of_different_groups_differ_for_torch() -> None:
+    """What torch remembers of the mesh of one group would be wrong in another, where ranks are different."""
+    meshes = []
+    for generation in (1, 2):
+        group = join(Membership("net", generation=generation), None)
+        meshes.append(group.mesh(torch.device("cpu")))
+        group.leave()
+    assert meshes[0] != meshes[1]
 
 
 def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +80,19 @@ def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeyp
         join(membership, store)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_after_a_meeting_that_failed_the_next_is_at_the_same_keys_as_for_a_newcomer() -> None:
+    """Or those who were at the first would wait in vain for those who were not."""
+    membership = Membership("net", world_size=2, meeting=timedelta(seconds=0.1), interface="lo")
+    met: list[list[str]] = []
+    for _ in range(2):
+        met.append([])
+        backend = Dictionary()
+        backend.set = lambda key, value, keys=met[-1]: keys.append(key)
+        with pytest.raises(PeerLost):
+            join(membership, RendezvousStore(backend))
+    assert met[0] == met[1] != []
 
 
 @pytest.mark.parametrize(

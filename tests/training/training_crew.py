@@ -235,7 +235,9 @@ def run_member(
     **options: Any,
 ) -> Outcome:
     """Run a training here; errors become text, so that they travel."""
-    NOTICE.pause_requested.clear()
+    if notice is None:
+        notice = NOTICE
+        notice.pause_requested.clear()
     reports: list[Any] = []
 
     def report(item: Any) -> None:
@@ -252,7 +254,7 @@ def run_member(
             options=SessionOptions(name, root, **options),
             membership=membership,
             meet=meet,
-            notice=notice or NOTICE,
+            notice=notice,
             report=report,
         )
     except Exception as problem:  # noqa: BLE001 - whatever it is, the test wants to know
@@ -379,6 +381,9 @@ class Crew:
                 with suppress(EOFError, ConnectionResetError):
                     while member.pipe.poll(5) and member.receive()[0] != "ended":
                         pass
+                if not member.is_idle:  # a test that failed left it waiting
+                    member.process.kill()
+                    member.process.join()
         free = [m for m in self._members if m not in busy and m.is_idle and m.process.is_alive()]
         while len(free) < count:
             ours, theirs = self._context.Pipe()

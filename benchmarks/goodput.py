@@ -1,0 +1,172 @@
+"""How much of the node-time that is offered becomes training: goodput on a recorded machine's idle nodes.
+
+An idle log is replayed, compressed, on an embedded cluster: main jobs keep its nodes busy when those of the log were,
+and come unannounced, so that our blocks are preempted. Trainings of one to `--most` nodes share what is idle; a step
+mostly sleeps, and takes half the time on twice the nodes. goodput is the node-seconds in training steps that count, of
+the node-seconds in windows of at least `--least` seconds; shorter ones are not offered. ``work`` is stricter: the
+steps' nominal cost in the place of the time that they took on a machine whose cores all nodes share.
+
+Without ``--idle-log`` (CSV ``node,start,end``, a job log, the text of ``sacct``) a seeded log is drawn after Summit's.
+``--json FILE`` keeps ``goodput``, ``offered_node_seconds``, ``useful_node_seconds``, and where the rest went.
+
+All nodes are this machine: their Pythons, which import torch, start on its cores, one after the other. A real cluster's
+start at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import parsl
+from _goodput_account import draw_up
+from _goodput_log import choose_windows, main_queue, synthetic_log
+from _goodput_training import BATCH, SAMPLE_NODE_SECONDS, SAMPLES, make_app
+from _report import report
+from parsl.config import Config
+
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
+from freetrain_parsl.executor.journal import read_journal
+from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.report.run import RunState
+
+if TYPE_CHECKING:
+    from freetrain_parsl.replay.holes import HoleTable
+
+TARGET = 0.90
+LEAD = 15.0  # seconds in which all nodes are busy: the driver starts
+GRACE = 5.0
+PLANNER = PlannerSettings(
+    startup=8,
+    min_useful=15,
+    closing_margin=3,
+    max_walltime=3600,
+    idle_timeout=10,
+    settle=1,
+    replan_interval=5,
+    max_nodes_per_block=1,  # a block is preempted as a whole
+)
+
+
+def measure(options: argparse.Namespace, table: HoleTable, directory: Path) -> dict[str, Any]:
+    """Live through the stretch; return the figures."""
+    seconds = 60.0 * options.minutes
+    windows = choose_windows(
+        table,
+        nodes=options.nodes,
+        start=3600.0 * options.start,
+        compression=options.compression,
+        seconds=seconds,
+        least=options.least,
+        seed=options.seed,
+    )
+    provider = EmbeddedClusterProvider(
+        nodes=options.nodes,
+        workload=tuple(main_queue(windows, nodes=options.nodes, seconds=seconds, lead=LEAD)),
+        cluster_dir=str(directory / "cluster"),
+        grace=GRACE,
+    )
+    executor = FreeTrainExecutor(
+        provider=provider,
+        policy=options.policy,
+        planner=PLANNER,
+        checkpoint_dir=directory / "checkpoints",
+        poll_interval=timedelta(seconds=1),
+        submissions_per_minute=120,
+        threads_per_slot=1,
+        grace=timedelta(seconds=GRACE),
+    )
+    config = Config(executors=[executor], run_dir=str(directory / "parsl"), strategy="none", initialize_logging=False)
+    with parsl.load(config):
+        cluster = provider.ensure_started()
+        usage = cluster.usage()
+        begin = usage["time"] - usage["elapsed"] + LEAD
+        train = make_app(options.most)
+        for number in range(options.trainings):
+            train.options(name=f"training-{number}")(batch=BATCH, cost=SAMPLE_NODE_SECONDS, samples=SAMPLES)
+        if time.time() > begin:
+            raise RuntimeError(f"the driver took more than {LEAD:g} s to start: the machine is too busy")
+        time.sleep(begin + seconds - time.time())
+        end = time.time()
+        run = RunState(executor.journal_path).refresh()
+        history = cluster.history()
+    progress = [training.progress for training in run.trainings.values()]
+    failed = [f"{training.name}: {training.error}" for training in run.trainings.values() if training.error]
+    if failed:
+        raise RuntimeError("; ".join(failed))
+    entries = [entry for _, entry in read_journal(executor.journal_path) if entry.time <= end]
+    useful = sum(told.get("slot_seconds", 0.0) for told in progress)
+    account = draw_up(run, entries, history, begin=begin, end=end, least=options.least, useful=useful)
+    if options.plot is not None:
+        from freetrain_parsl.report.timeline import draw_timeline
+
+        title = f"Goodput {account.goodput:.3f}: main jobs grey, trainings in colours"
+        draw_timeline(run, history, options.plot, title=title)
+    samples = sum(told.get("samples", 0) for told in progress)
+    return {
+        "goodput": account.goodput,
+        "offered_node_seconds": account.offered,
+        "useful_node_seconds": account.useful,
+        "work_node_seconds": SAMPLE_NODE_SECONDS * samples,
+        "work_share": SAMPLE_NODE_SECONDS * samples / account.offered,
+        "windows": len(account.windows),
+        "window_s_shortest": min(until - since for _, since, until in account.windows),
+        "window_s_longest": max(until - since for _, since, until in account.windows),
+        "blocks": run.blocks_requested,
+        "rescales": sum(training.rescales for training in run.trainings.values()),
+        "resumes_from_checkpoint": sum(training.resumes for training in run.trainings.values()),
+        "fragments_lost": sum(fragment.lost for fragment in run.fragments),
+        "samples": samples,
+        "samples_lost": sum(told.get("samples_lost", 0) for told in progress),
+        "duplicate_samples": sum(told.get("duplicate_samples", 0) for told in progress),
+        "rows": account.rows(),
+    }
+
+
+def main() -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--idle-log", type=Path, metavar="FILE", help="the log (default: drawn)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="length of the replay (default 5)")
+    parser.add_argument("--compression", type=float, default=20.0, help="seconds of the log in one (default 20)")
+    parser.add_argument("--start", type=float, default=24.0, help="hour of the log at which to begin (default 24)")
+    parser.add_argument("--least", type=float, default=120.0, help="shortest window, replayed seconds (default 120)")
+    parser.add_argument("--nodes", type=int, default=8, help="of the cluster (default 8)")
+    parser.add_argument("--trainings", type=int, default=3, help="trainings at a time (default 3)")
+    parser.add_argument("--most", type=int, default=4, help="nodes of a training at most (default 4)")
+    parser.add_argument("--policy", default="milp", help="how nodes are shared out (default milp)")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of nodes, and of a drawn log (default 1)")
+    parser.add_argument("--directory", type=Path, help="keep the run's files there (default: a temporary directory)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture there (PNG)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    options = parser.parse_args()
+    if options.idle_log is None:
+        length = 3600.0 * options.start + 60.0 * options.minutes * options.compression + 3600.0
+        table, name = synthetic_log(seconds=length, nodes=1024, seed=options.seed), "drawn after Summit's"
+    else:
+        table, name = open_log(options.idle_log).table, options.idle_log.name
+    with tempfile.TemporaryDirectory(prefix="goodput-") as scratch:
+        directory = options.directory or Path(scratch)
+        directory.mkdir(parents=True, exist_ok=True)
+        figures = measure(options, table, directory)
+    report("Where the offered node-time went", figures["rows"], ["freetrain-parsl", "parsl", "torch"])
+    print(
+        f"idle log {name}, from hour {options.start:g}, {options.compression:g} s in one: {figures['windows']} windows "
+        f"of {figures['window_s_shortest']:.0f} to {figures['window_s_longest']:.0f} s on {options.nodes} nodes"
+    )
+    print(", ".join(f"{key} {value:g}" for key, value in figures.items() if isinstance(value, (int, float))))
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    kept = figures["goodput"] >= TARGET and figures["samples_lost"] == figures["duplicate_samples"] == 0
+    print(f"goodput {figures['goodput']:.3f} (at least {TARGET}): {'kept' if kept else 'NOT KEPT'}")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

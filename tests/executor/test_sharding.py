@@ -1,0 +1,103 @@
+"""A training with FSDP2 on the embedded cluster: resized through checkpoints, in processes that stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from freetrain_parsl import TrainingApp, training_app
+from freetrain_parsl.executor.journal import read_journal
+from freetrain_parsl.training.fragment import run_alone
+from tests.executor.scenario import ScriptedPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from freetrain_parsl.report.run import RunState
+
+pytestmark = pytest.mark.cluster
+
+
+def make_app() -> TrainingApp:
+    """Make a small sharded regression that returns its parameters; see `tests.executor.scenario.make_app`."""
+
+    @training_app(max_nodes=3)
+    def train(session, *, epochs, slow=None, calls=None):
+        import os
+        import time
+        from pathlib import Path
+
+        import torch
+        from torch.distributed.fsdp import fully_shard
+        from torch.nn.functional import mse_loss
+        from torch.utils.data import TensorDataset
+
+        if calls is not None:
+            with Path(calls).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(200, 6, generator=generator)
+        y = x @ torch.randn(6, 1, generator=generator)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+        fully_shard(net, mesh=session.mesh)
+        model, _ = session.prepare(net, torch.optim.Adam, lr=0.02)
+        data = session.loader(TensorDataset(x, y), batch_size=16)
+        for _ in session.epochs(epochs):
+            for a, b in data:
+                time.sleep(0.1 if slow is not None and Path(slow).exists() else 0.005)
+                session.step(mse_loss(model(a), b))
+        return torch.cat([p.detach().full_tensor().flatten() for p in net.parameters()]).tolist()
+
+    return train
+
+
+def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_in_warm_processes(
+    start, tmp_path: Path
+) -> None:
+    """1 -> 2 -> 3 slots and a SIGKILL: each time the processes that there are go on from the newest checkpoint."""
+    slow, calls = tmp_path / "slow", tmp_path / "calls"
+    slow.touch()
+    train = make_app()
+    policy = ScriptedPolicy(1)
+    site = start(nodes=3, policy=policy, checkpoint_interval=timedelta(seconds=1))
+    future = train.options(name="t")(epochs=30, slow=str(slow), calls=str(calls))
+
+    def step() -> int:
+        return site.run.trainings["t"].progress.get("step", 0)
+
+    def runs_on(nodes: int, since: int) -> Callable[[RunState], bool]:
+        return lambda run: len(run.trainings["t"].nodes) == nodes and run.trainings["t"].progress.get("step", 0) > since
+
+    site.until(lambda run: run.trainings and step() > 3)
+    for nodes in (2, 3):
+        policy.nodes = nodes
+        site.until(runs_on(nodes, step()))
+    assert not any(fragment.in_place for fragment in site.run.fragments)
+    assert not site.run.trainings["t"].progress["in_place"]
+    pids = [int(line) for line in calls.read_text().split()]
+    assert (len(pids), len(set(pids))) == (1 + 2 + 3, 3), "the function is called again, in the processes that stay"
+
+    saved = site.until(lambda run: run.trainings["t"].progress["checkpoint_step"])
+    killed = site.run.trainings["t"].nodes[0]
+    policy.nodes = 2  # or its successor would join
+    os.kill(_pid_of_a_slot(site, killed), signal.SIGKILL)
+    site.until(lambda run: run.fragments[-2].lost and run.trainings["t"].progress["resumed_from"] >= saved)
+    slow.unlink()
+
+    result = torch.tensor(future.result(timeout=60))
+    assert torch.allclose(result, torch.tensor(run_alone(train.func, epochs=30)), atol=1e-4)
+    progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
+    assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
+    survivors = {int(line) for line in calls.read_text().split()[6:8]}
+    assert survivors < set(pids), "those that lost a member are still warm"
+
+
+def _pid_of_a_slot(site: Any, node: str) -> int:
+    joined = [entry for _, entry in read_journal(site.executor.journal_path) if entry.kind == "slot_joined"]
+    return next(entry.detail["pid"] for entry in reversed(joined) if entry.detail["node"] == node)
