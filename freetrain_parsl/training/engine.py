@@ -320,6 +320,11 @@ class Engine:
         """Whether the batch in hand lost a member, and is to be done again."""
         return self.stepper is not None and self.stepper.cut_off
 
+    def leave_batch(self) -> None:
+        """Note that the user's code asks for no more of the batch in hand, which may be done or not."""
+        if self.stepper is not None:
+            self.stepper.leave_batch()
+
     def close_batch(self, batch: Batch) -> None:
         """Leave a batch behind."""
         self.cursor.pass_by(batch.samples)
@@ -358,8 +363,7 @@ class Engine:
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
         self.check_running()
-        if self.stepper is not None:
-            self.stepper.leave_batch()
+        self.leave_batch()
         self.books.close_epoch(self.cursor.epoch)
         self.cursor.next_epoch()
         self._pass_ended_here = False
@@ -369,7 +373,8 @@ class Engine:
     def finish(self) -> None:
         """Save the final state."""
         if self._objects:
-            self._save("the training is done", wait=True)
+            # Even if this step is saved: after the loop, functions log, or finish their models.
+            self._save("the training is done", mark=None, wait=True)
         self._tell(at_once=True)
 
     def progress(self) -> Progress:
@@ -421,7 +426,7 @@ class Engine:
         elif closing or requested:
             self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
         elif save_due:
-            self._save("periodic", wait=False)
+            self._save("periodic", mark=self._mark, wait=False)
 
     def _closing(self) -> bool:
         """Whether one more step would leave too little time for the last checkpoint."""
@@ -432,7 +437,7 @@ class Engine:
         return closes_in <= self._write_seconds + margin + self._pace.longest_step
 
     def _pause(self, reason: PauseReason) -> NoReturn:
-        self._save(reason.value, wait=True)
+        self._save(reason.value, mark=self._mark, wait=True)
         self._unwind(reason)
 
     def _unwind(self, reason: PauseReason) -> NoReturn:
@@ -512,8 +517,8 @@ class Engine:
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
-    def _save(self, reason: str, *, wait: bool) -> None:
-        """Save, unless this very state is saved already; all members call this.
+    def _save(self, reason: str, *, mark: tuple[int, ...] | None, wait: bool) -> None:
+        """Save, unless the state with this mark is saved already; all members call this.
 
         Raises
         ------
@@ -526,7 +531,7 @@ class Engine:
             epoch=self.cursor.epoch,
             reason=reason,
             wait=wait,
-            mark=self._mark,
+            mark=mark,
         )
 
     @property

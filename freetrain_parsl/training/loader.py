@@ -97,6 +97,7 @@ class SessionLoader:
             yield data
             engine.take_back()
             if engine.cut_off:
+                engine.leave_batch()
                 self._plan.next = -1
                 return
         engine.close_batch(batch)

@@ -72,6 +72,34 @@ def test_a_finished_training_started_again_returns_the_same_and_does_no_step(tmp
     assert second.progress.resumed_from == first.progress.step == second.progress.step
 
 
+def test_a_fragment_that_is_paused_at_once_does_not_write_its_state_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    before = run.paused_after(5)
+
+    def at_once(session: Any) -> Any:
+        run.notice.pause_requested.set()
+        return classify(session)
+
+    after = run(at_once)
+    assert isinstance(after, Paused)
+    assert after.checkpoint == before.checkpoint
+    assert list(tmp_path.glob("net/step-*")) == [before.checkpoint]
+
+
+def test_what_is_done_after_the_loop_is_in_the_last_checkpoint(tmp_path: Path) -> None:
+    """Also where the last step was saved before."""
+
+    def log_at_the_end(session: Any) -> None:
+        classify(session)
+        session.log(after=1.0)
+
+    Run(tmp_path)()
+    checkpoint = Run(tmp_path)(log_at_the_end).checkpoint
+    assert checkpoint is not None
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    assert state["books"]["metrics"]["history"][-1]["after"] == 1.0
+
+
 def test_a_plain_loop_takes_the_same_steps(tmp_path: Path) -> None:
     """On one process the session adds nothing to the arithmetic."""
 

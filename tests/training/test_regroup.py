@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from training_crew import SAMPLES, classify, diverge, fail, run_member
+from training_crew import SAMPLES, classify, diverge, fail, lag, pass_states, run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership, Paused, PauseReason
 from freetrain_parsl.training.terms import Progress, Regrouped, Stranded
@@ -181,7 +181,7 @@ def test_a_stopped_member_is_left_behind_by_order(crew: Crew, tmp_path: Path) ->
     """SIGSTOP: nothing breaks by itself; the order to abort wakes those who wait in a collective."""
     gates = {4: tmp_path / "go"}
     run = crew.start(3, tmp_path, classify, gates=gates)
-    run.until_step(1)
+    run.until(lambda: run.progress)
     stopped = run.members[1]
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
@@ -198,6 +198,24 @@ def test_a_stopped_member_is_left_behind_by_order(crew: Crew, tmp_path: Path) ->
 def test_a_member_that_is_alone_goes_on_and_can_be_joined(crew: Crew, tmp_path: Path) -> None:
     end = disturbed(crew, tmp_path, 1, (Event(3, "regroup", 3), Event(9, "regroup", 1), Event(15, "regroup", 2)))
     assert_same(end, undisturbed(tmp_path / "whole"), bits=False)
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=["default", "deterministic"])
+@pytest.mark.parametrize("at", [3, 6, 7], ids=["in an epoch", "at its last step", "at its first step"])
+def test_who_is_a_step_behind_gets_the_state_of_who_is_ahead(
+    crew: Crew, tmp_path: Path, mode: dict[str, Any], at: int
+) -> None:
+    """The sum of the gradients came to one member, and to the other an error: that step is made once."""
+    run = crew.start(2, tmp_path / "cut", lag, at=at, epochs=EPOCHS, **mode)
+    run.until(lambda: all(member.last(Stranded) for member in run.members))
+    run.order(run.members, [], abort=True)
+    assert_same(first(run), undisturbed(tmp_path / "whole", **mode), bits=mode is BITWISE)
+
+
+def test_states_of_all_kinds_arrive_as_they_are(crew: Crew, tmp_path: Path) -> None:
+    """Two sources, two receivers; tensors small and large, empty, of no dimension, not contiguous."""
+    outcomes = crew.run(4, tmp_path, pass_states)
+    assert [outcome and (outcome.error, outcome.end and outcome.end.value) for outcome in outcomes] == [("", True)] * 4
 
 
 def test_a_loss_that_is_not_a_number_ends_the_training_on_all_members(crew: Crew, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.training.fragment import (
     Finished,
     Membership,
@@ -39,6 +40,7 @@ from freetrain_parsl.training.fragment import (
 )
 from freetrain_parsl.training.membership import RendezvousStore
 from freetrain_parsl.training.terms import Ready, Regroup, Regrouped
+from freetrain_parsl.training.transfer import pass_on
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -206,6 +208,55 @@ def diverge(session: Any) -> None:
         for x, y in data:
             factor = math.nan if session.metrics["steps"] == 4 else 1.0
             session.step(cross_entropy(model(x), y) * factor)
+
+
+def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any]:
+    """Train; at a step, one member takes the others for lost just after they had the gradients."""
+    make = session.step
+
+    def step(loss: torch.Tensor) -> bool:
+        stepper = session._engine.stepper
+        complete = stepper._sum.complete
+        if session.metrics["steps"] == at and session.rank == rank:
+
+            def complete_and_lose(*arguments: Any) -> None:
+                stepper._sum.complete = complete
+                complete(*arguments)
+                raise PeerLost("a network that fails for this member only")
+
+            stepper._sum.complete = complete_and_lose
+        return make(loss)
+
+    session.step = step
+    return classify(session, **kwargs)
+
+
+def pass_states(session: Any) -> bool:
+    """Send a state of all kinds from the first two members to the others; whether it arrived as it was."""
+    group = session._engine.group
+    tied = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "numbers": [1, 2.5, None, True, "text", (3, "four")],
+        "tensors": (torch.tensor(7), torch.empty(0), tied, tied.t(), torch.ones(3, dtype=torch.bfloat16)),
+        "large": torch.randn(700_000, generator=torch.Generator().manual_seed(1)),
+        "many": {f"layer {n}": torch.full((n,), float(n)) for n in range(300)},
+        3: {"module": nn.BatchNorm1d(4).state_dict()},
+    }
+    received = pass_on(group, [0, 1], list(range(2, group.size)), state if group.rank < 2 else None)
+    return received is None if group.rank < 2 else equal(state, received)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states are equal, in type too."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
 
 
 # ── the crew ──────────────────────────────────────────────────────────────────────────────────────
@@ -455,10 +506,6 @@ class CrewRun:
             if value := condition():
                 return value
         raise TimeoutError(f"not within {seconds} s; {[m.reports[-2:] for m in self.members]}")
-
-    def until_step(self, step: int) -> None:
-        """Wait for a report of that step."""
-        self.until(lambda: self.ended or (self.progress and self.progress.step >= step))
 
     @property
     def ended(self) -> bool:
