@@ -7,6 +7,7 @@ process instead, when told to, when the batch system signals, or when the driver
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
@@ -209,6 +210,10 @@ class _Slot:
             self._run = None
             run.close()
         self._channel.send(ended)
+        if not self._leaving:
+            # The process stays, and may train another model next; but nobody is to wait for that.
+            del run
+            gc.collect()
 
     def _run_task(self, message: Message) -> None:
         try:

@@ -8,7 +8,6 @@ own, which goes through unchanged.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -125,9 +124,6 @@ def run_fragment(
         if engine is not None:
             engine.close()
         members.leave()
-        # The process stays, and may train another model next: give memory and data workers back now.
-        session = engine = None  # type: ignore[assignment]  # their life ends here
-        gc.collect()
 
 
 def run_alone(
