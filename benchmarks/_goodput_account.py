@@ -51,6 +51,9 @@ class Account:
     leaving: float = 0.0
     again: float = 0.0
     windows: list[tuple[str, float, float]] = field(default_factory=list)
+    """Node, and when its window opened and closed, seconds after the beginning."""
+    starts: list[float] = field(default_factory=list)
+    """Seconds that each block took to start."""
 
     @property
     def goodput(self) -> float:
@@ -117,6 +120,7 @@ def draw_up(
             here = _within(there, block)
             first_slot = min((start for start, _ in here), default=block[1])
             account.starting += first_slot - block[0]
+            account.starts.append(first_slot - block[0])
             account.leaving += block[1] - first_slot - _length(here)
         account.unassigned += _length(there) - _length(in_training)
     pauses = [(fragment.paused, len(fragment.nodes)) for fragment in run.fragments if fragment.in_place]

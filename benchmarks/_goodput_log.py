@@ -69,7 +69,7 @@ def choose_windows(
     Raises
     ------
     ValueError
-        Fewer nodes than asked for have such windows there.
+        Fewer nodes than asked for have such windows there, or nothing is left of them.
     """
     stretch = table.within(start, start + seconds * compression)
     opens, closes = (stretch.starts - start) / compression, (stretch.ends - start) / compression
@@ -81,7 +81,10 @@ def choose_windows(
             "or less compression"
         )
     chosen = np.isin(stretch.nodes, random.Random(seed).sample(candidates, nodes)) & long_enough
-    return _last_in_first_out(zip(opens[chosen].tolist(), closes[chosen].tolist(), strict=True), least)
+    windows = _last_in_first_out(zip(opens[chosen].tolist(), closes[chosen].tolist(), strict=True), least)
+    if not windows:
+        raise ValueError("the windows there overlap so that none is left that is long enough: choose another start")
+    return windows
 
 
 def _last_in_first_out(windows: Iterable[Window], least: float) -> list[Window]:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import parsl
@@ -37,13 +38,13 @@ from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
-    from freetrain_parsl.replay.holes import HoleTable
+    from collections.abc import Sequence
+
+    from _goodput_log import Window
 
 TARGET = 0.90
 LEAD = 15.0  # seconds in which all nodes are busy: the driver starts
 GRACE = 5.0
-# A node starts in 5 s if it has a core, and 6 on two cores all in 15 s: with priorities half of them have theirs sooner.
-ONE_AFTER_THE_OTHER = "renice --priority $((2 * 10#${FREETRAIN_CLUSTER_NODE#n})) --pid $$ > /dev/null"
 PLANNER = PlannerSettings(
     startup=8,
     min_useful=15,
@@ -56,24 +57,14 @@ PLANNER = PlannerSettings(
 )
 
 
-def measure(options: argparse.Namespace, table: HoleTable, directory: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, windows: Sequence[Window], directory: Path) -> dict[str, Any]:
     """Live through the stretch; return the figures."""
     seconds = 60.0 * options.minutes
-    windows = choose_windows(
-        table,
-        nodes=options.nodes,
-        start=3600.0 * options.start,
-        compression=options.compression,
-        seconds=seconds,
-        least=options.least,
-        seed=options.seed,
-    )
     provider = EmbeddedClusterProvider(
         nodes=options.nodes,
         workload=tuple(main_queue(windows, nodes=options.nodes, seconds=seconds, lead=LEAD)),
         cluster_dir=str(directory / "cluster"),
         grace=GRACE,
-        worker_init=ONE_AFTER_THE_OTHER,
     )
     executor = FreeTrainExecutor(
         provider=provider,
@@ -121,6 +112,7 @@ def measure(options: argparse.Namespace, table: HoleTable, directory: Path) -> d
         "windows": len(account.windows),
         "window_s_shortest": min(until - since for _, since, until in account.windows),
         "window_s_longest": max(until - since for _, since, until in account.windows),
+        "start_s_median": median(account.starts),
         "blocks": run.blocks_requested,
         "rescales": sum(training.rescales for training in run.trainings.values()),
         "resumes_from_checkpoint": sum(training.resumes for training in run.trainings.values()),
@@ -154,10 +146,22 @@ def main() -> int:
         table, name = synthetic_log(seconds=length, nodes=1024, seed=options.seed), "drawn after Summit's"
     else:
         table, name = open_log(options.idle_log).table, options.idle_log.name
+    try:
+        windows = choose_windows(
+            table,
+            nodes=options.nodes,
+            start=3600.0 * options.start,
+            compression=options.compression,
+            seconds=60.0 * options.minutes,
+            least=options.least,
+            seed=options.seed,
+        )
+    except ValueError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="goodput-") as scratch:
         directory = options.directory or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        figures = measure(options, table, directory)
+        figures = measure(options, windows, directory)
     report("Where the offered node-time went", figures["rows"], ["freetrain-parsl", "parsl", "torch"])
     print(
         f"idle log {name}, from hour {options.start:g}, {options.compression:g} s in one: {figures['windows']} windows "

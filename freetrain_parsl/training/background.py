@@ -44,6 +44,11 @@ class Background(Generic[T]):
         """Whether there is work whose end has not been taken."""
         return self._running is not None
 
+    @property
+    def done(self) -> bool:
+        """Whether there is work that has ended, and whose end has not been taken."""
+        return self._running is not None and self._running.done()
+
     def start(self, work: Callable[[], T]) -> None:
         """Begin a piece of work; the one before must have been taken."""
         assert self._running is None, "never two at a time"

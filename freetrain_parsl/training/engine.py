@@ -406,16 +406,19 @@ class Engine:
         ordered = self._members.has_order()  # raises if a member is lost
         if self.group.is_first:
             self._write_seconds = self.keeper.write_seconds_estimate
-            self._look_after_writing()
+            self._look_after_writing(self.keeper.poll)
         requested: float = self._notice.pause_requested.is_set()
         closing: float = self._closing()
         save_due: float = self.group.is_first and self.keeper.due(self._clock())
+        ready: float = self.keeper.ready
         if self.group.size > 1:
             # One sum over: votes, and the first member's estimate, which only it can learn.
             estimate = self._write_seconds if self.group.is_first else 0.0
-            votes = torch.tensor([requested, closing, save_due, ordered, estimate], dtype=torch.float64)
-            requested, closing, save_due, orders, self._write_seconds = self.group.sum(votes).tolist()
+            votes = torch.tensor([requested, closing, save_due, ordered, ready, estimate], dtype=torch.float64)
+            requested, closing, save_due, orders, ready, self._write_seconds = self.group.sum(votes).tolist()
             ordered = orders == self.group.size
+        if ready == self.group.size:
+            self._look_after_writing(self.keeper.advance)
         if self.device.type == "cpu" or self._report_due():
             self.books.settle()  # on a GPU this waits for the last step
         if (ordered or closing or requested or save_due or self.cursor.pass_ended) and self.stepper is not None:
@@ -539,10 +542,10 @@ class Engine:
         """Tells the present state from those that are saved already."""
         return self.books.step, *self.cursor.place
 
-    def _look_after_writing(self) -> None:
+    def _look_after_writing(self, look: Callable[[], None]) -> None:
         """Learn how the write in the background went."""
         before = self.keeper.newest
-        self.keeper.poll()
+        look()
         if self.keeper.newest != before:
             self._tell(at_once=True)
 

@@ -1,7 +1,8 @@
 """Saving and restoring as a group: who writes, when, and what becomes of failures.
 
 A state that all members hold alike is written by the first of them alone, in the background: the training is stopped
-only while the state is copied to host memory. A sharded state is written by all members together, see `sharded`.
+only while the state is copied to host memory. Of a sharded state each member writes its part in the same way, and
+the first publishes the whole, see `joint`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import platform
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,6 +21,7 @@ from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training import sharded
 from freetrain_parsl.training.background import Background
 from freetrain_parsl.training.checkpoint import Checkpoints, Facts
+from freetrain_parsl.training.joint import JointSave, JointWrite
 from freetrain_parsl.training.schedule import TRIES, Schedule
 from freetrain_parsl.training.snapshot import HostBuffers
 
@@ -66,7 +68,8 @@ class Keeper:
         self._checkpoints = Checkpoints(self._directory, options.name, options.keep)
         self._schedule = Schedule(options)
         self._buffers = HostBuffers()
-        self._background: Background[Entry] = Background()
+        self._background: Background[Any] = Background()
+        self._joint: JointSave | None = None  # the sharded state that is being written
         self._began = 0.0  # when the write in the background did
         self._writes_for: int | None = None  # generation for which this process became the writer
         self._mark: Hashable = None  # of the state saved last, or being saved
@@ -95,18 +98,18 @@ class Keeper:
         now
             Seconds on a clock that never goes back.
         """
-        return self._schedule.due(now, self.interval) and not self._background.busy
+        return self._schedule.due(now, self.interval) and not self.busy
 
     @property
     def busy(self) -> bool:
         """Whether a state is being written in the background, or `poll` has yet to tell how that went."""
-        return self._background.busy
+        return self._background.busy or self._joint is not None
 
     @property
     def write_seconds_estimate(self) -> float:
         """Seconds after which a save that begins now is durable; only the first member learns from its writes."""
         estimate = self._checkpoints.write_seconds_estimate
-        if not self._background.busy:
+        if not self.busy:
             return estimate
         return estimate + max(0.0, estimate - (self._clock() - self._began))
 
@@ -129,6 +132,8 @@ class Keeper:
     ) -> None:
         """Save a state, on all members. Of a state that is not sharded, the first writes; nobody communicates.
 
+        Of a sharded state each member writes its part; it counts once all have come through `advance` twice.
+
         A periodic save that fails is told in a warning, once for each cause, and tried again, less and less often.
 
         Parameters
@@ -139,7 +144,7 @@ class Keeper:
             For the manifest.
         wait
             Return when it is durable. Otherwise return once the state is copied, and skip this save if the one
-            before is still being written; a sharded state is always waited for.
+            before is still being written.
         mark
             Tells this state from others: one that is saved already, or being saved, is not written again.
 
@@ -155,6 +160,10 @@ class Keeper:
         group = self._group_of()
         if not group.is_first and not self.sharded:
             return
+        facts = Facts(step, epoch, reason, group.size, group.generation, self._code)
+        if self.sharded:
+            self._save_together(make_state, facts, mark, wait=wait)
+            return
         if wait:
             self._settle()
         else:
@@ -163,8 +172,7 @@ class Keeper:
             return
         self._schedule.saving()
         self._began, self._mark = self._clock(), mark
-        facts = Facts(step, epoch, reason, group.size, group.generation, self._code)
-        if not wait and not self.sharded:
+        if not wait:
             begun = time.monotonic()
             state = self._buffers.copy(make_state())
             blocked = time.monotonic() - begun
@@ -172,14 +180,11 @@ class Keeper:
             facts = replace(facts, blocked_seconds=round(blocked, 6))
             self._background.start(lambda: self._write(state, facts))
             return
-        write = self._write_together if self.sharded else self._write
         try:
-            self._succeeded(write(make_state(), facts))
-        except CheckpointError as error:
-            if wait:
-                self._mark = None
-                raise
-            self._failed(error)
+            self._succeeded(self._write(make_state(), facts))
+        except CheckpointError:
+            self._mark = None
+            raise
 
     def mark_saved(self, mark: Hashable) -> None:
         """Say that the state with this mark is the one that was restored: it need not be saved again."""
@@ -196,7 +201,12 @@ class Keeper:
         self._look_after(wait=False)
 
     def close(self) -> None:
-        """Wait for the write in the background, and cease to be the writer; a failure is told in a warning."""
+        """Wait for the write in the background, and cease to be the writer; a failure is told in a warning.
+
+        A sharded state that is still being written is given up: the others may be gone.
+        """
+        if self._joint is not None:
+            self._drop_joint()
         self._settle()
         self._directory.close()
         self._writes_for = None
@@ -230,43 +240,6 @@ class Keeper:
         self._claim()
         return self._checkpoints.save(state, facts)
 
-    def _write_together(self, state: State, facts: Facts) -> Entry:
-        """Write a sharded state; all members know how it went."""
-        group = self._group_of()
-        begun = time.monotonic()
-        draft: Draft | None = None
-        problem: CheckpointError | None = None
-        if group.is_first:
-            try:
-                self._claim()
-                draft = self._directory.begin(facts.step)
-            except CheckpointError as error:
-                problem = error
-        plain, shards = sharded.split(state)
-        where = sharded.agree_on(None if draft is None else draft.path, group)
-        try:
-            files = {} if where is None else sharded.write(where, shards, group, self._directory.path)
-        except Exception:
-            if draft is not None:
-                self._directory.discard(draft)
-            raise
-        step = revision = 0
-        if draft is not None:
-            try:
-                draft.files.update(files)
-                facts = replace(facts, blocked_seconds=round(time.monotonic() - begun, 6))
-                entry = self._checkpoints.save(plain, facts, draft)
-                step, revision = entry.step, entry.revision
-            except CheckpointError as error:
-                problem = error
-        self._schedule.measured(blocked=time.monotonic() - begun)
-        failed, step, revision = group.sum(torch.tensor([problem is not None, step, revision])).tolist()
-        if problem is not None:
-            raise problem
-        if failed:
-            raise CheckpointError(f"trainer {self._trainer!r}: its first process could not write a checkpoint")
-        return self._directory.entry(step, revision)
-
     def _settle(self) -> None:
         """Wait for the write in the background; if there is no hope, whoever saves next will be told."""
         try:
@@ -275,6 +248,8 @@ class Keeper:
             logger.warning("%s", error)
 
     def _look_after(self, *, wait: bool) -> None:
+        if self._joint is not None:
+            return  # `advance` does
         done = self._background.take(wait=wait)
         if done is None:
             return
@@ -306,6 +281,134 @@ class Keeper:
             "trainer %s: %s; training goes on, next try in %s",
             self._trainer, error, self.interval,
         )  # fmt: skip
+
+    # ── a sharded state ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def ready(self) -> bool:
+        """Whether this member has done its part of what all do to write a sharded state: once all have, `advance`."""
+        if self._joint is None:
+            return False
+        return self._background.done if self._background.busy else True
+
+    def advance(self) -> None:
+        """Go on with a sharded state that is being written, on all members together.
+
+        Raises
+        ------
+        TrainingError
+            It failed, as have all before it: there will never be a checkpoint.
+        PeerLost
+            A member is gone.
+        """
+        try:
+            self._advance()
+        except CheckpointError as error:
+            self._failed(error)
+
+    def _save_together(self, make_state: Callable[[], State], facts: Facts, mark: Hashable, *, wait: bool) -> None:
+        """Save a sharded state; all members decide the same, since all know how each save before has ended."""
+        if wait:
+            self._end_joint()
+        if self._joint is not None or (mark is not None and mark == self._mark):
+            return
+        self._schedule.saving()
+        self._began, self._mark = self._clock(), mark
+        try:
+            self._begin_together(make_state, facts, wait=wait)
+            if wait:
+                self._advance()  # all have written
+                self._advance()  # the first has published
+        except CheckpointError as error:
+            if wait:
+                self._mark = None
+                raise
+            self._failed(error)
+
+    def _end_joint(self) -> None:
+        """Wait for what is being written, on all members; if there is no hope, whoever saves next will be told."""
+        try:
+            while self._joint is not None:
+                self.advance()
+        except TrainingError as error:
+            logger.warning("%s", error)
+
+    def _begin_together(self, make_state: Callable[[], State], facts: Facts, *, wait: bool) -> None:
+        """Plan a checkpoint, and begin to write this member's part of it."""
+        group = self._group_of()
+        begun = time.monotonic()
+        draft: Draft | None = None
+        problem: CheckpointError | None = None
+        if group.is_first:
+            try:
+                self._claim()
+                draft = self._directory.begin(facts.step)
+            except CheckpointError as error:
+                problem = error
+        where = sharded.agree_on(None if draft is None else draft.path, group)
+        if where is None:
+            raise problem or CheckpointError(f"trainer {self._trainer!r}: its first process could not write")
+        try:
+            plain, shards = sharded.split(make_state())
+            kept = (plain if group.is_first else {}), sharded.local_parts(shards)
+            plain, local = kept if wait else self._buffers.copy(kept)
+            write = JointWrite(where, shards, local, group, self._directory.path)
+        except Exception:
+            if draft is not None:
+                self._directory.discard(draft)
+            raise
+        blocked = time.monotonic() - begun
+        self._schedule.measured(blocked=blocked)
+        facts = replace(facts, blocked_seconds=round(blocked, 6))
+        self._joint = JointSave(write, plain, facts, draft)
+        self._background.start(write.write)
+
+    def _advance(self) -> None:
+        """Wait for this member's part, and take the next step together with the others."""
+        group, joint = self._group_of(), self._joint
+        assert joint is not None, "somebody began"
+        done = self._background.take(wait=True)
+        if done is not None and done.error is not None and not isinstance(done.error, CheckpointError):
+            raise done.error
+        if joint.parts is None:
+            assert done is not None, "every member writes"
+            assert done.value is not None, "what went wrong is told in it"
+            self._schedule.measured(slowdown=done.processor_seconds / torch.get_num_threads())
+            try:
+                joint.parts = joint.write.collect(done.value)
+            except CheckpointError:
+                self._drop_joint()
+                raise
+            if joint.draft is not None:
+                self._background.start(lambda: self._publish(joint))
+            return
+        self._joint = None
+        entry = done.value if done is not None else None
+        told = [done is not None and done.error is not None, entry.step if entry else 0, entry.revision if entry else 0]
+        failed, step, revision = group.sum(torch.tensor(told)).tolist()
+        if done is not None and done.error is not None:
+            raise done.error
+        if failed:
+            raise CheckpointError(f"trainer {self._trainer!r}: its first process could not write a checkpoint")
+        self._succeeded(self._directory.entry(step, revision))
+
+    def _publish(self, joint: JointSave) -> Entry:
+        """Make a checkpoint count whose parts are written, on the first member."""
+        assert joint.draft is not None, "it is the first"
+        assert joint.parts is not None, "they are written"
+        try:
+            joint.draft.files.update(joint.write.finish(joint.parts))
+        except CheckpointError:
+            self._directory.discard(joint.draft)
+            raise
+        return self._checkpoints.save(joint.plain, joint.facts, joint.draft)
+
+    def _drop_joint(self) -> None:
+        """Give up what is being written; nobody communicates."""
+        joint, self._joint = self._joint, None
+        self._background.take(wait=True)
+        if joint is not None and joint.draft is not None:
+            self._directory.discard(joint.draft)
 
     # ── restoring ─────────────────────────────────────────────────────────────────────────────────
 

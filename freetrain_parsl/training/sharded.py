@@ -19,8 +19,7 @@ from urllib.parse import quote
 import torch
 import torch.distributed as dist
 
-from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, UsageError
-from freetrain_parsl.storage.hashing import checksum
+from freetrain_parsl.errors import DamagedCheckpoint, UsageError
 
 if TYPE_CHECKING:  # half a second to import: only where a state is sharded
     from collections.abc import Callable, Iterator, Mapping
@@ -34,8 +33,10 @@ if TYPE_CHECKING:  # half a second to import: only where a state is sharded
 SHARDS = "shards"
 """Folder of a checkpoint for what `torch.distributed.checkpoint` writes."""
 
+INDEX = ".metadata"
+"""Its index, in that folder."""
+
 _MARK = "freetrain.sharded"
-_INDEX = ".metadata"
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -100,6 +101,11 @@ def split(state: Any) -> tuple[Any, dict[str, DTensor]]:
     return _map(state, take_out), shards
 
 
+def local_parts(shards: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+    """Return what this member has of each tensor."""
+    return {name: shard.to_local() for name, shard in shards.items()}
+
+
 def agree_on(path: Path | None, group: Group) -> Path | None:
     """Return the first member's path on all members.
 
@@ -114,66 +120,6 @@ def agree_on(path: Path | None, group: Group) -> Path | None:
     with group.waits():
         dist.broadcast_object_list(told, src=0)
     return None if told[0] is None else Path(told[0])
-
-
-def write(path: Path, shards: dict[str, DTensor], group: Group, where: Path) -> dict[str, dict[str, Any]]:
-    """Write the spread tensors, durably, on all members together.
-
-    Parameters
-    ----------
-    path
-        Directory of the checkpoint, the same on all members.
-    shards
-        Name -> tensor.
-    group
-        The members.
-    where
-        Directory to tell in errors.
-
-    Returns
-    -------
-    files
-        Path in the checkpoint -> ``bytes`` and ``sha256``.
-
-    Raises
-    ------
-    CheckpointError
-        The file system refuses one of them; raised on all members.
-    PeerLost
-        A member is gone.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import StorageMeta
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    class Writer(FileSystemWriter):
-        """Keeps the path, which changes, out of the index."""
-
-        def storage_meta(self) -> StorageMeta:
-            return StorageMeta()
-
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    folder = path / SHARDS
-    problem, found = "", {}
-    try:
-        with group.waits(), _alone_on_purpose():
-            save(shards, storage_writer=Writer(folder), no_dist=group.size == 1)
-        mine = [*folder.glob(f"__{group.rank}_*"), *([folder / _INDEX] if group.is_first else [])]
-        found = {f"{SHARDS}/{file.name}": checksum(file) for file in mine}
-    except CheckpointException as error:  # one member's, known to all
-        problem = _reason(error)
-    except OSError as error:
-        problem = error.strerror or str(error)
-    told: list[Any] = [(problem, found)]
-    if group.size > 1:
-        told = [None] * group.size
-        with group.waits():
-            dist.all_gather_object(told, (problem, found))
-    for rank, (trouble, _) in enumerate(told):
-        if trouble:
-            raise CheckpointError(f"cannot write a checkpoint in {where}: {trouble} (process {rank} of {group.size})")
-    return {name: facts for _, part in told for name, facts in part.items()}
 
 
 def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:
@@ -294,7 +240,7 @@ def read_index(folder: Path) -> Metadata:
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
-    path = folder / _INDEX
+    path = folder / INDEX
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
@@ -309,14 +255,12 @@ def read_index(folder: Path) -> Metadata:
         ValueError,
         pickle.UnpicklingError,
     ) as error:
-        raise DamagedCheckpoint(
-            f"damaged checkpoint {folder.parent}: unreadable {SHARDS}/{_INDEX} ({error})"
-        ) from error
+        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: unreadable {SHARDS}/{INDEX} ({error})") from error
     if not isinstance(index, Metadata):
-        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{_INDEX} is not an index")
+        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{INDEX} is not an index")
     for name in names:
         if Path(name).name != name:
-            raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{_INDEX} leads to {name}")
+            raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{INDEX} leads to {name}")
     return index
 
 

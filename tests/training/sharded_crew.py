@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -98,6 +99,54 @@ def train_on_full_disk(root: Path, group: Group, *, full_rank: int, **options: A
     problem = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with mock.patch.object(FileSystemWriter, "write_data", side_effect=problem):
         return train(root, group, **options)
+
+
+def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = None) -> dict[str, Any]:
+    """Make a step while the state before it is being written in the background; save again meanwhile and after."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.fsdp import fully_shard
+
+    keeper = Keeper(SessionOptions("net", root), lambda: group)
+    keeper.restore()
+    net = fully_shard(model())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    keeper.sharded = True
+    go_on, write_data = threading.Event(), FileSystemWriter.write_data
+
+    def held(writer: Any, plan: Any, planner: Any) -> Any:
+        go_on.wait(20)
+        if group.rank == full_rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_data(writer, plan, planner)
+
+    def make_a_step() -> None:
+        x, y = (part.chunk(group.size)[group.rank] for part in batch(0))
+        mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(step: int, *, wait: bool) -> None:
+        keeper.save(
+            lambda: {"objects": {"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "step": step},
+            step=step, epoch=0, reason="test", wait=wait, mark=step,
+        )  # fmt: skip
+
+    make_a_step()
+    saved = {name: whole(value) for name, value in net.state_dict().items()}
+    with mock.patch.object(FileSystemWriter, "write_data", held):
+        save(1, wait=False)
+        ready = keeper.ready
+        make_a_step()
+        save(2, wait=False)  # is skipped
+        go_on.set()
+        keeper.advance()
+        if full_rank is None:
+            keeper.advance()
+    newest = None if keeper.newest is None else keeper.newest.step
+    entries = [path.name for path in sorted(keeper.path.glob("step-*"))]
+    save(2, wait=True)
+    keeper.close()
+    return {"ready": ready, "saved": saved, "newest": newest, "entries": entries, "last": keeper.newest.step}
 
 
 def member(orders: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -92,6 +93,24 @@ def test_a_lost_member_ends_the_others_which_go_back_to_the_last_checkpoint(crew
     assert {outcome.pid for outcome in after if outcome} == {outcome.pid for outcome in survivors}
     assert ends(after)[0].progress.resumed_from == 4
     assert_same(ends(crew.run(3, tmp_path / "cut", classify_sharded))[0], plain(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_periodic_checkpoint_of_a_sharded_training_is_one_to_go_back_to(
+    crew: Crew, tmp_path: Path, size: int
+) -> None:
+    """They are written beside the training; the one that is being written when all members die does not count."""
+    options = {"checkpoint_interval": timedelta(milliseconds=1)}
+    run = crew.start(size, tmp_path / "cut", classify_sharded, gates={12: tmp_path / "never"}, options=options)
+    run.until((tmp_path / "never").with_suffix(".reached").exists)
+    for rank in range(size):
+        run.kill(rank)
+    run.until(lambda: run.ended)
+    end = ends(crew.run(2, tmp_path / "cut", classify_sharded))[0]
+    assert 0 < end.progress.resumed_from < 12
+    assert_same(end, plain(tmp_path / "whole"))
+    names = {path.name.partition("-")[0] for path in (tmp_path / "cut" / "net").iterdir()}
+    assert names == {"step", "latest", "writer"}
 
 
 def test_a_sharded_training_cannot_be_deterministic(tmp_path: Path) -> None:

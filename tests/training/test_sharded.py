@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharded_crew import ShardedCrew, model, train, train_on_full_disk
+from sharded_crew import ShardedCrew, model, train, train_on_full_disk, train_on_while_saving
 
 from freetrain_parsl.errors import DamagedCheckpoint
 from freetrain_parsl.storage.posix import CheckpointDirectory
@@ -97,6 +97,27 @@ def test_a_full_disk_of_one_member_is_one_error_on_all(tmp_path: Path, sharded_c
     assert [entry.step for entry in directory.entries()] == [1]
     directory.open()
     assert sharded_crew.run(2, tmp_path, until=2, shard=True)[0]["newest"].endswith("step-0000000002")
+
+
+def test_a_sharded_state_is_written_while_the_training_goes_on(tmp_path: Path, sharded_crew: ShardedCrew) -> None:
+    """It is that of the moment of the save; another save meanwhile is skipped."""
+    for end in sharded_crew.run(2, tmp_path, train_on_while_saving):
+        assert (end["ready"], end["newest"], end["entries"], end["last"]) == (False, 1, ["step-0000000001"], 2)
+    entry = CheckpointDirectory(tmp_path, "net").entry(1)
+    state, _ = entry.verify()
+    net = model()
+    net.load_state_dict(fill(torch.load(state, weights_only=True)["objects"]["model"], net, entry.path))
+    assert {name: value.tolist() for name, value in net.state_dict().items()} == end["saved"]
+
+
+def test_a_background_write_that_fails_on_one_member_has_failed_on_all(
+    tmp_path: Path, sharded_crew: ShardedCrew
+) -> None:
+    """They go on, nothing half written counts, and the same state can be saved again."""
+    for end in sharded_crew.run(2, tmp_path, train_on_while_saving, full_rank=1):
+        assert (end["newest"], end["entries"], end["last"]) == (None, [], 2)
+    names = {path.name for path in (tmp_path / "net").iterdir()}
+    assert names == {"step-0000000002", "latest", "writer"}
 
 
 # ── without a group ───────────────────────────────────────────────────────────────────────────────
