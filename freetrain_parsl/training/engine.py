@@ -14,19 +14,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from freetrain_parsl.errors import CheckpointMismatch, PeerLost, UsageError
+from freetrain_parsl.errors import PeerLost, UsageError
 from freetrain_parsl.training import rng
-from freetrain_parsl.training.books import Books
-from freetrain_parsl.training.cursor import Cursor
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.pace import Pace
-from freetrain_parsl.training.scaled import LinearScaling
 from freetrain_parsl.training.sharded import check_meshes, is_sharded
+from freetrain_parsl.training.state import Stateful, TrainingState
 from freetrain_parsl.training.stepper import Stepper
 from freetrain_parsl.training.terms import Clock, Notice, PauseReason, Progress, Report, SessionOptions
 
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from freetrain_parsl.training.checkpoint import Restored
     from freetrain_parsl.training.members import Members
     from freetrain_parsl.training.membership import Group
     from freetrain_parsl.training.order import Batch, Order, Piece
@@ -54,16 +50,6 @@ class Unwind(BaseException):
     def __init__(self, reason: PauseReason) -> None:
         super().__init__(reason.value)
         self.reason = reason
-
-
-class Stateful(Protocol):
-    """Anything that can be saved: models, optimizers, schedulers, gradient scalers, averages."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state over."""
 
 
 class Engine:
@@ -100,23 +86,22 @@ class Engine:
         code: str,
     ) -> None:
         self.options = options
-        self.books = Books()
-        self.cursor = Cursor()
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.unwinding: PauseReason | None = None
         self.keeper = Keeper(options, lambda: self.group, code)
         self.stepper: Stepper | None = None
+        self._state = TrainingState(
+            options.seed, lambda: self.keeper.newest.path if self.keeper.newest else self.keeper.path
+        )
+        self.books, self.cursor = self._state.books, self._state.cursor
 
         self._members = members
         self._notice = notice
         self._report = report
         self._clock = clock
-        self._objects: dict[str, Stateful] = {}
         self._in_place = True
-        self._order: Order | None = None
-        self._scaling: LinearScaling | None = None
         self._total_epochs: int | None = None
         self._pass_ended_here = False  # whether this epoch had its last batch since this process came
         self._pace = Pace()
@@ -131,7 +116,7 @@ class Engine:
         self._refused: tuple[str, ...] = ()
         if self._restored is not None:
             self._refused = self._restored.refused
-            self._take_over(self._restored)
+            self._state.take_counts(self._restored.state)
             self._resumed_from = self.books.step
             self.keeper.mark_saved(self._mark)
         self._started = False
@@ -180,9 +165,9 @@ class Engine:
         CheckpointMismatch
             The checkpoint is of other objects.
         """
-        if self._objects:
+        if self._state.objects:
             raise UsageError("call session.prepare once, with everything that has a state")
-        self._objects = dict(objects)
+        self._state.objects = dict(objects)
         self.keeper.sharded = is_sharded(objects)
         self._in_place = not self.keeper.sharded
         if not self._in_place and self._members.is_newcomer:
@@ -193,7 +178,7 @@ class Engine:
         self.keeper.assume_size(size)
         if self._restored is None:
             return
-        self.keeper.load_into(self._objects, self._restored)
+        self.keeper.load_into(self._state.objects, self._restored)
 
     def use(self, order: Order, *, ramp: int) -> None:
         """Train on a dataset in that order.
@@ -203,7 +188,7 @@ class Engine:
         CheckpointMismatch
             The checkpoint is of another dataset or batch size.
         """
-        if self._order is not None:
+        if self._state.order is not None:
             raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
         if self.stepper is None:
             raise UsageError("call session.prepare(model, optimizer) before session.loader()")
@@ -216,12 +201,9 @@ class Engine:
             torch.use_deterministic_algorithms(mode=True)
             self.stepper.fix_order()
         self.stepper.one_step = order.micro_batch is not None or order.shards is not None
-        if order.scaled:
-            self._scaling = LinearScaling(ramp)
-        self._order = order
-        self.books.keep_ledger(order.length)
+        self._state.use(order, ramp)
         if self._restored is not None:
-            self._take_over_order(self._restored.state)
+            self._state.take_order(self._restored.state)
 
     def start(self, total_epochs: int) -> None:
         """Begin to train: from here on the random numbers depend on the place in the data.
@@ -236,7 +218,7 @@ class Engine:
         if self._started:
             return
         self._restored = None  # everything in it is in place now
-        self._members.state = self._whole_state
+        self._members.state = self._state.whole
         self._members.adopt = self._adopt
         if self._members.is_newcomer:
             self._change_group(self._members.await_order, began=None)
@@ -341,7 +323,7 @@ class Engine:
     def step(self, optimizer: Optimizer | None) -> bool:
         """Make the optimizer's step if the batch is complete; whether it was made."""
         stepper = self._stepper_in_hand()
-        if not stepper.step(optimizer, self._scaling):
+        if not stepper.step(optimizer, self._state.scaling):
             return False
         self.cursor.steps += 1
         if self.cursor.steps == 1:
@@ -372,7 +354,7 @@ class Engine:
 
     def finish(self) -> None:
         """Save the final state."""
-        if self._objects:
+        if self._state.objects:
             # Even if this step is saved: after the loop, functions log, or finish their models.
             self._save("the training is done", mark=None, wait=True)
         self._tell(at_once=True)
@@ -380,8 +362,8 @@ class Engine:
     def progress(self) -> Progress:
         """Return how far the training is."""
         total = None
-        if self._total_epochs is not None and self._order is not None:
-            total = self._total_epochs * self._order.samples
+        if self._total_epochs is not None and self._state.order is not None:
+            total = self._total_epochs * self._state.order.samples
         return Progress(
             step=self.books.step,
             epoch=self.cursor.epoch,
@@ -470,8 +452,8 @@ class Engine:
     def _seed(self) -> None:
         """Seed what is drawn between batches: the same on all members."""
         rng.seed_all(self.options.seed, *self.cursor.place)
-        if self._scaling is not None:
-            self._scaling.aim(self.group.size)
+        if self._state.scaling is not None:
+            self._state.scaling.aim(self.group.size)
 
     # ── other groups ──────────────────────────────────────────────────────────────────────────────
 
@@ -513,10 +495,7 @@ class Engine:
         if not self._members.is_newcomer and state["cursor"]["epoch"] != self.cursor.epoch:
             # The user's loop stands in an epoch that the others have left, and cannot be moved on from here.
             self._unwind(PauseReason.LEFT)
-        self._take_over_state(state)
-        self._take_over_order(state)
-        for name, target in self._objects.items():
-            target.load_state_dict(state["objects"][name])
+        self._state.adopt(state)
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
@@ -529,7 +508,7 @@ class Engine:
             It could not be written; a periodic one that fails is only warned of, as long as there is hope.
         """
         self.keeper.save(
-            self._whole_state,
+            self._state.whole,
             step=self.books.step,
             epoch=self.cursor.epoch,
             reason=reason,
@@ -549,45 +528,8 @@ class Engine:
         if self.keeper.newest != before:
             self._tell(at_once=True)
 
-    def _whole_state(self) -> dict[str, Any]:
-        return {
-            "seed": self.options.seed,
-            "objects": {name: target.state_dict() for name, target in self._objects.items()},
-            "books": self.books.state(),
-            "cursor": self.cursor.state(),
-            "factor": None if self._scaling is None else self._scaling.factor,
-            "order": asdict(self._order) if self._order else None,
-        }
-
-    def _take_over(self, restored: Restored) -> None:
-        seed = restored.state["seed"]
-        if seed != self.options.seed:
-            self._mismatch(f"it was trained with seed {seed}, now it is {self.options.seed}")
-        self._take_over_state(restored.state)
-
-    def _take_over_state(self, state: Mapping[str, Any]) -> None:
-        self.books.load(state["books"])
-        self.cursor.load(state["cursor"])
-
-    def _take_over_order(self, state: Mapping[str, Any]) -> None:
-        if state["order"] is None or self._order is None:
-            return
-        for name, before in state["order"].items():
-            if getattr(self._order, name) != before and name != "micro_batch":
-                self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(self._order, name)!r}")
-        self.books.load_ledger(state["books"])
-        if self._scaling is not None and state["factor"] is not None:
-            self._scaling.factor = state["factor"]
-
     def _stepper_in_hand(self) -> Stepper:
         self.check_running()
         if self.stepper is None or not self.stepper.has_piece:
             raise UsageError("session.step() goes once with each batch of `for … in session.loader(…)`")
         return self.stepper
-
-    def _mismatch(self, difference: str) -> NoReturn:
-        where = self.keeper.newest.path if self.keeper.newest else self.keeper.path
-        raise CheckpointMismatch(
-            f"checkpoint {where} is of another training: {difference}; "
-            "undo the change, or use another trainer name or checkpoint directory"
-        )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.storage.posix import Draft
     from freetrain_parsl.training.checkpoint import Restored, State
     from freetrain_parsl.training.membership import Group
-    from freetrain_parsl.training.sharded import Stateful
+    from freetrain_parsl.training.state import Stateful
     from freetrain_parsl.training.terms import Clock, SessionOptions
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from freetrain_parsl.training.engine import Engine, Stateful
+    from freetrain_parsl.training.engine import Engine
     from freetrain_parsl.training.ledger import Audit
+    from freetrain_parsl.training.state import Stateful
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in the most common optimizers
 

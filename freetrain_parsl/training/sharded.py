@@ -13,7 +13,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # half a second to import: only where a state is sharded
     from torch.distributed.tensor import DTensor
 
     from freetrain_parsl.training.membership import Group
+    from freetrain_parsl.training.state import Stateful
 
 SHARDS = "shards"
 """Folder of a checkpoint for what `torch.distributed.checkpoint` writes."""
@@ -47,16 +48,6 @@ _ALLOWED = {
     "torch": {"Size"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-
-
-class Stateful(Protocol):
-    """Anything that can be saved: models, optimizers, schedulers, gradient scalers, averages."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state over."""
 
 
 def is_sharded(objects: Mapping[str, Stateful]) -> bool:

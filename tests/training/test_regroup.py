@@ -95,7 +95,7 @@ def first(run: CrewRun) -> Finished:
 
 
 def assert_same(end: Finished, whole: Finished, *, bits: bool) -> None:
-    """Same samples, same history, same parameters."""
+    """Compare samples, history and parameters."""
     assert (end.progress.step, end.progress.samples) == (STEPS, EPOCHS * SAMPLES)
     assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
     assert len(end.value["history"]) == EPOCHS

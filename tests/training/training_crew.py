@@ -315,7 +315,6 @@ def run_member(
 
 def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
     """Run trainings as told until the connection closes; orders come while they run."""
-    global NOTICE  # noqa: PLW0603 - trainings that pause themselves find it there
     torch.set_num_threads(1)
     server = DictionaryServer(address, key)
     server.connect()
@@ -336,7 +335,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
             except (EOFError, OSError):
                 os._exit(0)
             if what == "run":
-                global NOTICE  # noqa: PLW0603 - a new one for each training, before any order for it comes
+                global NOTICE  # noqa: PLW0603 - trainings that pause themselves find it there; new before any order for it comes
                 NOTICE = Notice()
                 work.put((content, NOTICE))
             elif what == "order":
