@@ -581,8 +581,8 @@ class CrewRun:
             try:
                 what, content = member.receive()
             except (EOFError, ConnectionResetError):
-                self._lose(member)
-                continue
+                self._lose(member)  # passes messages itself: who else was ready may not be any more
+                return
             if what == "ended":
                 failed = content.error and not content.error.startswith("PeerLost")
                 if failed or isinstance(content.end, Finished):
