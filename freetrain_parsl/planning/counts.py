@@ -373,10 +373,12 @@ class _Core:
                         model.add_row(np.array([column, piece.column]), np.array([1.0, -length]), -np.inf, 0.0)
             if choice:
                 model.add_row(np.array([p.column for p in pieces]), np.ones(len(pieces)), many, many)
-        # Idle nodes cost their price, so a whole number of them beyond the gap is in no better solution.
+        # Idle nodes cost their price, so a whole number of them beyond the gap is in no better solution than the
+        # incumbent, which itself must fit whatever rounding makes of its gap.
+        idle_now = self.nodes - int(incumbent.sum())
         idle = min(self.nodes, int(self.gap * (1 + 1e-9) / self.price)) if self.price > 0 else self.nodes
-        used.append((model.add_columns(np.array([self.price * scale]), np.array([idle])), 1.0))
-        start.append(float(self.nodes - incumbent.sum()))
+        used.append((model.add_columns(np.array([self.price * scale]), np.array([max(idle, idle_now)])), 1.0))
+        start.append(float(idle_now))
         columns, coefficients = zip(*used, strict=True)
         rest = self.nodes - fixed
         model.add_row(np.array(columns), np.array(coefficients, dtype=float), rest, rest)

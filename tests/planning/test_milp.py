@@ -89,6 +89,20 @@ def test_equals_the_dynamic_programme(case, objective):
     assert_optimal(case, objective)
 
 
+def test_an_incumbent_that_rounding_puts_beyond_the_gap_is_still_in_the_core():
+    """Ten nodes, one of them idle in the incumbent, and no use for it; hypothesis found it."""
+    trainers = (
+        Trainer("t0", 2, 3, ScalingCurve({2: 4367.682740610747}), RescaleCosts(down=1), submitted=0),
+        Trainer("t1", 1, 4, ScalingCurve({1: 4369.616472302348}), RescaleCosts(down=1), submitted=1),
+        Trainer("t2", 3, 3, ScalingCurve({3: 0.01}), RescaleCosts(start=1), submitted=2),
+        Trainer("t3", 1, 1, ScalingCurve({1: 1.0}), submitted=3),
+        Trainer("t4", 1, 1, ScalingCurve({1: 1.0}), submitted=4),
+    )
+    names = [f"n{number:02}" for number in range(10)]
+    current = {"t0": frozenset(names[:3]), "t1": frozenset(names[3:7])}
+    assert_optimal(Instance(Pool(map(PoolNode, names)), trainers, current), "throughput")
+
+
 @pytest.mark.parametrize("block", range(10))
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 def test_equals_the_dynamic_programme_on_random_instances(objective, block):

@@ -161,7 +161,7 @@ def test_without_walltimes_there_are_no_forecasts():
 jobs_of_a_machine = st.lists(
     st.builds(
         lambda submit, wait, run, nodes, slack, cancelled: (
-            job(submit, None, submit + wait, nodes, run + slack)
+            job(submit, None, submit + wait, nodes, max(1, run + slack))
             if cancelled
             else job(submit, submit + wait, submit + wait + run, nodes, max(1, run + slack))
         ),
