@@ -37,10 +37,10 @@ class RunningStatistics:
         self._spared: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
 
-    def open_batch(self) -> None:
-        """Remember the values at the beginning of a batch."""
+    def open_batch(self, group: Group) -> None:
+        """Remember the values at the beginning of a batch, if they may be needed: nobody cuts a member off alone."""
         self._rows = []
-        if self._buffers:
+        if self._by_share or group.size > 1:
             self._begin = [buffer.detach().clone() for buffer in self._buffers]
 
     def open_piece(self, piece: Piece) -> None:

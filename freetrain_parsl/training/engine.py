@@ -480,7 +480,7 @@ class Engine:
         self._regrouped = True
         self.keeper.rejoin()
         paused = 0.0 if began is None else self._clock() - began
-        self._pace = Pace()
+        self._pace.restart()
         self._members.tell_regrouped(paused)
         self._tell(at_once=True)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FINGERPRINT = -1  # in a place: not a measure of how far a member is
-_EXCHANGE_STARTED = 0
+_BEGUN = 0  # in a place: whether the member has a state
 
 
 class Members:
@@ -187,7 +187,7 @@ class Members:
         first = next(other for other in places if other[:_FINGERPRINT] == foremost)
         sources = [rank for rank, other in enumerate(places) if other == first]
         receivers = [rank for rank, other in enumerate(places) if other != first]
-        if first[_EXCHANGE_STARTED] and any(p[:_FINGERPRINT] == foremost for p in places if p != first):
+        if first[_BEGUN] and any(p[:_FINGERPRINT] == foremost for p in places if p != first):
             logger.warning("the members' parameters had come to differ; all take those of rank %d", sources[0])
         if not receivers:
             return None

@@ -31,6 +31,11 @@ class Pace:
         self._samples = decay * self._samples + samples
         self._seconds = decay * self._seconds + seconds
 
+    def restart(self) -> None:
+        """Forget the throughput, which is another in another group; the longest step stays a warning."""
+        self._samples = self._seconds = 0.0
+        self._steps = 0
+
     @property
     def rate(self) -> float | None:
         """Samples a second; ``None`` before the second step."""

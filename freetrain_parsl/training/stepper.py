@@ -94,7 +94,7 @@ class Stepper:
         self.tally = Tally(batch, device)
         self.cut_off = self._complete = False
         self._calls, self._done = 0, done
-        self._statistics.open_batch()
+        self._statistics.open_batch(group)
 
     def hand_out(self, piece: Piece) -> None:
         """Note what the user's code is going to train on."""

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from typing import TYPE_CHECKING
 
-from training_crew import Crew
+from crew import Crew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

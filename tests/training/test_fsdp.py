@@ -18,7 +18,8 @@ from freetrain_parsl.training.terms import Regroup
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from training_crew import Crew, Outcome
+    from crew import Crew
+    from training_crew import Outcome
 
 EPOCHS = 2
 

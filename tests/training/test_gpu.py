@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from crew import Crew
 from gpu_trainings import classify_in_half_precision
 from sharded_trainings import classify_sharded
 from test_regroup import BITWISE, Event, assert_same, disturbed, undisturbed
-from training_crew import Crew, Outcome, classify, net, run_member
+from training_crew import Outcome, classify, net, run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 

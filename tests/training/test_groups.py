@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from training_crew import (
-    SAMPLES,
-    Dictionary,
-    Normed,
-    Outcome,
-    classify,
-    evaluate_on_first,
-    fail,
-    run_member,
-)
+from training_crew import SAMPLES, Dictionary, Normed, Outcome, classify, evaluate_on_first, fail, run_member
 
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
@@ -25,7 +16,7 @@ from freetrain_parsl.training.membership import RendezvousStore, join
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from training_crew import Crew
+    from crew import Crew
 
 
 def first(outcomes: list[Outcome | None]) -> Outcome:

@@ -15,7 +15,8 @@ from freetrain_parsl.training.terms import Regrouped
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from training_crew import Crew, Outcome
+    from crew import Crew
+    from training_crew import Outcome
 
 HABITS = sorted(BLOCKS)
 # Gradients are rounded to 8 or 11 bits before they are added up.

@@ -32,3 +32,13 @@ def test_one_long_step_is_forgotten() -> None:
     for _ in range(100):
         pace.add(1, 0.1)
     assert pace.longest_step < 0.2
+
+
+def test_a_restart_forgets_the_throughput_and_remembers_the_longest_step() -> None:
+    """In another group the next step may still be as long."""
+    pace = Pace()
+    for _ in range(3):
+        pace.add(10, 2.0)
+    pace.restart()
+    assert pace.rate is None
+    assert pace.longest_step == 2.0

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from training_crew import Crew, CrewRun, Outcome
+    from crew import Crew, CrewRun
+    from training_crew import Outcome
 
 EPOCHS = 3
 STEPS = EPOCHS * -(-SAMPLES // 8)

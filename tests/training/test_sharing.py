@@ -18,7 +18,8 @@ from freetrain_parsl.training.scaled import LinearScaling
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from training_crew import Crew, Outcome
+    from crew import Crew
+    from training_crew import Outcome
 
 
 def state(outcome: Outcome | None) -> dict[str, torch.Tensor]:

@@ -1,0 +1,267 @@
+"""The driver's side of a crew: it starts processes, gives them trainings and orders, and answers losses."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training_crew import DictionaryServer, classify, member_loop
+
+from freetrain_parsl.training.fragment import Finished, Membership, Progress
+from freetrain_parsl.training.terms import Ready, Regroup, Regrouped
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from training_crew import Outcome
+
+
+class Member:
+    """One process of the crew."""
+
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self.process = process
+        self.pipe = pipe
+        self.reports: list[Any] = []
+        self.outcome: Outcome | None = None
+        self.lost = False
+        self.numbers = itertools.count(1)
+        self.number = 0
+        """Of the training that it was told to run last."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return self.number == 0 or self.outcome is not None
+
+    def receive(self) -> tuple[str, Any]:
+        """Take a message, if it is about the training that it runs."""
+        number, what, content = self.pipe.recv()
+        if number != self.number:
+            return "", None
+        if what == "report":
+            self.reports.append(content)
+        elif what == "ended":
+            self.outcome = content
+        return what, content
+
+    def tell(self, what: str, content: Any = None) -> None:
+        with suppress(BrokenPipeError):  # it was killed a moment ago
+            self.pipe.send((what, content))
+
+    def last(self, kind: type) -> Any:
+        """Return its last report of a kind."""
+        return next((report for report in reversed(self.reports) if isinstance(report, kind)), None)
+
+
+class Crew:
+    """Processes that stay warm between trainings; one that was killed is replaced at its next use."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._server = DictionaryServer(("127.0.0.1", 0), b"crew", ctx=self._context)
+        self._server.start()
+        self._members: list[Member] = []
+        self.generations = itertools.count(1)
+
+    def start(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> CrewRun:
+        """Begin a training on that many members; see `CrewRun`."""
+        self._members = [member for member in self._members if member.process.is_alive()]
+        return CrewRun(self, world_size, root, function, **settings)
+
+    def run(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> list[Outcome | None]:
+        """Run a training on that many members; ``None`` for a member that died."""
+        return self.start(world_size, root, function, recover=False, **settings).outcomes()
+
+    def warm(self, count: int) -> None:
+        """Have that many processes ready."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self.run(count, Path(scratch), classify, epochs=1)
+
+    def idle(self, count: int, busy: list[Member]) -> list[Member]:
+        """Return that many members that have nothing to do and are not among `busy`."""
+        for member in self._members:
+            if member not in busy and not member.is_idle:  # the end of its last training is on its way
+                with suppress(EOFError, ConnectionResetError):
+                    while member.pipe.poll(5) and member.receive()[0] != "ended":
+                        pass
+                if not member.is_idle:  # a test that failed left it waiting
+                    member.process.kill()
+                    member.process.join()
+        free = [m for m in self._members if m not in busy and m.is_idle and m.process.is_alive()]
+        while len(free) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=member_loop, args=(theirs, self._server.address, b"crew"), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._members.append(Member(process, ours))
+            free.append(self._members[-1])
+        return free[:count]
+
+    def close(self) -> None:
+        """Let all members go."""
+        for member in self._members:
+            member.pipe.close()
+            member.process.join(10)
+            if member.process.is_alive():
+                member.process.kill()
+        self._server.shutdown()
+
+
+class CrewRun:
+    """One training of a crew, with what a driver does: starting newcomers, giving orders, answering losses.
+
+    Parameters
+    ----------
+    crew, world_size, root, function, kwargs
+        Who trains what, and where the checkpoints are.
+    recover
+        Whether those who lose a member are told to go on without it.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        world_size: int,
+        root: Path,
+        function: Any,
+        *,
+        timeout: float = 60,
+        name: str = "net",
+        options: dict[str, Any] | None = None,
+        recover: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._crew = crew
+        self._settings = {"root": root, "name": name, **(options or {})}
+        self._name, self._timeout = name, timeout
+        self._function, self._kwargs = function, kwargs
+        self._recover = recover
+        self.gone: list[Member] = []
+        self.newcomers: list[Member] = []
+        self.members = crew.idle(world_size, [])
+        for member, membership in zip(self.members, self._memberships(world_size), strict=True):
+            self._begin(member, membership)
+
+    @property
+    def progress(self) -> Progress | None:
+        """The last progress that anybody told."""
+        told = [member.last(Progress) for member in (*self.members, *self.gone)]
+        return max((progress for progress in told if progress), key=lambda progress: progress.step, default=None)
+
+    def until(self, condition: Any, seconds: float = 60.0) -> Any:
+        """Pass messages until `condition` holds, and return it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._pump()
+            if value := condition():
+                return value
+        raise TimeoutError(f"not within {seconds} s; {[m.reports[-2:] for m in self.members]}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended."""
+        return all(member.outcome or member.lost for member in self.members)
+
+    def regroup(self, size: int, *, replace: int = 0, release: Any = lambda: None) -> None:
+        """Go on with that many members, `replace` of the present ones leaving even if there is room for them.
+
+        `release` is called when all have their orders.
+        """
+        stay = self.members[: max(1, min(size, len(self.members) - replace))]
+        self.gone = [member for member in self.gone if not member.outcome and not member.lost]
+        self.newcomers = self._crew.idle(size - len(stay), [*self.members, *self.gone])
+        for member in self.newcomers:
+            self._begin(member, None)
+        self.until(lambda: self.ended or all(member.last(Ready) for member in self.newcomers))
+        newcomers, self.newcomers = self.newcomers, []
+        leavers = [member for member in self.members if member not in stay]
+        self.order([*stay, *newcomers], leavers, release=release)
+
+    def order(
+        self, members: list[Member], leavers: list[Member], *, abort: bool = False, release: Any = lambda: None
+    ) -> None:
+        """Order a regroup and wait until it is done."""
+        memberships = self._memberships(len(members))
+        generation = memberships[0].generation
+        for member in leavers:
+            member.tell("order", Regroup(None, abort))
+        for member, membership in zip(members, memberships, strict=True):
+            member.tell("order", Regroup(membership, abort))
+        self.members = members
+        self.gone += leavers
+        release()
+        self.until(
+            lambda: (
+                self.ended
+                or all(
+                    m.outcome or m.lost or ((told := m.last(Regrouped)) and told.generation >= generation)
+                    for m in self.members
+                )
+            )
+        )
+
+    def pause(self, release: Any = lambda: None) -> list[Outcome | None]:
+        """Save and end."""
+        self._tell_all("pause")
+        release()
+        return self.outcomes()
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL a member."""
+        os.kill(self.members[rank].process.pid, signal.SIGKILL)
+
+    def outcomes(self) -> list[Outcome | None]:
+        """Wait for the end; ``None`` for a member that died."""
+        self.until(lambda: self.ended, 120)
+        return [member.outcome for member in self.members]
+
+    def _memberships(self, size: int) -> list[Membership]:
+        generation = next(self._crew.generations)
+        meeting = timedelta(seconds=self._timeout)
+        return [Membership(self._name, generation, rank, size, meeting=meeting, interface="lo") for rank in range(size)]
+
+    def _begin(self, member: Member, membership: Membership | None) -> None:
+        member.reports, member.outcome, member.lost, member.number = [], None, False, next(member.numbers)
+        options = {**self._settings, "membership": membership}
+        member.tell("run", (member.number, self._function, self._kwargs, options))
+
+    def _pump(self) -> None:
+        known = {m.pipe: m for m in (*self.members, *self.newcomers, *self.gone) if not m.lost}
+        for pipe in multiprocessing.connection.wait(known, 0.05):
+            member = known[pipe]
+            try:
+                what, content = member.receive()
+            except (EOFError, ConnectionResetError):
+                self._lose(member)  # passes messages itself: who else was ready may not be any more
+                return
+            if what == "ended":
+                failed = content.error and not content.error.startswith("PeerLost")
+                if failed or isinstance(content.end, Finished):
+                    self._tell_all("end")
+
+    def _lose(self, member: Member) -> None:
+        member.lost = True
+        if member in self.members and self._recover:
+            survivors = [other for other in self.members if not other.lost and not other.outcome]
+            self.members = [other for other in self.members if other is not member]
+            if survivors:
+                self.order(survivors, [], abort=True)
+        elif member in self.members:
+            self._tell_all("end")
+
+    def _tell_all(self, what: str) -> None:
+        for member in (*self.members, *self.newcomers):
+            if not member.lost and not member.outcome:
+                member.tell(what)
