@@ -29,7 +29,7 @@ def part_of(item: pytest.Item) -> str:
     """Tell to which part a test belongs: by its marks."""
     if item.get_closest_marker("alone"):
         return "alone"
-    return "daemons" if item.get_closest_marker("cluster") or item.get_closest_marker("slurm") else "quick"
+    return "daemons" if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))) else "quick"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

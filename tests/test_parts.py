@@ -50,14 +50,15 @@ def test_what_measures_runs_alone_on_any_machine():
 
 
 def test_marks_tell_the_part():
-    """`alone` counts before `cluster` and `slurm`; a test without these marks is quick."""
+    """`alone` counts before `cluster`, `slurm` and `hosts`; a test without these marks is quick."""
 
     def part(*marks):
         return part_of(SimpleNamespace(get_closest_marker=lambda name: name in marks))
 
-    assert [part(), part("gpu"), part("cluster"), part("slurm"), part("slurm", "alone")] == [
+    assert [part(), part("gpu"), part("cluster"), part("slurm"), part("hosts"), part("slurm", "alone")] == [
         "quick",
         "quick",
+        "daemons",
         "daemons",
         "daemons",
         "alone",
