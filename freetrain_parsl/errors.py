@@ -17,6 +17,7 @@
     │   ├── NonFiniteLoss       the loss is not a number any more
     │   └── TooManyRestarts     members keep crashing without reaching a further step
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
+        ├── UnreadableAnswer    it answered, but with something that cannot be read   (retry may help)
         └── ClusterGone         the embedded cluster is not running
 
 ``transient`` says whether doing the same again can help. Messages are one line: what, where, how to mend it.
@@ -46,6 +47,7 @@ __all__ = [
     "PlanningError",
     "TooManyRestarts",
     "TrainingError",
+    "UnreadableAnswer",
     "UsageError",
 ]
 
@@ -114,6 +116,10 @@ class BatchSystemError(FreeTrainError):
     """The batch system refused a request or did not answer in time."""
 
     transient = True
+
+
+class UnreadableAnswer(BatchSystemError, ValueError):
+    """The batch system answered with something that cannot be read."""
 
 
 class ClusterGone(BatchSystemError):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 
 if TYPE_CHECKING:
@@ -57,11 +58,9 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
 
     place, colon, function = reference.rpartition(":")
     if not (colon and place and function.isidentifier()):
-        raise InvalidInput(f"an app is named 'module:function' or 'path.py:function', got {reference!r}")
+        raise InvalidInput(f"an app is named 'module:function' or 'path.py:function', got {reference[:80]!r}")
     is_path = place.endswith(".py") or "/" in place
-    file = (directory / Path(place).expanduser()).resolve() if is_path else None
-    if file is not None and not file.is_file():
-        raise InvalidInput(f"there is no file {file}")
+    file = _find(directory / user_path(place)) if is_path else None
     import_path = directory.resolve() if file is None else file.parent
     module = _import(place if file is None else file.stem, import_path)
     if file is not None and Path(module.__file__ or "").resolve() != file:
@@ -93,6 +92,8 @@ def check_arguments(app: TrainingApp, arguments: Mapping[str, Any]) -> None:
     session, *others = signature.parameters or [""]
     takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
     for name in arguments:
+        if not name.isidentifier():
+            raise InvalidInput(f"argument {name!r} is no name of a parameter in Python")
         if name == session:
             raise InvalidInput(f"argument {name!r} is the training session, which FreeTrain gives")
         if name not in others and not takes_any:
@@ -104,13 +105,24 @@ def check_arguments(app: TrainingApp, arguments: Mapping[str, Any]) -> None:
         raise InvalidInput(f"the app cannot be called like this: {error}") from None
 
 
+def _find(path: Path) -> Path:
+    try:
+        file = path.resolve()
+        found = file.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, links that lead in a circle
+        raise InvalidInput(f"{str(path)[:80]!r}…: {getattr(error, 'strerror', None) or error}") from None
+    if not found:
+        raise InvalidInput(f"there is no file {file}")
+    return file
+
+
 def _import(name: str, path: Path) -> ModuleType:
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything, or exit
         raise InvalidInput(
             f"importing {name} from {path} failed: {type(error).__name__}: {_first_line(error)}"
         ) from error

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.apps import LoadedApp, check_arguments, load_app
+from freetrain_parsl.campaign.names import NameTemplate
 from freetrain_parsl.campaign.site import read_costs
-from freetrain_parsl.campaign.yaml_file import Section, Variables, read_text
+from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
+from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Campaign", "CampaignTraining"]
 
 _MOST_TRAININGS = 10_000  # a slip in a grid, not a wish
-_LONGEST_NAME = 128
+_MOST_NODES = 1_000_000  # more than any machine has
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Campaign:
                     )
                 trainings[training.name] = training
                 if len(trainings) > _MOST_TRAININGS:
-                    raise section.refusal(f"these are more than {_MOST_TRAININGS} trainings", "grid")
+                    raise section.refusal(f"with it these are more than {_MOST_TRAININGS} trainings")
         return cls(
             name=name,
             file=file,
@@ -128,15 +130,19 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
     arguments = section.section("arguments").values()
     grid = _read_grid(section, arguments)
     repeat = section.count("repeat") or 1
-    template = section.text("name") or _default_name(reference, grid, repeat)
+    template = section.checked(
+        NameTemplate, section.text("name") or _default_name(reference, grid, repeat), (*grid, "repeat"), key="name"
+    )
     section.done()
+    if math.prod(map(len, grid.values())) * repeat > _MOST_TRAININGS:
+        raise section.refusal(f"these are more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
     first_seed = options.get("seed", 0)
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
         called = {**arguments, **point}
         section.checked(check_arguments, app, called, key="arguments" if section.has("arguments") else "grid")
         for number in range(repeat):
-            name = _fill(section, template, {**point, "repeat": number + 1})
+            name = section.checked(template.fill, {**point, "repeat": number + 1}, key="name")
             own = {**options, "seed": first_seed + number} if repeat > 1 else options
             yield CampaignTraining(name, section.checked(app.options, name=name, **own), called)
 
@@ -144,19 +150,19 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:
     """Read the options of the training app; those that the file does not give stay as the app has them."""
     options: dict[str, Any] = {
-        "min_nodes": section.count("min_nodes"),
-        "max_nodes": section.count("max_nodes"),
+        "min_nodes": section.count("min_nodes", most=_MOST_NODES),
+        "max_nodes": section.count("max_nodes", most=_MOST_NODES),
         "priority": section.number("priority"),
         "samples": section.count("samples"),
         "epochs": section.count("epochs"),
         "seed": section.count("seed", least=0),
-        "checkpoint_interval": section.duration("checkpoint_interval"),
+        "checkpoint_interval": section.duration("checkpoint_interval", positive=True),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
     scaling = section.value("scaling")
     if isinstance(scaling, str):
-        scaling = directory / scaling
+        scaling = directory / section.checked(user_path, scaling, key="scaling")
     elif scaling is not None and not isinstance(scaling, dict):
         raise section.refusal("is a mapping of nodes to samples per second, or a file", "scaling")
     options["scaling"] = scaling
@@ -178,13 +184,3 @@ def _default_name(reference: str, grid: Mapping[str, object], repeat: int) -> st
     place, _, function = reference.rpartition(":")
     first = (Path(place).stem if "/" in place or place.endswith(".py") else place.rpartition(".")[2]) or function
     return "-".join([first, *(f"{name}{{{name}}}" for name in grid), *(["{repeat}"] if repeat > 1 else [])])
-
-
-def _fill(section: Section, template: str, values: Mapping[str, object]) -> str:
-    """Put a grid's values into a name; characters that a name may not have become ``_``."""
-    try:
-        name = template.format(**values)
-    except (KeyError, IndexError, ValueError, AttributeError):
-        known = ", ".join(f"{{{value}}}" for value in values)
-        raise section.refusal(f"{template!r} cannot be filled; a name may use {known}", "name") from None
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:_LONGEST_NAME]

@@ -33,8 +33,10 @@ _BYTES = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
+_WITH_UNIT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([A-Za-z]+)")
+_CLOCK = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])")
+_LONGEST = timedelta(days=3650)
+_MOST_BYTES = 2**60
 
 
 def parse_duration(text: str) -> timedelta:
@@ -47,10 +49,14 @@ def parse_duration(text: str) -> timedelta:
     """
     if match := _CLOCK.fullmatch(text):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    if (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in _SECONDS:
-        return timedelta(seconds=float(match[1]) * _SECONDS[match[2].lower()])
-    raise InvalidInput(f"a length of time is written like '90s', '10 min', '2 h' or 'HH:MM:SS', got {text!r}")
+        total = float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+    elif (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in _SECONDS:
+        total = float(match[1]) * _SECONDS[match[2].lower()]
+    else:
+        raise InvalidInput(f"a length of time is written like '90s', '10 min', '2 h' or 'HH:MM:SS', got {text[:80]!r}")
+    if total > _LONGEST.total_seconds():
+        raise InvalidInput(f"a length of time may be up to {_LONGEST.days} days, got {text!r}")
+    return timedelta(seconds=total)
 
 
 def parse_memory(text: str) -> int:
@@ -63,5 +69,7 @@ def parse_memory(text: str) -> int:
     """
     units = {unit.lower(): factor for unit, factor in _BYTES.items()}
     if (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in units:
-        return round(float(match[1]) * units[match[2].lower()])
-    raise InvalidInput(f"an amount of memory is written like '512 GB' or '64 GiB', got {text!r}")
+        amount = round(float(match[1]) * units[match[2].lower()])
+        if amount <= _MOST_BYTES:
+            return amount
+    raise InvalidInput(f"an amount of memory is written like '512 GB' or '64 GiB', up to 1 EiB, got {text[:80]!r}")

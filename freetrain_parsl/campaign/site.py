@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.yaml_file import Section, Variables, read_text
+from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +27,9 @@ SYSTEMS = ("local", "slurm", "pbs")
 LAUNCHERS = ("srun", "mpiexec", "mpirun", "single")
 
 _MANNERS = ("max_pending_blocks",)  # settings of the planner that stand among the manners in a file
+_NAME = r"[A-Za-z0-9._:@%-]{1,255}"
+_MOST_SLOTS = 1024
+_MOST_EMBEDDED = 10_000  # nodes of an embedded cluster: they are processes of one machine
 _LEAST_FREE = 256 * 10**6  # bytes
 
 
@@ -133,14 +136,14 @@ class Site:
         planner, executor = _read_settings(top)
         network, checkpoints = top.section("network"), top.section("checkpoints")
         executor |= _given(
-            address=network.text("driver_address"),
-            interface=network.text("node_interface"),
-            checkpoint_interval=checkpoints.duration("interval"),
+            address=_name(network, "driver_address"),
+            interface=_name(network, "node_interface"),
+            checkpoint_interval=checkpoints.duration("interval", positive=True),
         )
-        driver_interface = network.text("driver_interface")
+        driver_interface = _name(network, "driver_interface")
         if driver_interface and "address" in executor:
             raise network.refusal("give driver_address or driver_interface, not both", "driver_address")
-        directory, least_free = checkpoints.text("directory"), checkpoints.memory("least_free")
+        directory, least_free = checkpoints.path("directory"), checkpoints.memory("least_free")
         for section in (network, checkpoints, top):
             section.done()
         return cls(
@@ -154,7 +157,7 @@ class Site:
             planner_settings=planner,
             executor_settings=executor,
             driver_interface=driver_interface,
-            checkpoint_dir=None if directory is None else Path(directory).expanduser().absolute(),
+            checkpoint_dir=None if directory is None else directory.absolute(),
             least_free=_LEAST_FREE if least_free is None else least_free,
         )
 
@@ -244,7 +247,12 @@ def shipped_sites() -> dict[str, Path]:
 
 def _find(path: Path) -> Path:
     """Take a path as it is, and a bare name as that of a shipped file."""
-    if path.exists() or path.suffix or len(path.parts) > 1:
+    path = user_path(str(path))
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise InvalidInput(f"site file {str(path)[:80]!r}…: {error.strerror or error}") from None
+    if exists or path.suffix or len(path.parts) > 1:
         return path
     shipped = shipped_sites()
     if str(path) not in shipped:
@@ -264,7 +272,11 @@ def _read_block(section: Section, system: str) -> dict[str, Any]:
     """Read what a job asks for; the keys are those of the batch system."""
     block = _given(worker_init=section.text("worker_init"))
     if system == "local":
-        block |= _given(cluster=section.text("cluster"), nodes=section.count("nodes"), grace=section.duration("grace"))
+        block |= _given(
+            cluster=section.text("cluster"),
+            nodes=section.count("nodes", most=_MOST_EMBEDDED),
+            grace=section.duration("grace"),
+        )
         if "cluster" in block and len(block.keys() & {"nodes", "grace"}):
             raise section.refusal("a cluster that is named has its own nodes and grace; leave these out", "cluster")
     else:
@@ -290,6 +302,14 @@ def _read_block(section: Section, system: str) -> dict[str, Any]:
     return block
 
 
+def _name(section: Section, key: str) -> str | None:
+    """Read an address or an interface; it becomes part of the command that starts the workers."""
+    value = section.text(key)
+    if value is not None and not re.fullmatch(_NAME, value):
+        raise section.refusal(f"is an address or a name of letters, digits and '.:_-@%', got {value[:80]!r}", key)
+    return value
+
+
 def _word(section: Section, key: str) -> str | None:
     """Read a value that Parsl puts into a script or a command line as it is: nothing may come after it."""
     value = section.text(key)
@@ -300,20 +320,20 @@ def _word(section: Section, key: str) -> str | None:
 
 def _read_node(section: Section, system: str) -> NodeShape:
     if system == "local":
-        slots = section.count("slots")
+        slots = section.count("slots", most=_MOST_SLOTS)
         section.done()
         return NodeShape(slots=slots or 1)
-    gpus = section.count("gpus", least=0)
+    gpus = section.count("gpus", least=0, most=_MOST_SLOTS)
     accelerators: int | tuple[str, ...] = gpus or 0
     names = section.value("accelerators")
-    if isinstance(names, list) and names and all(isinstance(name, str | int) for name in names):
+    if isinstance(names, list) and 0 < len(names) <= _MOST_SLOTS and all(map(_names_accelerator, names)):
         accelerators = tuple(map(str, names))
-    elif isinstance(names, int) and not isinstance(names, bool) and names >= 0:
+    elif isinstance(names, int) and not isinstance(names, bool) and 0 <= names <= _MOST_SLOTS:
         accelerators = names
     elif names is not None:
         raise section.refusal("is a number, or a list of their names in quotes, such as ['0.0', '0.1']", "accelerators")
     number = accelerators if isinstance(accelerators, int) else len(accelerators)
-    slots = section.count("slots")
+    slots = section.count("slots", most=_MOST_SLOTS)
     if slots is not None and number and slots > number:
         raise section.refusal(f"there are {number} accelerators for {slots} slots; a slot needs its own", "slots")
     shape = NodeShape(
@@ -326,6 +346,11 @@ def _read_node(section: Section, system: str) -> NodeShape:
     )
     section.done()
     return shape
+
+
+def _names_accelerator(name: object) -> bool:
+    """Whether it can be a device's name, such as ``0.1`` or a UUID, in the command that starts the workers."""
+    return isinstance(name, str | int) and re.fullmatch(_NAME, str(name)) is not None
 
 
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
@@ -341,14 +366,14 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
             values |= _given(**{item.name: section.count(item.name)})
     settings = planner.checked(PlannerSettings, **values)
     executor = _given(
-        poll_interval=_positive(manners, "poll_interval"),
+        poll_interval=manners.duration("poll_interval", positive=True),
         submissions_per_minute=manners.count("submissions_per_minute"),
         max_refusals=manners.count("max_refusals"),
         policy=trainings.text("policy"),
         threads_per_slot=trainings.count("threads_per_slot"),
-        grace=_positive(trainings, "grace"),
-        silence=_positive(trainings, "silence"),
-        loss_timeout=_positive(trainings, "loss_timeout"),
+        grace=trainings.duration("grace", positive=True),
+        silence=trainings.duration("silence", positive=True),
+        loss_timeout=trainings.duration("loss_timeout", positive=True),
         max_restarts=trainings.count("max_restarts", least=0),
     )
     if "policy" in executor:
@@ -360,13 +385,6 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
     for section in (planner, manners, trainings):
         section.done()
     return settings, executor
-
-
-def _positive(section: Section, key: str) -> timedelta | None:
-    value = section.duration(key)
-    if value is not None and value <= timedelta(0):
-        raise section.refusal("must be longer than nothing", key)
-    return value
 
 
 def read_costs(section: Section) -> RescaleCosts:

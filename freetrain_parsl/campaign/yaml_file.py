@@ -6,56 +6,34 @@ Scalars are kept as they are written until a getter says what they should be, so
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from freetrain_parsl.campaign.quantities import parse_duration, parse_memory
 from freetrain_parsl.errors import InvalidInput, UsageError, did_you_mean
+from freetrain_parsl.strict_yaml import LARGEST, NULL, compose, construct, resolve_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from datetime import timedelta
-    from pathlib import Path
 
     from typing_extensions import Self
 
-__all__ = ["Section", "Variables", "read_text"]
+__all__ = ["Section", "Variables", "user_path"]
 
 T = TypeVar("T")
 
 _VARIABLE = re.compile(r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
-_DEEPEST = 20
-_NULL = "tag:yaml.org,2002:null"
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML follows YAML 1.1, where ``no`` is false, ``1:30`` is 90 and ``1e-3`` is a text; this one follows 1.2."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own attribute
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), [*_first, *([""] if _tag == "null" else [])]
-    )
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
-_Loader.add_constructor("tag:yaml.org,2002:float", lambda _, node: _number(node.value))
-
-
-def _number(text: str) -> float:
-    return float(re.sub(r"\.(inf|nan)", r"\1", text.lower()))
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line feed and tab may stay
+_LONGEST_KEY = 200
+_LONGEST_PATH = 4096  # bytes, of Linux
+_LONGEST_COUNT = 300
+_MOST = 10**15  # of a count that states no limit of its own
 
 
 class Variables:
@@ -122,20 +100,22 @@ class Variables:
                 )
 
 
-def read_text(file: Path, what: str) -> str:
-    """Read a file that the user named.
+def user_path(text: str) -> Path:
+    """Turn a path as the user wrote it into a path, with ``~`` replaced.
 
     Raises
     ------
     InvalidInput
-        It cannot be read.
+        There is no such user, or the text can be no path.
     """
+    if "\0" in text:
+        raise InvalidInput("a path cannot hold a zero byte")
+    if len(os.fsencode(text)) > _LONGEST_PATH:
+        raise InvalidInput(f"a path may have up to {_LONGEST_PATH} bytes, this one has {len(os.fsencode(text))}")
     try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput(f"{what} {file}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise InvalidInput(f"{what} {file}: it is not text in UTF-8") from None
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise InvalidInput(f"{text!r}: there is no user {text.partition('/')[0][1:]!r} with a home directory") from None
 
 
 class Section:
@@ -152,7 +132,7 @@ class Section:
         self._nodes: dict[str, yaml.Node] = {}
         self._known: set[str] = set()
         for key, value in node.value if node is not None else ():
-            if not isinstance(key, yaml.ScalarNode):
+            if not (isinstance(key, yaml.ScalarNode) and _is_word(key.value)):
                 raise InvalidInput(f"{file}:{key.start_mark.line + 1}: a key must be a word")
             if key.value in self._nodes:
                 raise InvalidInput(f"{file}:{key.start_mark.line + 1}: {self._named(key.value)} is there twice")
@@ -167,14 +147,7 @@ class Section:
         InvalidInput
             It is not YAML, or not a mapping.
         """
-        try:
-            node = yaml.compose(text, Loader=_Loader)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            line = f":{mark.line + 1}" if mark else ""
-            raise InvalidInput(f"{file}{line}: not YAML: {error.problem or error.context}") from None
-        except yaml.YAMLError as error:
-            raise InvalidInput(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+        node = compose(text, file)
         if not isinstance(node, yaml.MappingNode):
             raise InvalidInput(f"{file}:1: it should be a list of 'key: value', one a line")
         return cls(file, "", node, 1, variables)
@@ -187,7 +160,7 @@ class Section:
     def refusal(self, message: str, key: str | None = None) -> InvalidInput:
         """Make the error that says what is wrong where."""
         named = f"{self._named(key)}: " if key is not None else (f"{self._title}: " if self._title else "")
-        return InvalidInput(f"{self.where(key)}: {named}{message}")
+        return InvalidInput(f"{self.where(key)}: {named}{' '.join(message.splitlines())}")
 
     def checked(self, make: Callable[..., T], *arguments: Any, key: str | None = None, **named: Any) -> T:
         """Call `make`, and say where in the file it went wrong if it refuses."""
@@ -200,12 +173,22 @@ class Section:
         """Whether the key is there and not empty."""
         self._known.add(key)
         node = self._nodes.get(key)
-        return node is not None and node.tag != _NULL
+        return node is not None and node.tag != NULL
 
     def text(self, key: str) -> str | None:
-        """Return a text, just as it is written."""
+        """Return a text, just as it is written; without control characters other than line feeds and tabs."""
         node = self._scalar(key, "a text")
-        return None if node is None else self._resolved(node)
+        if node is None:
+            return None
+        text = self._resolved(node)
+        if match := _CONTROL.search(text):
+            raise self.refusal(f"holds the control character {match[0]!r}; remove it", key)
+        return text
+
+    def path(self, key: str) -> Path | None:
+        """Return a path, with ``~`` replaced."""
+        value = self.text(key)
+        return None if value is None else self.checked(user_path, value, key=key)
 
     def required(self, key: str, example: str) -> str:
         """Return a text that must be there."""
@@ -218,16 +201,20 @@ class Section:
         """Return one of a few words."""
         value, words = self.text(key), list(choices)
         if value is not None and value not in words:
-            raise self.refusal(f"must be {' or '.join(words)}, got {value!r}{did_you_mean(value, words)}", key)
+            raise self.refusal(
+                f"must be {' or '.join(words)}, got {_brief(value)}{did_you_mean(value[:80], words)}", key
+            )
         return value
 
-    def count(self, key: str, least: int = 1) -> int | None:
-        """Return a whole number of at least `least`."""
+    def count(self, key: str, least: int = 1, most: int = _MOST) -> int | None:
+        """Return a whole number of at least `least` and at most `most`."""
         value = self.text(key)
         if value is None:
             return None
-        if not re.fullmatch(r"[-+]?\d+", value) or int(value) < least:
-            raise self.refusal(f"must be a whole number of at least {least}, got {value!r}", key)
+        if not re.fullmatch(r"[-+]?[0-9]+", value) or len(value) > _LONGEST_COUNT or not int(value) >= least:
+            raise self.refusal(f"must be a whole number of at least {least}, got {_brief(value)}", key)
+        if int(value) > most:
+            raise self.refusal(f"must be at most {most:,}, got {_brief(value)}", key)
         return int(value)
 
     def number(self, key: str) -> float | None:
@@ -236,22 +223,28 @@ class Section:
         if value is None:
             return None
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
-            raise self.refusal(f"must be a number, got {value!r}", key) from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.refusal(f"must be a number, got {_brief(value)}", key)
+        return number
 
     def flag(self, key: str) -> bool | None:
         """Return true or false."""
         words = {"true": True, "yes": True, "false": False, "no": False}
         value = self.text(key)
         if value is not None and value.lower() not in words:
-            raise self.refusal(f"must be true or false, got {value!r}", key)
+            raise self.refusal(f"must be true or false, got {_brief(value)}", key)
         return None if value is None else words[value.lower()]
 
-    def duration(self, key: str) -> timedelta | None:
-        """Return a length of time."""
+    def duration(self, key: str, *, positive: bool = False) -> timedelta | None:
+        """Return a length of time; with `positive`, one that is longer than zero."""
         value = self.text(key)
-        return None if value is None else self.checked(parse_duration, value, key=key)
+        duration = None if value is None else self.checked(parse_duration, value, key=key)
+        if positive and duration is not None and duration <= timedelta(0):
+            raise self.refusal("must be longer than zero", key)
+        return duration
 
     def memory(self, key: str) -> int | None:
         """Return an amount of memory, bytes."""
@@ -328,36 +321,36 @@ class Section:
                 )
             return value
 
-        return _VARIABLE.sub(replace, node.value)
+        resolved = _VARIABLE.sub(replace, node.value)
+        if len(resolved) > LARGEST:
+            raise InvalidInput(
+                f"{self._file}:{node.start_mark.line + 1}: its variables make it longer than {LARGEST:,} characters"
+            )
+        return resolved
 
-    def _plain(self, node: yaml.Node, key: str, depth: int = 0) -> Any:
+    def _plain(self, node: yaml.Node, key: str) -> Any:
         """Construct a free value, with variables put in."""
-        if depth > _DEEPEST:
-            raise self.refusal("is nested too deeply, or contains itself", key)
         if isinstance(node, yaml.ScalarNode):
             resolved = self._resolved(node)
-            if resolved == node.value or node.style is not None:
-                tag, value = node.tag, resolved
-            else:  # what a variable stands for may be a number
-                value = resolved
-                tag = _Loader("").resolve(yaml.ScalarNode, value, (True, False))  # type: ignore[no-untyped-call]  # PyYAML's
-            return _construct(yaml.ScalarNode(tag, value, node.start_mark, node.end_mark), self.where(key))
+            # What a variable stands for may be a number.
+            tag = node.tag if resolved == node.value or node.style is not None else resolve_tag(resolved)
+            return self.checked(construct, tag, resolved, key=key)
         if isinstance(node, yaml.SequenceNode):
-            return [self._plain(item, key, depth + 1) for item in node.value]
+            return [self._plain(item, key) for item in node.value]
         plain = {}
         for name, item in node.value:
-            word = self._plain(name, key, depth + 1)
+            word = self._plain(name, key)
             if not isinstance(word, str | int | float):
                 raise self.refusal("keys must be words or numbers", key)
-            plain[word] = self._plain(item, key, depth + 1)
+            if word in plain:
+                raise self.refusal(f"the key {_brief(str(word))} is there twice", key)
+            plain[word] = self._plain(item, key)
         return plain
 
 
-def _construct(node: yaml.ScalarNode, where: str) -> Any:
-    loader = _Loader("")
-    try:
-        return loader.construct_object(node)
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"{where}: {getattr(error, 'problem', error)}") from None
-    finally:
-        loader.dispose()
+def _is_word(key: str) -> bool:
+    return len(key) <= _LONGEST_KEY and "\n" not in key and not _CONTROL.search(key)
+
+
+def _brief(value: str) -> str:
+    return repr(value if len(value) <= 80 else f"{value[:79]}…")

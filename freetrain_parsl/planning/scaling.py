@@ -86,10 +86,9 @@ class ScalingCurve:
         reader = readers.get(file.suffix.lower())
         if reader is None:
             raise InvalidInput(f"{file}: a scaling curve is a .csv, .yaml or .yml file")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"{file}: cannot read the scaling curve: {error}") from error
+        from freetrain_parsl.strict_yaml import read_text  # only a user's file needs YAML
+
+        text = read_text(file, "scaling curve")
         rows = reader(file, text)
         previous = 0
         for line, nodes, rate in rows:
@@ -269,18 +268,20 @@ def _number(text: str, kind: type[int | float]) -> int | float | str:
 
 def _read_yaml(file: Path, text: str) -> list[tuple[int, Any, Any]]:
     """Rows (line, nodes, rate) in the file's order; the node tree keeps lines and repeated keys."""
-    import yaml  # only a user's file needs it
+    import yaml
 
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if not isinstance(root, yaml.MappingNode):
-            raise InvalidInput(f"{file}: a scaling curve is a mapping of nodes to rates, such as '1: 100.0'")
-        return [
-            (key.start_mark.line + 1, loader.construct_object(key), loader.construct_object(value))
-            for key, value in root.value
-        ]
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"{file}: not YAML: {' '.join(str(error).split())}") from error
-    finally:
-        loader.dispose()
+    from freetrain_parsl.strict_yaml import compose, construct
+
+    root = compose(text, str(file))
+    if not isinstance(root, yaml.MappingNode):
+        raise InvalidInput(f"{file}: a scaling curve is a mapping of nodes to rates, such as '1: 100.0'")
+    rows = []
+    for key, value in root.value:
+        line = key.start_mark.line + 1
+        if not (isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)):
+            raise InvalidInput(f"{file}:{line}: expected a number of nodes and a rate, such as '1: 100.0'")
+        try:
+            rows.append((line, construct(key.tag, key.value), construct(value.tag, value.value)))
+        except InvalidInput as error:
+            raise InvalidInput(f"{file}:{line}: {error}") from None
+    return rows

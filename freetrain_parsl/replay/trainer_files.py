@@ -81,10 +81,9 @@ def read_trainers(path: Path, models: Mapping[str, Model]) -> tuple[Trainer, ...
     InvalidInput
         The file cannot be read, or something in it cannot be used; the message names the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path}: cannot read the trainers: {error}") from error
+    from freetrain_parsl.strict_yaml import read_text  # only a user's file needs YAML
+
+    text = read_text(path, "list of trainers")
     entries = _read_csv(path, text) if path.suffix.lower() == ".csv" else _read_yaml(path, text)
     trainers: dict[str, Trainer] = {}
     for entry in entries:
@@ -216,30 +215,44 @@ def _read_csv(file: Path, text: str) -> list[_Entry]:
 
 def _read_yaml(file: Path, text: str) -> list[_Entry]:
     """Entries by the node tree, which keeps lines and repeated keys."""
-    import yaml  # only a user's file needs it
+    import yaml
 
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return []
-        if not isinstance(root, yaml.SequenceNode):
-            raise InvalidInput(f"{file}:1: expected a list of trainers, each beginning with '- name: …'")
-        entries = []
-        for item in root.value:
-            line = item.start_mark.line + 1
-            if not isinstance(item, yaml.MappingNode):
-                raise InvalidInput(f"{file}:{line}: expected a trainer, such as '- name: a'")
-            values: dict[str, tuple[int, Any]] = {}
-            for key_node, value_node in item.value:
-                key = str(loader.construct_object(key_node, deep=True))
-                if key in values:
-                    raise InvalidInput(f"{file}:{key_node.start_mark.line + 1}: key {key!r} comes twice")
-                values[key] = (key_node.start_mark.line + 1, loader.construct_object(value_node, deep=True))
-            entries.append(_Entry(file, line, values))
-    except yaml.YAMLError as error:
-        raise InvalidInput(f"{file}: not YAML: {' '.join(str(error).split())}") from error
-    else:
-        return entries
-    finally:
-        loader.dispose()
+    from freetrain_parsl.strict_yaml import compose
+
+    root = compose(text, str(file))
+    if root is None:
+        return []
+    if not isinstance(root, yaml.SequenceNode):
+        raise InvalidInput(f"{file}:1: expected a list of trainers, each beginning with '- name: …'")
+    entries = []
+    for item in root.value:
+        if not isinstance(item, yaml.MappingNode):
+            raise InvalidInput(f"{file}:{item.start_mark.line + 1}: expected a trainer, such as '- name: a'")
+        values: dict[str, tuple[int, Any]] = {}
+        for key_node, value_node in item.value:
+            line = key_node.start_mark.line + 1
+            key = str(_plain(key_node, f"{file}:{line}"))
+            if key in values:
+                raise InvalidInput(f"{file}:{line}: key {key[:80]!r} comes twice")
+            values[key] = (line, _plain(value_node, f"{file}:{line}"))
+        entries.append(_Entry(file, item.start_mark.line + 1, values))
+    return entries
+
+
+def _plain(node: Any, where: str) -> Any:
+    """Construct a scalar, or a mapping of scalars: a curve's points, or costs."""
+    import yaml
+
+    from freetrain_parsl.strict_yaml import construct
+
+    if isinstance(node, yaml.ScalarNode):
+        try:
+            return construct(node.tag, node.value)
+        except InvalidInput as error:
+            raise InvalidInput(f"{where}: {error}") from None
+    if isinstance(node, yaml.MappingNode) and all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+        plain = {_plain(key, where): _plain(value, where) for key, value in node.value}
+        if len(plain) == len(node.value):
+            return plain
+        raise InvalidInput(f"{where}: a key comes twice")
+    raise InvalidInput(f"{where}: expected a value, or a mapping such as {{1: 100, 2: 190}}")

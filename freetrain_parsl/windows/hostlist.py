@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from itertools import product
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["compress_hosts", "expand_hosts", "natural_order"]
 
 _MOST_HOSTS = 1_000_000
+_NUMBER = re.compile(r"[0-9]{1,40}")
 
 _LAST_NUMBER = re.compile(r"(.*?)([0-9]+)([^0-9]*)", re.DOTALL)
 _PART = re.compile(r"(?P<text>[^\[\],]+)|\[(?P<ranges>[0-9,\-]+)\]|(?P<comma>,)")
@@ -34,14 +36,14 @@ def expand_hosts(text: str) -> list[str]:
     while position < len(text):
         match = _PART.match(text, position)
         if match is None:
-            raise ValueError(f"{text!r} is no list of nodes")
+            raise ValueError(f"{text[:80]!r} is no list of nodes")
         position = match.end()
         if match["comma"]:
-            hosts += _names(text, parts)
+            hosts += _names(text, parts, len(hosts))
             parts = []
         else:
             parts.append([match["text"]] if match["text"] else _numbers(text, match["ranges"]))
-    return hosts + _names(text, parts)
+    return hosts + _names(text, parts, len(hosts))
 
 
 def compress_hosts(names: Iterable[str]) -> str:
@@ -85,9 +87,12 @@ def _brief(before: str, numbers: list[str], after: str) -> str:
     return before + ",".join(first if first == last else f"{first}-{last}" for first, last in ranges) + after
 
 
-def _names(text: str, parts: list[list[str]]) -> list[str]:
+def _names(text: str, parts: list[list[str]], before: int) -> list[str]:
+    """Combine the parts of one item; `before` names have come before it."""
     if not parts:
-        raise ValueError(f"{text!r} is no list of nodes")
+        raise ValueError(f"{text[:80]!r} is no list of nodes")
+    if before + math.prod(map(len, parts)) > _MOST_HOSTS:
+        raise ValueError(f"{text[:80]!r} is a list of more than {_MOST_HOSTS:,} nodes")
     return ["".join(names) for names in product(*parts)]
 
 
@@ -97,7 +102,9 @@ def _numbers(text: str, ranges: str) -> list[str]:
         first, dash, last = item.partition("-")
         if not dash:
             last = first
-        if not (first.isdecimal() and last.isdecimal() and 0 <= int(last) - int(first) < _MOST_HOSTS):
-            raise ValueError(f"{text!r} is no list of nodes: range {item!r}")
+        if not (_NUMBER.fullmatch(first) and _NUMBER.fullmatch(last) and int(first) <= int(last)):
+            raise ValueError(f"{text[:80]!r} is no list of nodes: range {item[:80]!r}")
+        if len(numbers) + int(last) - int(first) >= _MOST_HOSTS:
+            raise ValueError(f"{text[:80]!r} is a list of more than {_MOST_HOSTS:,} nodes")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return numbers

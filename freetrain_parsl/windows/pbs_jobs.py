@@ -168,7 +168,7 @@ def _chunks(attributes: Mapping[str, Any], resources: Mapping[str, Any]) -> list
     chunks = []
     for chunk in filter(None, select.split("+")):
         first, *rest = chunk.split(":")
-        if not first.isdecimal():
+        if not re.fullmatch(r"[0-9]{1,9}", first):
             first, rest = "1", [first, *rest]
         pairs = (part.partition("=") for part in rest)
         chunks.append((int(first), {name: value.strip("\"'") for name, _, value in pairs}))

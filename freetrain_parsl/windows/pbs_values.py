@@ -9,7 +9,7 @@ import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.errors import UnreadableAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,8 +30,9 @@ __all__ = [
 # One attribute a line, `"name":<tab>value` and perhaps a comma: so every version of PBS prints it.
 _PAIR = re.compile(r'(?P<name>\s*"[^"]*":\s*)(?P<value>.*?)(?P<comma>,?)\s*$')
 _BROKEN_ESCAPE = re.compile(r'\\(?!["\\/bfnrtu])')
-_SIZE = re.compile(r"(?P<number>\d+)(?P<unit>[kmgtp]?)(?P<kind>[bw]?)", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>[0-9]{1,18})(?P<unit>[kmgtp]?)(?P<kind>[bw]?)", re.IGNORECASE)
 _UNITS = {unit: 1024.0**power for power, unit in enumerate(("", "k", "m", "g", "t", "p"))}
+_END_OF_TIME = 1e11  # seconds since the epoch, the year 5138
 _WORD_BYTES = 8  # a `w` counts words of the server's machine
 _CHUNK_VNODE = re.compile(r"[(+]\s*(?P<vnode>[^:+()\s]+)")
 
@@ -53,22 +54,28 @@ def read_answer(text: str, command: str) -> Answer:
 
     Raises
     ------
-    BatchSystemError
+    UnreadableAnswer
         It cannot be mended; the message names the command and the line.
     """
     notes: tuple[str, ...] = ()
     try:
         content = json.loads(text, strict=False)
+    except RecursionError:
+        raise UnreadableAnswer(f"{command} answered nonsense: it is nested too deeply") from None
     except ValueError:
         mended, lines = _mend(text)
         try:
             content = json.loads(mended, strict=False)
         except json.JSONDecodeError as error:
             line = (mended.splitlines() or [""])[error.lineno - 1].strip()
-            raise BatchSystemError(f"{command} answered nonsense in line {error.lineno}: {line[:80]!r}") from None
+            raise UnreadableAnswer(f"{command} answered nonsense in line {error.lineno}: {line[:80]!r}") from None
+        except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
+            raise UnreadableAnswer(f"{command} answered nonsense: a number or a list is out of range") from None
         notes = (f"{command} printed {lines} lines that are not JSON; they were mended",)
     if not isinstance(content, dict) or not isinstance(content.get("timestamp"), (int, float)):
-        raise BatchSystemError(f"{command} answered nonsense: no timestamp in {text.strip()[:80]!r}")
+        raise UnreadableAnswer(f"{command} answered nonsense: no timestamp in {text.strip()[:80]!r}")
+    if not 0 <= content["timestamp"] < _END_OF_TIME:
+        raise UnreadableAnswer(f"{command} answered nonsense: timestamp {str(content['timestamp'])[:80]}")
     return Answer(content, float(content["timestamp"]), notes)
 
 
@@ -105,7 +112,7 @@ def _join_broken(text: str) -> list[str]:
 def _is_json(value: str) -> bool:
     try:
         json.loads(value, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -115,11 +122,11 @@ def mapping(value: object, what: str) -> Mapping[str, Any]:
 
     Raises
     ------
-    BatchSystemError
+    UnreadableAnswer
         It is something else; `what` says where.
     """
     if not isinstance(value, dict):
-        raise BatchSystemError(f"{what}: expected attributes, got {str(value)[:80]!r}")
+        raise UnreadableAnswer(f"{what}: expected attributes, got {str(value)[:80]!r}")
     return value
 
 

@@ -9,6 +9,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.errors import UnreadableAnswer
 from freetrain_parsl.windows.slurm_jobs import JobRecord
 from freetrain_parsl.windows.slurm_text import make_node
 
@@ -23,7 +24,7 @@ def parse_json_jobs(text: str) -> list[JobRecord]:
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         It is not what squeue prints, or of a version that does not tell where jobs are planned.
     """
     return [_job(item) for item in _items(text, "jobs")]
@@ -34,19 +35,20 @@ def parse_json_nodes(text: str) -> dict[str, Node]:
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         It is not what they print.
     """
-    return {item["name"]: _node(item) for item in _items(text, "nodes")}
+    nodes = [_node(item) for item in _items(text, "nodes")]
+    return {node.name: node for node in nodes}
 
 
 def _items(text: str, key: str) -> list[dict[str, Any]]:
     try:
         items = json.loads(text)[key]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"it is not JSON with {key!r}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UnreadableAnswer(f"it is not JSON with {key!r}") from None
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise ValueError(f"{key!r} is no list of records")
+        raise UnreadableAnswer(f"{key!r} is no list of records")
     return items
 
 
@@ -56,41 +58,52 @@ def _job(item: dict[str, Any]) -> JobRecord:
         minutes = _number(item["time_limit"])
         return JobRecord(
             str(item["job_id"]),
-            item["partition"],
+            _text(item, "partition"),
             "COMPLETING" if "COMPLETING" in states else states[0],
-            item["user_name"],
+            _text(item, "user_name"),
             None if minutes is None else minutes * 60,
             _time(item["start_time"]),
             _time(item["end_time"]),
             int(_number(item["node_count"]) or 1),
-            item["nodes"],
-            item["scheduled_nodes"],
-            item["required_nodes"],
+            _text(item, "nodes"),
+            _text(item, "scheduled_nodes"),
+            _text(item, "required_nodes"),
             _number(item["priority"]) or 0.0,
-            item["state_reason"],
-            item["features"],
-            item["name"],
+            _text(item, "state_reason"),
+            _text(item, "features"),
+            _text(item, "name"),
         )
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"a job lacks {error}") from None
+    except KeyError as error:
+        raise UnreadableAnswer(f"a job lacks {error}") from None
+    except (IndexError, TypeError, ValueError, OverflowError) as error:
+        raise UnreadableAnswer(f"a job has an attribute of another kind: {error}") from None
 
 
 def _node(item: dict[str, Any]) -> Node:
     try:
         words = [*_words(item["state"]), *_words(item.get("state_flags", []))]
         return make_node(
-            item["name"],
+            _text(item, "name"),
             [word.upper() for word in words],
-            item["reason"],
-            tuple(item["partitions"]),
+            _text(item, "reason"),
+            tuple(_words(item["partitions"])),
             (int(item.get("effective_cpus") or item["cpus"]), int(item["alloc_cpus"])),
-            (item["gres"], item["gres_used"]),
+            (_text(item, "gres"), _text(item, "gres_used")),
             (int(item["real_memory"]), int(item["alloc_memory"])),
             _words(item["active_features"]),
             _time(item["last_busy"]),
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"a node lacks {error}") from None
+    except KeyError as error:
+        raise UnreadableAnswer(f"a node lacks {error}") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnreadableAnswer(f"a node has an attribute of another kind: {error}") from None
+
+
+def _text(item: dict[str, Any], key: str) -> str:
+    value = item[key]
+    if not isinstance(value, str):
+        raise TypeError(f"{key} is {str(value)[:80]!r}")
+    return value
 
 
 def _number(value: Any) -> float | None:
@@ -110,4 +123,4 @@ def _time(value: Any) -> float | None:
 
 def _words(value: Any) -> list[str]:
     """Read a word, words separated by commas, or a list of words."""
-    return list(value) if isinstance(value, list) else [word for word in str(value).split(",") if word]
+    return list(map(str, value)) if isinstance(value, list) else [word for word in str(value).split(",") if word]

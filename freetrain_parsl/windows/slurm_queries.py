@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from freetrain_parsl.errors import BatchSystemError, CommandNotFound
+from freetrain_parsl.errors import BatchSystemError, CommandNotFound, UnreadableAnswer
 from freetrain_parsl.windows.slurm_json import parse_json_jobs, parse_json_nodes
 from freetrain_parsl.windows.slurm_text import (
     JOB_FORMAT,
@@ -75,7 +75,7 @@ class SlurmQueries:
             return parse(answer)
         except ValueError as error:
             self._kept.clear()
-            raise BatchSystemError(f"{label} answered what cannot be understood: {error}") from None
+            raise UnreadableAnswer(f"{label} answered what cannot be understood: {error}") from None
 
     def _keep(self, key: str, seconds: float, ask: Callable[[], T]) -> T:
         now = self._clock()

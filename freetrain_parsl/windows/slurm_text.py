@@ -5,11 +5,13 @@ Times may be seconds since the epoch (``SLURM_TIME_FORMAT=%s``) or Slurm's usual
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from freetrain_parsl.errors import UnreadableAnswer
 from freetrain_parsl.windows.base import OUR_JOBS
 from freetrain_parsl.windows.hostlist import expand_hosts
 from freetrain_parsl.windows.slurm_jobs import JobRecord
@@ -17,7 +19,7 @@ from freetrain_parsl.windows.slurm_words import UNUSABLE
 from freetrain_parsl.windows.state import Node, Partition, Reservation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "JOB_FIELDS",
@@ -64,12 +66,32 @@ _PAIR = re.compile(r"(?:^|\s)(\w+)=(\S*)")
 _WORD = re.compile(r"\S+")
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _reader(parse: Callable[P, T]) -> Callable[P, T]:
+    """Make a parser refuse what it cannot read with `UnreadableAnswer`, wherever in it a number or a date is none."""
+
+    @functools.wraps(parse)
+    def read(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return parse(*args, **kwargs)
+        except UnreadableAnswer:
+            raise
+        except (ValueError, OverflowError, OSError) as error:  # OSError: a date beyond the C library's
+            raise UnreadableAnswer(" ".join(str(error)[:200].split())) from None
+
+    return read
+
+
+@_reader
 def parse_time(text: str) -> float | None:
     """Read a point in time; ``None`` if it is none.
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         It is neither.
     """
     if text in _NOTHING:
@@ -77,12 +99,13 @@ def parse_time(text: str) -> float | None:
     return float(text) if text.isdecimal() else datetime.fromisoformat(text).timestamp()
 
 
+@_reader
 def parse_seconds(text: str) -> float | None:
     """Read a walltime (``1-02:03:04``, ``10:00``, ``UNLIMITED``) in seconds; ``None`` if it is not set.
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         It is no walltime.
     """
     if text in ("UNLIMITED", "INFINITE"):
@@ -101,12 +124,13 @@ def parse_seconds(text: str) -> float | None:
     return float(seconds)
 
 
+@_reader
 def parse_jobs(text: str) -> list[JobRecord]:
     """Read ``squeue -h -O JOB_FORMAT``.
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         A line is none of that format.
     """
     records: list[JobRecord] = []
@@ -146,12 +170,13 @@ def _job(line: str) -> JobRecord:
     )
 
 
+@_reader
 def parse_nodes(text: str) -> dict[str, Node]:
     """Read ``scontrol -d show nodes``.
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         A record is none of a node.
     """
     nodes = {}
@@ -193,6 +218,7 @@ def _node_words(state: str) -> list[str]:
     return words
 
 
+@_reader
 def make_node(
     name: str,
     words: list[str],
@@ -229,6 +255,7 @@ def make_node(
     )
 
 
+@_reader
 def count_gpus(gres: str) -> int:
     """Count the GPUs of a list of generic resources such as ``gpu:a100:4(S:0-1),shard:8``."""
     return sum(map(int, _GPUS.findall(re.sub(r"\([^)]*\)", "", gres)))) if gres else 0
@@ -243,6 +270,7 @@ def _records(text: str, first: str) -> Iterator[dict[str, str]]:
             raise ValueError(f"line {block.strip().splitlines()[0][:80]!r} is no record of a {first}")
 
 
+@_reader
 def parse_partitions(text: str, preempt_type: str = "") -> dict[str, Partition]:
     """Read ``scontrol -a show partition``.
 
@@ -257,7 +285,7 @@ def parse_partitions(text: str, preempt_type: str = "") -> dict[str, Partition]:
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         A record is none of a partition.
     """
     records = {record["PartitionName"]: record for record in _records(text, "PartitionName")}
@@ -298,12 +326,13 @@ def _allowed(text: str) -> frozenset[str]:
     return frozenset() if text in ("ALL", "") else frozenset(text.split(","))
 
 
+@_reader
 def parse_reservations(text: str) -> tuple[Reservation, ...]:
     """Read ``scontrol show reservation``; those without nodes (of licences) are left out.
 
     Raises
     ------
-    ValueError
+    UnreadableAnswer
         A record is none of a reservation.
     """
     reservations = []

@@ -195,7 +195,7 @@ def test_accelerators_may_have_names(no_commands: list[str]) -> None:
             "planner setting 'max_walltime' must be a number of at least 1",
         ),
         ("system: slurm\nplanner: {max_pending_blocks: 1}", "unknown key 'planner.max_pending_blocks'"),
-        ("system: slurm\nmanners: {poll_interval: 0 s}", "manners.poll_interval: must be longer than nothing"),
+        ("system: slurm\nmanners: {poll_interval: 0 s}", "manners.poll_interval: must be longer than zero"),
         ("system: slurm\nmanners: {max_pending_blocks: 0}", "must be a whole number of at least 1"),
         ("system: slurm\ntrainings: {policy: best}", "site.yaml:2: trainings.policy: .*no policy 'best'"),
         ("system: slurm\ntrainings: {rescale_costs: 5 s}", "trainings.rescale_costs: should be a mapping"),

@@ -149,7 +149,7 @@ def test_what_could_never_run_is_refused_before_anything_is_asked(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.yaml"], "campaign file nowhere.yaml: No such file or directory"),
+        (["nowhere.yaml"], "nowhere.yaml: cannot read the campaign file: No such file or directory"),
         (["--set", "a=1"], "--set a=…: the files have no ${A}; theirs are: none"),
         (["--set", "a"], "--set a: write --set name=value"),
         (["--config", "nowhere.yaml"], "--system and --config: the site file says that; leave one of them out"),

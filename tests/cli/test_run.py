@@ -38,8 +38,12 @@ def run(tmp_path, tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "files", "message"),
     [
-        (["none.yaml"], {}, "campaign file none.yaml: No such file or directory"),
-        (["campaign.yaml", "--config", "none.yaml"], {}, "site file none.yaml: No such file or directory"),
+        (["none.yaml"], {}, "none.yaml: cannot read the campaign file: No such file or directory"),
+        (
+            ["campaign.yaml", "--config", "none.yaml"],
+            {},
+            "none.yaml: cannot read the site file: No such file or directory",
+        ),
         (["campaign.yaml", "--config", "locale"], {}, "no shipped site of that name (did you mean 'local'?)"),
         (
             ["campaign.yaml", "--config", "polaris", "--set", "venv=/v"],

@@ -159,10 +159,10 @@ class TestFiles:
             ("c.csv", "nodes,rate\n4,2\n2,1\n", ":3", "must increase, got 2 after 4"),
             ("c.yaml", "1: 2\n1: 3\n", ":2", "must increase"),
             ("c.yaml", "1: 2\n\n2: -3\n", ":3", "zero or more"),
-            ("c.yaml", "1: [2]\n", ":1", "zero or more"),
+            ("c.yaml", "1: [2]\n", ":1", "expected a number of nodes and a rate"),
             ("c.yaml", "- 1\n- 2\n", "", "mapping"),
             ("c.yaml", "", "", "mapping"),
-            ("c.yaml", "{1: 2", "", "not YAML"),
+            ("c.yaml", "{1: 2", ":1", "not YAML"),
             ("c.txt", "1 2", "", ".csv, .yaml or .yml"),
         ],
     )

@@ -148,7 +148,7 @@ def test_a_curve_that_cannot_be_used_is_refused_by_line(write, curve, problem):
         ("", "trainers.yaml: no trainer in it"),
         ("name: a", "trainers.yaml:1: expected a list of trainers"),
         ("- a", "trainers.yaml:1: expected a trainer"),
-        ("- {name: a", "trainers.yaml: not YAML"),
+        ("- {name: a", "trainers.yaml:1: not YAML"),
         ("- name: a\n  curve: vgg16", "trainers.yaml:1: a trainer needs 'max'"),
         (
             "- {name: a, max: 1, curve: vgg16}\n- {name: a, max: 1, curve: vgg16}",
@@ -178,5 +178,5 @@ def test_a_bad_table_is_refused(write, text, problem):
 
 
 def test_a_list_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(InvalidInput, match="cannot read the trainers"):
+    with pytest.raises(InvalidInput, match="cannot read the list of trainers"):
         trainer_set(str(tmp_path / "none.yaml"))

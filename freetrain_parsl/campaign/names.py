@@ -1,0 +1,77 @@
+"""Names of trainings, made of a template such as ``lr{lr:.0e}-{repeat}``."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+__all__ = ["NameTemplate"]
+
+_LONGEST_NAME = 128
+_LONGEST_TEMPLATE = 1000
+# Alignment, sign, width and precision of at most two digits, type: nothing that looks into a value or fills memory.
+_FORMAT = re.compile(r"(?:[<>=^])?[-+ ]?0?[0-9]{0,2}(?:\.[0-9]{1,2})?[a-zA-Z%]?")
+
+
+class NameTemplate:
+    """A text with ``{value}`` or ``{value:format}`` in it. Unlike `str.format` it does not look into values.
+
+    Parameters
+    ----------
+    template
+        The text; ``{{`` and ``}}`` stand for braces.
+    known
+        The values that it may use.
+
+    Raises
+    ------
+    InvalidInput
+        It uses something else.
+    """
+
+    def __init__(self, template: str, known: Collection[str]) -> None:
+        self._template = template
+        self._known = known
+        if len(template) > _LONGEST_TEMPLATE:
+            raise InvalidInput(f"a name may have up to {_LONGEST_NAME} characters, got {len(template)}")
+        try:
+            self._parts = list(string.Formatter().parse(template))
+        except ValueError:
+            raise self._refusal() from None
+        for _, field, spec, conversion in self._parts:
+            if field is not None and (field not in known or conversion or not _FORMAT.fullmatch(spec or "")):
+                raise self._refusal()
+
+    def fill(self, values: Mapping[str, object]) -> str:
+        """Put values in; characters that a name may not have become ``_``.
+
+        Raises
+        ------
+        InvalidInput
+            A value cannot be written in its format.
+        """
+        name = ""
+        for literal, field, spec, _ in self._parts:
+            name += literal
+            if field is None:
+                continue
+            try:
+                name += format(values[field], spec or "")
+            except (ValueError, TypeError, OverflowError):
+                raise InvalidInput(
+                    f"{self._template!r}: {str(values[field])[:80]!r} cannot be written in the format {spec!r}"
+                ) from None
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:_LONGEST_NAME]
+
+    def _refusal(self) -> InvalidInput:
+        known = ", ".join(f"{{{value}}}" for value in self._known)
+        return InvalidInput(
+            f"{self._template[:_LONGEST_NAME]!r} cannot be filled; a name may use {known}, "
+            "with a plain format such as ':.2f' if need be"
+        )
