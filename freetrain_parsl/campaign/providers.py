@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.executor.addresses import own_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,19 +103,18 @@ def make_window_source(site: Site) -> WindowSource:
 
 
 def driver_address(interface: str, file: str) -> str:
-    """Find the address of a network interface of this host.
+    """Find the address of a network interface of this host, IPv4 if it has one.
 
     Raises
     ------
     InvalidInput
         This host has no such interface.
     """
-    interfaces = psutil.net_if_addrs()
-    for address in interfaces.get(interface, ()):
-        if address.family == socket.AF_INET:
-            return str(address.address)
+    interfaces = own_addresses()
+    if addresses := sorted(interfaces.get(interface, ()), key=lambda address: address.version):
+        return str(addresses[0])
     raise InvalidInput(
-        f"{file}: network.driver_interface: this host has no interface {interface!r} with an IPv4 address; "
+        f"{file}: network.driver_interface: this host has no interface {interface!r} with an address; "
         f"it has {', '.join(sorted(interfaces))}"
     )
 

@@ -25,6 +25,7 @@ from parsl.serialize import pack_apply_message
 from parsl.serialize.errors import SerializationError
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.executor.addresses import check_interface, driver_addresses, resolved
 from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refuse_provider, window_source_for
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
 from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
@@ -117,10 +118,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
         they are taken to have lost their connection. More than the longest exchange of gradients takes.
     max_restarts
         A training fails after more crashes than these without a step beyond the furthest that it had reached.
-    available_accelerators, address, worker_port_range, worker_debug, encrypted
+    address
+        IPv4 or IPv6 address of this host at which nodes reach it, or a name of it that is resolved here. Default: all
+        addresses of its network interfaces; each node uses the first that answers.
+    available_accelerators, worker_port_range, worker_debug, encrypted
         As in Parsl's HighThroughputExecutor; `encrypted` holds for the slots' control channel too.
     interface
-        Network interface for the traffic among the members of a training. Default: the one that reaches the driver.
+        Network interface for the traffic among the members of a training: its name, or, where names differ between
+        nodes, the network that it is in (``10.1.0.0/16``). Default: the one that reaches the driver.
     job_tag
         Part of the names of this run's jobs, by which those of a driver that was killed are found. Default: random.
 
@@ -187,6 +192,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
             raise InvalidSettings(f"FreeTrainExecutor: max_restarts must be zero or more, got {max_restarts}")
         if checkpoint_dir is not None:
             check_writable(Path(checkpoint_dir))
+        if interface is not None:
+            check_interface(interface)
+        reached_at = getattr(provider, "driver_address", None) if address is None else resolved(address)
         self.policy = policy
         self._policy = resolve_policy(policy)
         self.windows = windows
@@ -210,7 +218,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             provider=provider,
             launch_cmd=_LAUNCH_COMMAND,
             interchange_launch_cmd=_INTERCHANGE_COMMAND,
-            address=address or getattr(provider, "driver_address", None),
+            address=reached_at or "127.0.0.1",  # else HTEX looks for addresses, among others on the internet
             worker_port_range=worker_port_range,
             worker_debug=worker_debug,
             cores_per_worker=1e-3,  # slots are counted by us, not by HTEX from the cores it sees
@@ -221,6 +229,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
             block_error_handler=noop_error_handler,
             encrypted=encrypted,
         )
+        self.address = reached_at
+        self.all_addresses = driver_addresses() if reached_at is None else {reached_at}
         self._driver: Driver | None = None
         self._log_handler: logging.Handler | None = None
         self._desk: BatchDesk | None = None

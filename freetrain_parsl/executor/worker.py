@@ -13,7 +13,6 @@ import os
 import platform
 import queue
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -21,10 +20,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import psutil
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
+from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.pilot import call_yourself_a_slot, end_node
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.run import Run, serialized_exception
@@ -62,7 +61,7 @@ class SlotSettings:
     grace
         How long the batch system leaves a job after its signal.
     interface
-        Network interface for the members of a training; ``None``: the one that reaches the driver.
+        Network interface, or its network, for the members of a training; ``None``: the one that reaches the driver.
     """
 
     addresses: tuple[str, ...]
@@ -196,7 +195,7 @@ class _Slot:
     def _train(self, message: Message) -> None:
         run = Run(
             message,
-            interface=self._settings.interface or _interface_to(self._channel.url),
+            interface=interface_for(self._settings.interface, self._channel.url),
             send=self._channel.send,
         )
         if self._closes is not None:
@@ -221,17 +220,3 @@ class _Slot:
         except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
             payload, outcome = serialized_exception(), "failed"
         self._channel.send(Message("task_ended", {"task": message["task"], "outcome": outcome}, payload))
-
-
-def _interface_to(url: str) -> str | None:
-    """Name of the network interface through which this node reaches `url`; torch's own guess if not found."""
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing: it only asks the kernel for the route
-        local = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == local for address in addresses):
-            return name
-    return None

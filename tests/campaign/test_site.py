@@ -214,7 +214,7 @@ def test_a_mistake_is_one_line_with_file_line_and_key(text: str, message: str) -
 
 def test_a_missing_interface_of_this_host_is_refused(tmp_path: Path) -> None:
     read = site("system: local\nnetwork: {driver_interface: nonexistent0}")
-    with pytest.raises(InvalidInput, match="this host has no interface 'nonexistent0' with an IPv4 address; it has"):
+    with pytest.raises(InvalidInput, match="this host has no interface 'nonexistent0' with an address; it has"):
         read.executor(run_dir=tmp_path)
 
 

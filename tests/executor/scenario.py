@@ -86,11 +86,12 @@ class Site:
 def make_app(**options: Any) -> TrainingApp:
     """Make a small regression that returns its parameters.
 
-    Steps are long while the file `slow` exists; each process that is called notes its number in the file `calls`.
+    Steps take `pause` seconds while the file `slow` exists; each process that is called notes its number in the file
+    `calls`.
     """
 
     @training_app(**{"max_nodes": 4, **options})
-    def train(session, *, epochs=6, slow=None, fail_at=None, calls=None):
+    def train(session, *, epochs=6, slow=None, pause=0.1, fail_at=None, calls=None):
         import os
         import time
         from pathlib import Path
@@ -114,7 +115,7 @@ def make_app(**options: Any) -> TrainingApp:
         data = session.loader(TensorDataset(x, y), batch_size=16)
         for epoch in session.epochs(epochs):
             for a, b in data:
-                time.sleep(0.1 if slow is not None and Path(slow).exists() else 0.005)
+                time.sleep(pause if slow is not None and Path(slow).exists() else 0.005)
                 session.step(mse_loss(model(a), b))
                 scheduler.step()
                 if fail_at is not None and epoch == fail_at:

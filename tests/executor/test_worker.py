@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-import psutil
-import pytest
 import torch
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.protocol import error_in, pack_training, settle_with_payload, unpack_training
 from freetrain_parsl.executor.run import serialized_exception
-from freetrain_parsl.executor.worker import _interface_to
 
 
 class _Unsendable(Exception):
@@ -60,13 +57,6 @@ def test_a_training_takes_along_the_globals_that_it_uses_and_no_others() -> None
     function, args, kwargs = unpack_training(pack_training(namespace["train"], (2,), {"y": None}))
     assert function(None, *args) == 6
     assert kwargs == {"y": None}
-
-
-@pytest.mark.parametrize("url", ["tcp://127.0.0.1:55000", "tcp://[::1]:55000"])
-def test_the_interface_is_the_one_that_reaches_the_driver(url: str) -> None:
-    if "[" in url and not any(a.address == "::1" for a in psutil.net_if_addrs().get("lo", ())):
-        pytest.skip("this machine has no IPv6 loopback")
-    assert _interface_to(url) == "lo"
 
 
 def test_classes_that_can_be_imported_arrive_as_themselves() -> None:

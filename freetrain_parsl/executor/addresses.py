@@ -1,0 +1,133 @@
+"""Where the nodes reach the driver, and the network interface by which the members of a training reach each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import platform
+import socket
+from typing import TypeAlias
+
+import psutil
+
+from freetrain_parsl.errors import BatchSystemError, InvalidSettings
+
+__all__ = ["check_interface", "driver_addresses", "interface_for", "own_addresses", "resolved"]
+
+_IPAddress: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
+
+
+def own_addresses() -> dict[str, list[_IPAddress]]:
+    """List the network interfaces of this host with their IPv4 and IPv6 addresses, without link-local ones."""
+    found: dict[str, list[_IPAddress]] = {}
+    for name, told in psutil.net_if_addrs().items():
+        texts = [one.address for one in told if one.family in (socket.AF_INET, socket.AF_INET6)]
+        addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in texts]
+        if usable := [address for address in addresses if not address.is_link_local]:
+            found[name] = usable
+    return found
+
+
+def driver_addresses() -> set[str]:
+    """Return the addresses of this host at which nodes may reach it; the loopback if there is no other.
+
+    Parsl's own list has no IPv6, and asks a public web service, for which a host without internet access waits.
+    """
+    every = [address for addresses in own_addresses().values() for address in addresses]
+    return {str(address) for address in every if not address.is_loopback} or {"127.0.0.1"}
+
+
+def resolved(address: str) -> str:
+    """Return the IP address of `address`, which is one or the name of a host: nodes may not resolve that name.
+
+    Raises
+    ------
+    InvalidSettings
+        The name is not known here, or stands for the loopback, as Debian's ``/etc/hosts`` has it for a host's own name.
+    """
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError:
+        pass  # a name
+    try:
+        found = [str(told[4][0]) for told in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        raise InvalidSettings(
+            f"FreeTrainExecutor: address {address!r} is no IP address, and no host of that name is known here: {error}"
+        ) from None
+    outward = [one for one in found if not ipaddress.ip_address(one).is_loopback]
+    if not outward and address != "localhost":
+        raise InvalidSettings(
+            f"FreeTrainExecutor: address {address!r} is {found[0]} on this host, which nodes do not reach; "
+            f"give an IP address: {', '.join(sorted(driver_addresses()))}"
+        )
+    return (outward or found)[0]
+
+
+def check_interface(interface: str) -> None:
+    """Refuse an interface setting that is neither a name nor a network.
+
+    Raises
+    ------
+    InvalidSettings
+        It has a slash and is no network in CIDR notation, or is empty.
+    """
+    if not interface:
+        raise InvalidSettings("FreeTrainExecutor: interface is empty; leave it out for the one that reaches the driver")
+    if "/" in interface:
+        try:
+            ipaddress.ip_network(interface)
+        except ValueError as error:
+            raise InvalidSettings(
+                f"FreeTrainExecutor: interface {interface!r} is neither the name of an interface nor a network "
+                f"such as 10.1.0.0/16: {error}"
+            ) from None
+
+
+def interface_for(setting: str | None, driver: str) -> str | None:
+    """Find the interface by which this host is to reach the other members of a training.
+
+    Parameters
+    ----------
+    setting
+        The name of an interface, or a network in CIDR notation, for hosts whose interfaces have different names.
+        ``None``: the interface that reaches the driver.
+    driver
+        URL of the driver: ``tcp://HOST:PORT``.
+
+    Returns
+    -------
+    str or None
+        Its name; ``None``: torch's own choice.
+
+    Raises
+    ------
+    BatchSystemError
+        This host has no such interface.
+    """
+    if setting is None:
+        return _interface_to(driver)
+    every = own_addresses()
+    if "/" not in setting:
+        if setting in every:
+            return setting
+    else:
+        network = ipaddress.ip_network(setting)
+        for name, addresses in every.items():
+            if any(address in network for address in addresses):
+                return name
+    has = ", ".join(f"{name} ({', '.join(map(str, addresses))})" for name, addresses in every.items())
+    raise BatchSystemError(
+        f"host {platform.node()} has no network interface {setting} with an address, it has {has}; change "
+        f"interface=… of the executor (a network such as 10.1.0.0/16 where the names differ)"
+    )
+
+
+def _interface_to(url: str) -> str | None:
+    """Name the interface through which this host reaches `url`; ``None`` if it is not found."""
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing: it only asks the kernel for the route
+        local = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    return next((name for name, addresses in own_addresses().items() if local in addresses), None)
