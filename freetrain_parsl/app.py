@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -58,6 +59,7 @@ class TrainingApp(AppBase):
     ) -> None:
         if isinstance(executors, str) and executors != "all":
             raise InvalidTrainer(f"executors={executors!r}: give a list of labels, [{executors!r}], or 'all'")
+        _check_signature(func)
         super().__init__(
             func,
             data_flow_kernel=data_flow_kernel,
@@ -100,9 +102,16 @@ class TrainingApp(AppBase):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> AppFuture:
-        """Submit the training; its arguments are those of the function after ``session``."""
+        """Submit the training; its arguments are those of the function after ``session``.
+
+        Raises
+        ------
+        TypeError
+            The function does not take these arguments.
+        """
         from freetrain_parsl.executor.executor import SPECIFICATION_KEY
 
+        self.check_arguments(*args, **kwargs)
         kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
         request = self.request(self._options.name or self._derived_name(args, kwargs))
         return kernel.submit(
@@ -118,6 +127,24 @@ class TrainingApp(AppBase):
             },
             join=False,
         )
+
+    def check_arguments(self, *args: Any, **kwargs: Any) -> None:
+        """Check the arguments of a call, without one for ``session``.
+
+        Raises
+        ------
+        TypeError
+            The function does not take them.
+        """
+        signature = inspect.signature(self.func)
+        session, *others = signature.parameters.values()
+        if session.name in kwargs and session.kind is session.POSITIONAL_OR_KEYWORD:
+            raise TypeError(f"{self.__name__}(): the argument {session.name!r} is the session, which is not passed")
+        try:
+            signature.bind(None, *args, **{**self.kwargs, **kwargs})
+        except TypeError as error:
+            taken = ", ".join(str(parameter) for parameter in others) or "none"
+            raise TypeError(f"{self.__name__}(): {error}; the arguments after the session are: {taken}") from None
 
     def request(self, name: str) -> TrainingRequest:
         """Describe a training of this app to the executor."""
@@ -158,6 +185,31 @@ class TrainingApp(AppBase):
             found = f"{len(ours)} of them ({', '.join(ours)}): choose with executors=[…]" if ours else "none"
             raise InvalidSettings(f"{self.__name__} needs one FreeTrainExecutor in the loaded Config, found {found}")
         return str(ours[0])
+
+
+def _check_signature(func: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with a session, or that returns before it has trained.
+
+    Raises
+    ------
+    InvalidTrainer
+        It has no first parameter for the session, or is a coroutine or generator function.
+    """
+    signature = inspect.signature(func)
+    first = next(iter(signature.parameters.values()), None)
+    name = getattr(func, "__name__", repr(func))
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if first is None or first.default is not first.empty or first.kind not in (*positional, first.VAR_POSITIONAL):
+        inside = ", ".join(str(parameter) for parameter in signature.parameters.values())
+        raise InvalidTrainer(
+            f"training function {name}({inside}) has no parameter for the session: its first parameter is the "
+            f"session and has no default value: def {name}({', '.join(filter(None, ['session', inside]))})"
+        )
+    if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+        raise InvalidTrainer(
+            f"training function {name}() is a generator or coroutine function: a call would not train; "
+            "write it without yield and async"
+        )
 
 
 @overload
@@ -222,7 +274,8 @@ def training_app(
     Raises
     ------
     InvalidTrainer
-        The description cannot run, e.g. ``min_nodes`` exceeds ``max_nodes``.
+        The description cannot run, e.g. ``min_nodes`` exceeds ``max_nodes``, or the function's first parameter is not
+        for the session.
 
     Examples
     --------

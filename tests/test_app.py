@@ -48,6 +48,56 @@ def test_a_description_that_cannot_run_is_refused_at_decoration_in_one_line(opti
     assert "\n" not in str(caught.value)
 
 
+def without_parameters(): ...
+def without_session(lr=0.1): ...
+def keyword_session(*, session): ...
+def only_keywords(**options): ...
+async def coroutine(session): ...
+def generator(session):
+    yield session
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (without_parameters, "has no parameter for the session: its first parameter is the session"),
+        (without_session, "def without_session(session, lr=0.1)"),
+        (keyword_session, "has no parameter for the session"),
+        (only_keywords, "has no parameter for the session"),
+        (coroutine, "generator or coroutine"),
+        (generator, "generator or coroutine"),
+    ],
+)
+def test_a_function_that_cannot_take_a_session_is_refused_at_decoration_in_one_line(function, message: str) -> None:
+    with pytest.raises(InvalidTrainer) as caught:
+        training_app(function)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [lambda s: s, lambda s, /, lr: s, lambda *everything: everything])
+def test_the_session_may_have_any_name(function) -> None:
+    assert training_app(function).func is function
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, "train2(): missing a required argument: 'width'; the arguments after the session are: width, lr=0.1"),
+        ((1, 2, 3), {}, "too many positional arguments"),
+        ((1,), {"rate": 0.2}, "unexpected keyword argument 'rate'"),
+        ((1,), {"width": 2}, "multiple values for argument 'width'"),
+        ((1,), {"session": None}, "the argument 'session' is the session, which is not passed"),
+    ],
+)
+def test_arguments_that_the_function_does_not_take_are_a_type_error_at_the_call(args, kwargs, message: str) -> None:
+    def train2(session, width, lr=0.1): ...
+
+    with pytest.raises(TypeError) as caught:
+        training_app(train2)(*args, **kwargs)
+    assert message in str(caught.value)
+
+
 def test_a_curve_file_that_is_missing_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(InvalidInput, match="nowhere"):
         training_app(scaling=tmp_path / "nowhere.csv")(train)

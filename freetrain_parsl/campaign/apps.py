@@ -100,9 +100,9 @@ def check_arguments(app: TrainingApp, arguments: Mapping[str, Any]) -> None:
             known = ", ".join(others) or "none"
             raise InvalidInput(f"the app takes no argument {name!r}{did_you_mean(name, others)}; it takes: {known}")
     try:
-        signature.bind(None, **arguments)
+        app.check_arguments(**arguments)
     except TypeError as error:
-        raise InvalidInput(f"the app cannot be called like this: {error}") from None
+        raise InvalidInput(str(error)) from None
 
 
 def _find(path: Path) -> Path:

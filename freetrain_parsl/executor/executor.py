@@ -31,7 +31,7 @@ from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
 from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
 from freetrain_parsl.executor.exits import OrderlyExit
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.protocol import pack_training
+from freetrain_parsl.executor.packing import pack_or_refuse
 from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
@@ -343,7 +343,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         InvalidResourceSpecification
             It asks for what this executor does not have.
         InvalidTrainer
-            A training of that name is alive.
+            A training of that name is alive, or something that its function uses cannot be pickled.
         """
         if self.bad_state_is_set:
             raise self.executor_exception
@@ -355,11 +355,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         assert self._driver is not None, "Parsl starts an executor before it submits to it"
         kwargs.pop("parsl_resource_specification", None)
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
-        pack = _pack_task if request is None else pack_training
-        try:
-            payload = pack(func, args, kwargs)
-        except (TypeError, PicklingError) as error:
-            raise SerializationError(getattr(func, "__name__", repr(func))) from error
+        payload = (_pack_task if request is None else pack_or_refuse)(func, args, kwargs)
         future: Future[Any] = Future()
         with self._lock:
             if request is None:
@@ -478,7 +474,10 @@ _JOB_STATES = {
 
 
 def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    return bytes(pack_apply_message(func, args, kwargs, buffer_threshold=1 << 20))
+    try:
+        return bytes(pack_apply_message(func, args, kwargs, buffer_threshold=1 << 20))
+    except (TypeError, PicklingError) as error:
+        raise SerializationError(getattr(func, "__name__", repr(func))) from error
 
 
 def _log_to(path: Path) -> logging.Handler:

@@ -67,6 +67,11 @@ class Books:
         """Mean loss a sample of this epoch, as far as settled; ``None`` before its first step."""
         return self._loss_sum / self._loss_samples if self._loss_samples else None
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a sample was trained on in this epoch, by any member and in any fragment."""
+        return self._ledger is not None and bool(self._ledger.counts.any())
+
     def has_row(self, epoch: int) -> bool:
         """Whether the history has a row of an epoch."""
         history = self.metrics["history"]

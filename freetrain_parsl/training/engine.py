@@ -20,6 +20,7 @@ import torch
 
 from freetrain_parsl.errors import PeerLost, UsageError
 from freetrain_parsl.training import rng
+from freetrain_parsl.training.bypass import BypassCheck
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.pace import Pace
 from freetrain_parsl.training.sharded import check_meshes, is_sharded
@@ -121,11 +122,17 @@ class Engine:
             self.keeper.mark_saved(self._mark)
         self._started = False
         self._regrouped = False  # whether the group has changed since the last boundary
+        self._bypass = BypassCheck()
 
     @property
     def group(self) -> Group:
         """Who trains together now; another object after each change."""
         return self._members.group
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this process waits to be taken into a training that others run."""
+        return self._members.is_newcomer
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -141,6 +148,7 @@ class Engine:
 
     def close(self) -> None:
         """Leave the group, wait for a checkpoint in the background, and leave torch's settings as they were."""
+        self._bypass.close()
         self._members.leave()
         self.keeper.close()
         if self._was_deterministic is not None:
@@ -166,7 +174,7 @@ class Engine:
             The checkpoint is of other objects.
         """
         if self._state.objects:
-            raise UsageError("call session.prepare once, with everything that has a state")
+            raise UsageError("call session.prepare once, before the loop, with everything that has a state")
         self._state.objects = dict(objects)
         self.keeper.sharded = is_sharded(objects)
         self._in_place = not self.keeper.sharded
@@ -175,6 +183,7 @@ class Engine:
         if not self._in_place:
             check_meshes(objects, self.mesh)
         self.stepper = Stepper(model, list(objects.values()), sharded=not self._in_place)
+        self._bypass.watch(self.stepper.parameters)
         self.keeper.assume_size(size)
         if self._restored is None:
             return
@@ -185,9 +194,16 @@ class Engine:
 
         Raises
         ------
+        UsageError
+            There is a loader already, no model yet, or the loop has begun.
         CheckpointMismatch
             The checkpoint is of another dataset or batch size.
         """
+        if self._started:
+            raise UsageError(
+                "session.loader() was called inside the epoch loop; make it before the loop: "
+                "`data = session.loader(…)`, then `for epoch in session.epochs(…):`, then `for … in data:`"
+            )
         if self._state.order is not None:
             raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
         if self.stepper is None:
@@ -290,12 +306,14 @@ class Engine:
         """Note what the user's code is going to train on, and seed what it draws meanwhile."""
         assert self.stepper is not None, "a loader needs a model"
         self.stepper.hand_out(piece)
+        self._bypass.begin_batch()
         rng.seed_all(self.options.seed, self.cursor.epoch, self.cursor.position, piece.shard)
 
     def take_back(self) -> None:
         """Note that the user's code is done with a piece, whether it made a step or not."""
         assert self.stepper is not None, "a loader needs a model"
         self.stepper.take_back()
+        self._bypass.end_batch()
 
     @property
     def cut_off(self) -> bool:
@@ -314,8 +332,10 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Add a piece's gradients; after the last piece they are those of the whole batch, on all members."""
         stepper = self._stepper_in_hand()
+        self._bypass.before_backward()
         try:
-            stepper.backward(loss)
+            with self._bypass.session_acts():
+                stepper.backward(loss)
         except PeerLost as error:
             stepper.cut()
             self._recover(error)
@@ -323,7 +343,9 @@ class Engine:
     def step(self, optimizer: Optimizer | None) -> bool:
         """Make the optimizer's step if the batch is complete; whether it was made."""
         stepper = self._stepper_in_hand()
-        if not stepper.step(optimizer, self._state.scaling):
+        with self._bypass.session_acts():
+            made = stepper.step(optimizer, self._state.scaling)
+        if not made:
             return False
         self.cursor.steps += 1
         if self.cursor.steps == 1:
@@ -333,6 +355,8 @@ class Engine:
     def end_pass(self, expected: torch.Tensor) -> None:
         """Close the books of an epoch that has had all its batches, which has the positions `expected`."""
         self.check_running()
+        assert self._state.order is not None, "there was a loader"
+        self._bypass.end_pass(self.cursor.epoch, self._state.order.batches, trained=self.books.has_steps)
         self.books.close_pass(self.cursor.epoch, expected)
         self.cursor.pass_ended = self._pass_ended_here = True
 
@@ -346,6 +370,7 @@ class Engine:
         """Go on to the next epoch."""
         self.check_running()
         self.leave_batch()
+        self._bypass.end_epoch(self.cursor.epoch, trained=self.books.has_steps)
         self.books.close_epoch(self.cursor.epoch)
         self.cursor.next_epoch()
         self._pass_ended_here = False
@@ -354,6 +379,7 @@ class Engine:
 
     def finish(self) -> None:
         """Save the final state."""
+        self._bypass.end_training(self.books.step)
         if self._state.objects:
             # Even if this step is saved: after the loop, functions log, or finish their models.
             self._save("the training is done", mark=None, wait=True)

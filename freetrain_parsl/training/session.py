@@ -51,18 +51,25 @@ class TrainingSession:
 
     @property
     def rank(self) -> int:
-        """Number of this process among those that train together now, from 0."""
-        return self._engine.group.rank
+        """Number of this process among those that train together now, from 0.
+
+        It is -1 in a process that is to join a running training, until its ``session.epochs`` gives the first epoch.
+        """
+        return -1 if self._engine.is_waiting else self._engine.group.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together now."""
+        """How many processes train together now; 1 in a process that is to join a running training."""
         return self._engine.group.size
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that should print, plot or write files."""
-        return self._engine.group.is_first
+        """Whether this is the process that should print, plot or write files.
+
+        True in one process at a time. It is False in a process that is to join a running training, until its
+        ``session.epochs`` gives the first epoch.
+        """
+        return not self._engine.is_waiting and self._engine.group.is_first
 
     @property
     def device(self) -> torch.device:

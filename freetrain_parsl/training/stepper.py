@@ -63,9 +63,10 @@ class Stepper:
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
         self._sharded = sharded
-        self._parameters = self._all_parameters()
+        self.parameters = self._all_parameters()
+        """The models' parameters, then those that only an optimizer knows; each once."""
         # Of sharded parameters the gradients are averaged by the model itself.
-        self._summed = [parameter for parameter in self._parameters if not is_spread(parameter)]
+        self._summed = [parameter for parameter in self.parameters if not is_spread(parameter)]
         self._sum: GradientSum = OverlappedSum(self._summed)
         self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
         self._group: Group
@@ -80,7 +81,7 @@ class Stepper:
 
     def fix_order(self) -> None:
         """Add up share by share from now on."""
-        self._sum = OrderedSum([parameter for parameter in self._parameters if parameter.requires_grad])
+        self._sum = OrderedSum([parameter for parameter in self.parameters if parameter.requires_grad])
         self._statistics = RunningStatistics(self._models, by_share=True)
 
     @property
@@ -202,7 +203,7 @@ class Stepper:
         if self._sharded:
             return 0
         total = 0
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
             words, rest = torch.split(bits, [len(bits) // 8 * 8, len(bits) % 8])
             total += int(words.view(torch.int64).sum()) + int(rest.sum())
@@ -219,21 +220,20 @@ class Stepper:
 
     def _hold(self) -> None:
         """Keep the gradients so far out of reach of what user code does between backward and step."""
-        self._held = [parameter.grad for parameter in self._parameters]
+        self._held = [parameter.grad for parameter in self.parameters]
         self._zero()
 
     def _give_back_held(self) -> None:
         if self._held is not None:
-            for parameter, gradient in zip(self._parameters, self._held, strict=True):
+            for parameter, gradient in zip(self.parameters, self._held, strict=True):
                 parameter.grad = gradient
             self._held = None
 
     def _zero(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def _all_parameters(self) -> list[nn.Parameter]:
-        """List the models' parameters, then those that only an optimizer knows; each once."""
         known = dict.fromkeys(self._models.parameters())
         for optimizer in self._optimizers:
             known.update(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))

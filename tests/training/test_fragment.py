@@ -105,8 +105,9 @@ def test_a_plain_loop_takes_the_same_steps(tmp_path: Path) -> None:
 
     def train(session: Any) -> None:
         model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        data = session.loader(Data(), 8, shuffle=False)
         for _ in session.epochs(1):
-            for x, y in session.loader(Data(), 8, shuffle=False):
+            for x, y in data:
                 session.step(cross_entropy(model(x), y))
 
     end = Run(tmp_path)(train)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from training_crew import SAMPLES, classify, diverge, fail, lag, pass_states, run_member
+from training_crew import SAMPLES, classify, diverge, fail, first_before_the_loop, lag, pass_states, run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership, Paused, PauseReason
 from freetrain_parsl.training.terms import Progress, Regrouped, Stranded
@@ -164,6 +164,15 @@ def test_survivors_stay_and_pause_for_a_moment_only(crew: Crew, tmp_path: Path) 
     assert len({regrouped.generation for regrouped in told}) == 1
     assert max(regrouped.paused for regrouped in told) < 5
     first(run)
+
+
+def test_only_one_process_is_the_first_before_the_loop_too(crew: Crew, tmp_path: Path) -> None:
+    """A newcomer is not the first before it is taken in: ``if session.is_first`` before the loop runs once."""
+    gates = {4: tmp_path / "go"}
+    run = crew.start(1, tmp_path, first_before_the_loop, gates=gates)
+    run.regroup(3, release=gates[4].touch)
+    ends = [outcome.end for outcome in run.outcomes() if outcome]
+    assert [end.value for end in ends if isinstance(end, Finished)] == [(True, 0, 1), (False, -1, 1), (False, -1, 1)]
 
 
 def test_who_leaves_ends_without_a_checkpoint_of_its_own(crew: Crew, tmp_path: Path) -> None:

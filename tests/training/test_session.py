@@ -114,11 +114,25 @@ def loader_outside(session: Any) -> None:
 
 
 def loader_twice(session: Any) -> None:
-    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
     data = session.loader(Data(), 8)
     for _ in session.epochs(1):
-        list(data)
-        list(data)
+        for _ in range(2):
+            for x, y in data:
+                session.step(cross_entropy(model(x), y))
+
+
+def loader_in_the_loop(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    for _ in session.epochs(1):
+        for x, y in session.loader(Data(), 8):
+            session.step(cross_entropy(model(x), y))
+
+
+def prepare_in_the_loop(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    for _ in session.epochs(1):
+        session.prepare(net(), torch.optim.SGD, lr=0.1)
 
 
 def options_for_an_instance(session: Any) -> None:
@@ -164,6 +178,8 @@ def log_a_list(session: Any) -> None:
         (short_stream, "range ended after 9 samples, but samples=10"),
         (loader_outside, "inside `for epoch"),
         (loader_twice, "once an epoch"),
+        (loader_in_the_loop, "make it before the loop: `data = session.loader"),
+        (prepare_in_the_loop, "before the loop"),
         (options_for_an_instance, "give lr to the optimizer"),
         (stateless, "object has no state_dict"),
         (not_a_model, "torch.nn.Module first, got Data"),

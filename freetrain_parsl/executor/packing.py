@@ -1,0 +1,110 @@
+"""Serialises the call of a training function, or names the object that cannot be sent to the nodes."""
+
+from __future__ import annotations
+
+import inspect
+from types import CellType, CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.executor.protocol import pack_training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["pack_or_refuse"]
+
+
+def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Serialise the call of a training function; see `pack_training`.
+
+    Raises
+    ------
+    InvalidTrainer
+        An argument, a global or a closure variable cannot be pickled; the message names it.
+    """
+    try:
+        return pack_training(function, args, kwargs)
+    except Exception as error:  # any object may refuse to be pickled, in any way
+        name = getattr(function, "__name__", repr(function))
+        found = next(_culprits(function, args, kwargs), None)
+        if found is None:
+            raise InvalidTrainer(
+                f"training function {name}() cannot be sent to the nodes: {_first_line(error)}"
+            ) from error
+        what, value, refusal = found
+        raise InvalidTrainer(
+            f"training function {name}() cannot be sent to the nodes: {what} is of type {_type_name(value)} and "
+            f"cannot be pickled ({_first_line(refusal)}); create it inside the function, or in a module that the "
+            "nodes can import"
+        ) from error
+
+
+def _culprits(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any, BaseException]]:
+    for number, value in enumerate(args, start=1):
+        if (error := _refusal(value)) is not None:
+            yield f"argument {number}", value, error
+    for key, value in kwargs.items():
+        if (error := _refusal(value)) is not None:
+            yield f"argument {key!r}", value, error
+    yield from _inside(function, set())
+
+
+def _inside(thing: Any, seen: set[int]) -> Iterator[tuple[str, Any, BaseException]]:
+    """Search what a function, or the methods of a class, refer to; inner functions and classes first."""
+    thing = inspect.unwrap(thing) if callable(thing) else thing
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, type):
+        for member in vars(thing).values():
+            plain = getattr(member, "__func__", member)
+            if isinstance(plain, FunctionType):
+                yield from _inside(plain, seen)
+    if not isinstance(thing, FunctionType):
+        return
+    for kind, name, value in _references(thing):
+        if (error := _refusal(value)) is None:
+            continue
+        if isinstance(value, (FunctionType, type)):
+            yield from _inside(value, seen)
+        else:
+            yield f"{kind} {name!r}, used in {thing.__qualname__}(),", value, error
+
+
+def _references(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
+    for parameter in inspect.signature(function, follow_wrapped=False).parameters.values():
+        if parameter.default is not parameter.empty:
+            yield "the default of parameter", parameter.name, parameter.default
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != CellType():  # an empty one: its variable was never assigned
+            yield "the variable", name, cell.cell_contents
+    for name in dict.fromkeys(_names(function.__code__)):
+        if name in function.__globals__:
+            yield "the global", name, function.__globals__[name]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _refusal(value: Any) -> BaseException | None:
+    try:
+        pack_training(value, (), {})
+    except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, in any way
+        return error
+    return None
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
