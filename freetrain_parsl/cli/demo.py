@@ -245,14 +245,16 @@ def _watch(
     time_limit: float,
 ) -> None:
     """Show the run until every future is done or the time is up."""
+    from freetrain_parsl.executor.clock import SteadyClock
     from freetrain_parsl.report.live import live_view
 
-    begin = time.time()
+    clock = SteadyClock()
+    begin = clock()
     told: dict[str, str] = {}
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        while time.time() - begin < time_limit and not all(future.done() for future in futures.values()):
+        while clock() - begin < time_limit and not all(future.done() for future in futures.values()):
             run.refresh()
-            now = time.time()
+            now = clock()
             if console.is_terminal:
                 live.update(live_view(run, nodes(), now, now - begin, "FreeTrain demo"))
             else:

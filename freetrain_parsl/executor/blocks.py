@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -276,7 +276,8 @@ class BatchDesk(threading.Thread):
             self._failures = 0
             if any(status.state is BlockState.RUNNING for status in survey.blocks.values()):
                 self._pauses = self._refusals = 0
-            pause = max(self._interval, (self._clock() - begin) / self._SHARE_OF_TIME)
-            self._post(survey)
+            took = self._clock() - begin
+            pause = max(self._interval, took / self._SHARE_OF_TIME)
+            self._post(replace(survey, took=took))
         with self._condition:
             self._survey_at = self._clock() + pause

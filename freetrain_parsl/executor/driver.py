@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from freetrain_parsl.errors import BatchSystemError, TrainingError
 from freetrain_parsl.executor.batch_systems import BlockSpec
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
+from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.conductor import Conductor
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.roster import Block, Roster, Slot
@@ -73,12 +75,17 @@ class Driver(threading.Thread):
     fail_all
         Called when no slot can ever start; gets the reason.
     clock
-        Seconds since the epoch.
+        Wall clock, seconds since the epoch. It may be stepped: the driver runs on a `SteadyClock` made of it.
+    monotonic
+        What the `SteadyClock` goes by.
     """
 
     _PASS = 0.25  # seconds between passes when nothing happens: bounds how late a time-out is noticed
     _MOST_FAILED_STARTS = 5
     _PATIENCE = 60.0  # seconds until a running block whose slots are missing is offered new slot tasks
+    _STEP = 1.0  # a change of the wall clock by more seconds than this is recorded
+    _STOPPED = 1.0  # a longer pass than this, in seconds, may mean that the process was stopped
+    _BACKLOG = 0.5  # seconds in which messages that were sent meanwhile are then read before anybody is judged
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class Driver(threading.Thread):
         submit_slot: Callable[[str], None],
         fail_all: Callable[[Exception], None],
         clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="freetrain-driver", daemon=True)
         self._planner = Planner(policy, planner_settings, on_decision=self._record_decision)
@@ -106,7 +114,10 @@ class Driver(threading.Thread):
         self._silence = silence
         self._submit_slot = submit_slot
         self._fail_all = fail_all
-        self._clock = clock
+        self._clock = SteadyClock(clock, monotonic)
+        self._survey_times = SurveyTimes()
+        self._lead = 0.0
+        self._listened = self._clock()
         self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
@@ -118,7 +129,7 @@ class Driver(threading.Thread):
             kill=self._kill,
             emit=self._events.append,
             journal=journal,
-            clock=clock,
+            clock=self._clock,
         )
         self._reports = {
             "progress": self._conductor.on_progress,
@@ -137,6 +148,8 @@ class Driver(threading.Thread):
 
     def post(self, item: object) -> None:
         """Tell the driver something: a `Training`, a `Task`, a desk's answer or a `SlotTaskEnded`."""
+        if isinstance(item, Survey):
+            item = self._survey_times.translate(item, self._clock())  # now: its times age while it waits
         self._posted.put(item)
         self._server.wake()
 
@@ -165,9 +178,8 @@ class Driver(threading.Thread):
 
     def _turn(self) -> None:
         now = self._clock()
-        wait = min(self._PASS, self._planner.wake_at(now) - now)
-        for slot, message in self._server.receive(wait):
-            self._on_message(slot, message)
+        self._record_step()
+        self._listen(min(self._PASS, self._planner.wake_at(now) - now))
         while not self._posted.empty():
             self._on_post(self._posted.get())
         if self._surveyed_at is not None and self._clock() - self._surveyed_at > self._outdated:
@@ -183,6 +195,26 @@ class Driver(threading.Thread):
         self._leave_in_time()
         self._desk.rest(not (self._planner.trainers or self._tasks.waiting or self._roster.blocks))
         self._journal.commit()
+
+    def _listen(self, wait: float) -> None:
+        """Take what slots say; after a pause of this process, all that they said meanwhile."""
+        for slot, message in self._server.receive(wait):
+            self._on_message(slot, message)
+        now = self._clock()
+        if now - self._listened > self._STOPPED:
+            while (left := now + self._BACKLOG - self._clock()) > 0:
+                for slot, message in self._server.receive(left):
+                    self._on_message(slot, message)
+            now = self._clock()
+        self._listened = now
+
+    def _record_step(self) -> None:
+        """Note it if the wall clock was stepped: times in the journal do not follow it."""
+        lead = self._clock.lead
+        if abs(lead - self._lead) > self._STEP:
+            step, self._lead = lead - self._lead, lead
+            logger.warning("the wall clock was set %s by %.0f s", "forward" if step > 0 else "back", abs(step))
+            self._write("clock_stepped", "", seconds=step, lead=lead)
 
     def _record_decision(self, time: float, purpose: str, decision: Decision) -> None:
         self._journal.write(
@@ -382,7 +414,7 @@ class Driver(threading.Thread):
             self._lose(slot, "the batch system takes its node", crash=False)
 
     def _find_silent(self) -> None:
-        limit = self._clock() - self._silence
+        limit = self._listened - self._silence
         for slot in [slot for slot in self._roster.slots.values() if slot.heard < limit]:
             self._kill(slot, f"no sign of life for {self._silence:g} s")
 

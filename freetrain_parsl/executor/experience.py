@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,10 @@ def learned_costs(known: RescaleCosts, kind: str, seconds: float) -> RescaleCost
     kind
         ``up``, ``down`` or ``start``: what was measured.
     seconds
-        The measurement.
+        The measurement; one that cannot be, because it is negative or not finite, teaches nothing.
     """
+    if not (math.isfinite(seconds) and seconds >= 0):
+        return known
     before: float = getattr(known, kind)
     return replace(known, **{kind: (1 - _WEIGHT) * before + _WEIGHT * seconds})
 

@@ -61,8 +61,12 @@ class Block:
     refilled: float | None = None
 
     def start(self, now: float, nodes: tuple[str, ...], ends: float | None) -> None:
-        """Note that it holds `nodes` now, until its walltime `ends` or its window closes."""
+        """Note that it holds `nodes` now, until its walltime `ends` or its window closes.
+
+        It cannot last longer than its walltime from now on: an end after that is due to a clock that was stepped.
+        """
         self.started, self.nodes = now, nodes
+        ends = None if ends is None else min(ends, now + self.seconds)
         times = [time for time in (ends, self.closes) if time is not None]
         self.ends = min(times, default=None)
 

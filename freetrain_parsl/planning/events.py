@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning.model import BlockTerms
 
 if TYPE_CHECKING:
@@ -43,9 +45,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at `time`."""
+    """Something that happened at `time`, a finite number.
+
+    Raises
+    ------
+    PlanningError
+        `time` is not a finite number.
+    """
 
     time: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.time):
+            raise PlanningError(f"an event needs a finite time, got {self.time}")
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,10 @@ class _Node(NamedTuple):
 
 
 class Outlook:
-    """Learns from nodes that come and go; times in seconds on one clock."""
+    """Learns from nodes that come and go; times in seconds on one clock.
+
+    A time before the latest that was told counts as that one.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -64,19 +67,20 @@ class Outlook:
 
     def opened(self, time: float, nodes: Iterable[str]) -> None:
         """Note nodes that can be used from now on."""
-        self._changed(time)
+        time = self._changed(time)
         for node in nodes:
             self._nodes.setdefault(node, _Node(time, Prospect.UNKNOWN, time))
 
     def seen(self, time: float, node: str, prospect: Prospect) -> None:
         """Note what the plan now says of a node; nothing if it has not opened."""
+        time = max(time, self._last)
         if node in self._nodes and self._nodes[node].prospect is not prospect:
             self._leave(time, node, closes=False)
             self._nodes[node] = _Node(self._nodes[node].opened, prospect, time)
 
     def closed(self, time: float, nodes: Iterable[str], *, given_back: bool = False) -> None:
         """Note nodes that are gone: closed, or given back by us, which says nothing of how long nodes last."""
-        self._changed(time)
+        time = self._changed(time)
         for node in nodes:
             if node in self._nodes:
                 self._leave(time, node, closes=not given_back)
@@ -88,14 +92,14 @@ class Outlook:
         known = self._nodes.get(node)
         if known is None:
             return math.inf
-        return self._survivals[known.prospect].remaining(now - known.opened, self._life)
+        return self._survivals[known.prospect].remaining(max(0.0, now - known.opened), self._life)
 
     def closing_rate(self, node: str, now: float) -> float:
         """Return the expected closings per second of a node of this age; zero for one that has not opened."""
         known = self._nodes.get(node)
         if known is None:
             return 0.0
-        return self._survivals[known.prospect].closing_rate(now - known.opened, self._life)
+        return self._survivals[known.prospect].closing_rate(max(0.0, now - known.opened), self._life)
 
     @property
     def horizon(self) -> float:
@@ -114,15 +118,19 @@ class Outlook:
         """Mean time that a node lasts: node-seconds, of those that are still there too, over closings."""
         return (self._node_seconds + _FIRST_LIFE) / (self._closings + 1)
 
-    def _changed(self, time: float) -> None:
+    def _changed(self, time: float) -> float:
+        """Count a change of the pool, and return its time: never before the last one."""
         if self._first is None:
             self._first = self._last = time
+        time = max(time, self._last)
         self._node_seconds += (time - self._last) * len(self._nodes)
         self._changes += time > self._last
         self._last = time
+        return time
 
     def _leave(self, time: float, node: str, *, closes: bool) -> None:
         known = self._nodes[node]
+        time = max(time, known.seen)
         self._survivals[known.prospect].count(known.seen - known.opened, time - known.opened, closes=closes)
 
 

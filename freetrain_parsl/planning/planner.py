@@ -80,6 +80,7 @@ class Planner:
         self._settle_until: float | None = None
         self._dirty = False
         self._planned_at = -math.inf
+        self._now = -math.inf
 
     # What the driver may look at.
 
@@ -109,7 +110,9 @@ class Planner:
     # Events.
 
     def advance(self, *events: ev.Event) -> ev.Actions:
-        """Take events (in order of time) and answer with what to do.
+        """Take events and answer with what to do.
+
+        The planner's time never goes back: an event from before the latest one counts as of that time.
 
         Raises
         ------
@@ -120,8 +123,9 @@ class Planner:
             return []
         due = self.wake_at(self._planned_at)
         for event in events:
-            self._take(event)
-        now = events[-1].time
+            self._now = max(self._now, event.time)
+            self._take(event if event.time == self._now else replace(event, time=self._now))
+        now = self._now
         if not self._dirty and now < due:
             return []
         self._dirty, self._planned_at = False, now

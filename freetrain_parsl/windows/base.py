@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,8 @@ class Survey:
         Where the batch system's plan says nothing and what was assumed instead, one line each.
     unused
         Nodes that are in no window -> why, in plain English, as far as the batch system tells.
+    took
+        How long the round of queries took, seconds; `time` lies within it.
     """
 
     time: float
@@ -110,6 +113,31 @@ class Survey:
     wanted: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unused: Mapping[str, str] = field(default_factory=dict)
+    took: float = 0.0
+
+    def shifted(self, seconds: float) -> Survey:
+        """Return the same survey on a clock that is ahead by so many seconds."""
+        if not seconds:
+            return self
+        blocks = {
+            job: status if status.ends is None else replace(status, ends=status.ends + seconds)
+            for job, status in self.blocks.items()
+        }
+        return replace(
+            self,
+            time=self.time + seconds,
+            windows=tuple(_shifted(window, seconds) for window in self.windows),
+            blocks=blocks,
+            wanted={node: time + seconds for node, time in self.wanted.items()},
+        )
+
+
+def _shifted(window: Window, seconds: float) -> Window:
+    opens = window.opens + seconds
+    if window.closes is None:
+        return replace(window, opens=opens)
+    # Rounding must not make a very short window end where it begins.
+    return replace(window, opens=opens, closes=max(window.closes + seconds, math.nextafter(opens, math.inf)))
 
 
 class WindowSource(ABC):

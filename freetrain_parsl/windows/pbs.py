@@ -231,7 +231,7 @@ class PbsWindowSource(WindowSource):
 
     def _site_now(self) -> _Site:
         now = self._clock()
-        if self._site is None or now - self._site[0] >= _SITE_SECONDS:
+        if self._site is None or not 0 <= now - self._site[0] < _SITE_SECONDS:
             queues_answer = read_answer(self._run("qstat", "-Qf", "-F", "json"), "qstat -Qf")
             server_answer = read_answer(self._run("qstat", "-Bf", "-F", "json"), "qstat -Bf")
             queues, server = parse_queues(queues_answer), parse_server(server_answer)
@@ -269,7 +269,7 @@ class PbsWindowSource(WindowSource):
 
     def _reservations_now(self) -> tuple[Reservation, ...]:
         now = self._clock()
-        if self._reservations is None or now - self._reservations[0] >= _RESERVATION_SECONDS:
+        if self._reservations is None or not 0 <= now - self._reservations[0] < _RESERVATION_SECONDS:
             self._reservations = now, parse_reservations(self._run("pbs_rstat", "-f"))
         return self._reservations[1]
 

@@ -7,6 +7,7 @@ for once in minutes, and again after any error.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -62,7 +63,7 @@ class SlurmQueries:
         self._clock = clock
         self._kept: dict[str, tuple[float, object]] = {}
         self._json: bool | None = None
-        self._accounting_rests_until = 0.0
+        self._accounting_failed = -math.inf
 
     def _ask(self, parse: Callable[[str], T], *arguments: str) -> T:
         label = " ".join(filter(str.isalpha, arguments))
@@ -160,7 +161,8 @@ class SlurmQueries:
         """Whether there is a database to ask, and it has not just failed to answer."""
         config = self.config()
         has = config.get("AccountingStorageType", "").endswith("slurmdbd")
-        return has and self._clock() >= self._accounting_rests_until
+        # A clock that was set back must not keep the database from being asked for hours.
+        return has and not 0 <= self._clock() - self._accounting_failed < _REST_AFTER_FAILURE
 
     def accounting(self, parse: Callable[[str], T], *arguments: str) -> T | None:
         """Ask the database; ``None`` if there is none, no command for it, or no answer: some sites' hangs.
@@ -172,7 +174,7 @@ class SlurmQueries:
         try:
             return parse(self._run(*arguments))
         except (BatchSystemError, CommandNotFound, ValueError):
-            self._accounting_rests_until = self._clock() + _REST_AFTER_FAILURE
+            self._accounting_failed = self._clock()
             return None
 
     def ended_jobs(self, job_ids: Collection[str]) -> dict[str, str]:

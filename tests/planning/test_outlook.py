@@ -7,8 +7,10 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from freetrain_parsl.planning.outlook import Outlook
+from freetrain_parsl.planning.outlook import Outlook, Prospect
 
 
 def lived(lives: np.ndarray, gap: float = 10.0) -> tuple[Outlook, float]:
@@ -144,3 +146,31 @@ def test_changes_at_one_instant_are_one_change() -> None:
 
 def test_the_horizon_before_anything_was_seen_is_a_constant() -> None:
     assert Outlook().horizon == pytest.approx(math.sqrt(12 * 1200))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["opened", "closed", "given back", "seen"]),
+            st.floats(-1e10, 1e10),
+            st.sampled_from("abc"),
+            st.sampled_from(list(Prospect)),
+        ),
+        max_size=30,
+    ),
+    st.floats(-1e10, 1e10),
+)
+def test_whatever_the_times_of_its_events_it_answers_with_possible_numbers(events: list, now: float) -> None:
+    """Clocks are stepped, also back: no estimate may then be negative, or not a number."""
+    outlook = Outlook()
+    for what, time, node, prospect in events:
+        if what == "opened":
+            outlook.opened(time, [node])
+        elif what == "seen":
+            outlook.seen(time, node, prospect)
+        else:
+            outlook.closed(time, [node], given_back=what == "given back")
+        assert 0 < outlook.horizon < math.inf
+        for name in "abc":
+            assert outlook.remaining(name, now) > 0
+            assert 0 <= outlook.closing_rate(name, now) < math.inf

@@ -1,0 +1,245 @@
+"""A real driver, batch desk and control channel; the batch system is a list, slots are channels without a process."""
+
+from __future__ import annotations
+
+import queue
+import time
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from parsl.serialize import serialize
+
+from freetrain_parsl.executor.blocks import BatchDesk
+from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.journal import Entry, Journal, read_journal
+from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.slots import Channel, SlotServer
+from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
+from freetrain_parsl.planning.policies import resolve_policy
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.training.terms import Progress
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from typing_extensions import Self
+
+    from freetrain_parsl.executor.batch_systems import BlockSpec
+    from freetrain_parsl.executor.roster import Block
+
+NODES = ("n0", "n1")
+
+
+def wait_for(condition: Callable[[], Any], what: str, limit: float = 60.0) -> Any:
+    """Return the first true value of a condition."""
+    end = time.monotonic() + limit
+    while not (value := condition()):
+        assert time.monotonic() < end, f"{what}: not within {limit:g} s"
+        time.sleep(0.01)
+    return value
+
+
+class SteppedClock:
+    """A wall clock that somebody sets."""
+
+    def __init__(self) -> None:
+        self.lead = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.lead
+
+
+class FakeBatchSystem(WindowSource):
+    """Starts every block at once, on its own clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.jobs: dict[str, BlockStatus] = {}
+        self.blocks: dict[str, str] = {}
+        """Block -> job."""
+
+    def survey(self, job_ids=()) -> Survey:
+        now = self.clock()
+        held = {node for job in self.jobs.values() if not job.state.ended for node in job.nodes}
+        free = tuple(node for node in NODES if node not in held)
+        windows = (Window(free, now, now + 3600.0, WindowKind.BACKFILL),) if free else ()
+        return Survey(now, windows, {job: self.jobs[job] for job in job_ids})
+
+    def launch(self, spec: BlockSpec) -> str:
+        job = f"job-{spec.block}"
+        nodes = NODES[: spec.nodes] if isinstance(spec.nodes, int) else tuple(spec.nodes)
+        self.jobs[job] = BlockStatus(BlockState.RUNNING, nodes, self.clock() + spec.seconds)
+        self.blocks[spec.block] = job
+        return job
+
+    def cancel(self, job_ids) -> None:
+        self.jobs.update(dict.fromkeys(job_ids, BlockStatus(BlockState.CANCELLED)))
+
+    def find_jobs(self, prefix: str) -> dict[str, str]:
+        return {}
+
+
+class FakeSlot:
+    """Speaks the slot's side of the protocol as the test says, and beats by itself."""
+
+    def __init__(self, bench: DriverBench, node: str, token: str) -> None:
+        self.inbox: queue.Queue[Message] = queue.Queue()
+        self.lost = False
+        self.run = 0
+        self.node, self.token, self._bench = node, token, bench
+        block = next(block for block, job in bench.source.blocks.items() if node in bench.source.jobs[job].nodes)
+        self.channel = Channel(
+            ("127.0.0.1",), bench.server.port, None, f"{node}/0/{token}",
+            handle=self._handle, on_lost=self._lose, beat=0.2, silence=bench.silence,
+        )  # fmt: skip
+        self.channel.start()
+        self.tell("hello", token=token, node=node, block=block, pid=0)
+
+    def _lose(self) -> None:
+        self.lost = True
+
+    def _handle(self, message: Message) -> None:
+        if message.type == "run":
+            self.run = message["run"]
+        if message.type != "beat":
+            self.inbox.put(message)
+
+    def tell(self, kind: str, payload: bytes = b"", **header: Any) -> None:
+        if self.run:
+            header.setdefault("run", self.run)
+        self.channel.send(Message(kind, header, payload))
+
+    def progress(self, step: int, **changes: Any) -> None:
+        """Report progress of the training that it runs."""
+        report = Progress(**{"step": step, "samples": 16 * step, "samples_total": 1000, **changes})
+        self.tell("progress", progress=asdict(report))
+
+    def finish(self, value: object) -> None:
+        """End the run with a result."""
+        self.tell("ended", serialize(value), outcome="finished")
+
+    def die(self) -> None:
+        """End like a process that was killed, which HTEX tells."""
+        self.channel.close()
+        self._bench.slots.remove(self)
+        self._bench.driver.post(SlotTaskEnded(self.token, RuntimeError("killed")))
+
+    def get(self, kind: str, limit: float = 60.0) -> Message:
+        """Return the next message of a kind; earlier ones of other kinds are dropped."""
+        end = time.monotonic() + limit
+        while True:
+            message = self.inbox.get(timeout=max(0.0, end - time.monotonic()))
+            if message.type == kind:
+                return message
+
+
+def a_driver(
+    directory: Path,
+    server: Any,
+    desk: BatchDesk,
+    wall: Callable[[], float],
+    monotonic: Callable[[], float] = time.monotonic,
+    *,
+    silence: float = 3.0,
+    submit_slot: Callable[[str], None] = str,
+    fail_all: Callable[[Exception], None] = str,
+) -> Driver:
+    """Make a driver with a journal in `directory`."""
+    return Driver(
+        policy=resolve_policy("milp"),
+        planner_settings=PlannerSettings(
+            startup=1, min_useful=1, closing_margin=1, max_walltime=600, idle_timeout=2, settle=0.2
+        ),
+        server=server,
+        desk=desk,
+        journal=Journal(directory / "journal.sqlite"),
+        training_settings=TrainingSettings(directory / "checkpoints", costs=RescaleCosts(1, 1, 1)),
+        slots_per_node=1,
+        outdated=5.0,
+        silence=silence,
+        submit_slot=submit_slot,
+        fail_all=fail_all,
+        clock=wall,
+        monotonic=monotonic,
+    )
+
+
+class DriverBench:
+    """Ends everything with the ``with`` block."""
+
+    def __init__(self, directory: Path, *, silence: float = 3.0) -> None:
+        self.wall = SteppedClock()
+        self.silence = silence
+        self.source = FakeBatchSystem(self.wall)
+        self.server = SlotServer(None, (55000, 56000))
+        self.tokens: queue.Queue[str] = queue.Queue()
+        self.failures: list[Exception] = []
+        self.futures: list[Future[Any]] = []
+        self.slots: list[FakeSlot] = []
+        self.journal_path = directory / "journal.sqlite"
+        self.desk = BatchDesk(
+            self.source, self.source.launch, self._post,
+            interval=0.1, submissions_per_minute=1000, max_refusals=5, job_prefix="freetrain.test.",
+        )  # fmt: skip
+        self.driver = a_driver(
+            directory, self.server, self.desk, self.wall,
+            silence=silence, submit_slot=self.tokens.put, fail_all=self._fail_all,
+        )  # fmt: skip
+
+    def _post(self, item: object) -> None:
+        self.driver.post(item)
+
+    def _fail_all(self, error: Exception) -> None:
+        self.failures.append(error)
+        for future in self.futures:
+            if not future.done():
+                future.set_exception(error)
+
+    def __enter__(self) -> Self:
+        self.driver.start()
+        self.desk.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.stop(10)
+        self.desk.close(10)
+        for slot in self.slots:
+            slot.channel.close()
+
+    def train(self, name: str, *, min_nodes: int = 1, max_nodes: int = 1) -> Future[Any]:
+        """Submit a training; what it would run does not matter here."""
+        future: Future[Any] = Future()
+        self.futures.append(future)
+        request = TrainingRequest(name, min_nodes, max_nodes, ScalingCurve.of(None))
+        self.driver.post(Training(request, b"", future))
+        return future
+
+    def slot(self, node: str = "") -> FakeSlot:
+        """Let a slot join, on the node given or the first that is held and has none."""
+        token = self.tokens.get(timeout=60)
+        taken = {slot.node for slot in self.slots}
+
+        def held() -> str | None:
+            nodes = [name for job in self.source.jobs.values() if not job.state.ended for name in job.nodes]
+            return next((name for name in nodes if (name == node if node else name not in taken)), None)
+
+        self.slots.append(FakeSlot(self, wait_for(held, "a node"), token))
+        return self.slots[-1]
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks as the driver knows them."""
+        return list(self.driver._roster.blocks.values())
+
+    def history(self) -> list[Entry]:
+        """Return the journal so far."""
+        return [entry for _, entry in read_journal(self.journal_path)]
+
+    def entry(self, kind: str, limit: float = 60.0) -> Entry:
+        """Wait for an entry of the journal."""
+        entry: Entry = wait_for(lambda: next((e for e in self.history() if e.kind == kind), None), kind, limit)
+        return entry
