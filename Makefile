@@ -3,6 +3,9 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Of `make chaos`: bare (seconds an episode) or campaign (minutes), and the seeds of the episodes.
+KIND ?= bare
+SEEDS ?= 1-20
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +13,7 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check docs clean
+.PHONY: help install demo test chaos check docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +36,9 @@ demo: $(STAMP)  ## Watch seven trainings in the holes of a busy little cluster
 
 test: $(STAMP)  ## Run all tests; those that need a batch system or a GPU skip themselves
 	@$(BIN)/python -m tests $(ARGS)
+
+chaos: $(STAMP)  ## Run trainings under random faults: make chaos SEEDS=1-300 ARGS="--jobs 2"
+	@$(BIN)/python -m freetrain_parsl.testing.chaos $(KIND) $(SEEDS) $(ARGS)
 
 check: $(STAMP)  ## Lint, check the formatting, check the types
 	@$(BIN)/ruff check

@@ -28,7 +28,7 @@ ROOMS = {
     "campaign": {"planning", "windows", "training", "storage", "cluster", "executor", "report"},
     "report": {"executor"},
     "replay": {"planning", "windows", "cluster", "report"},
-    "testing": {"planning", "windows", "cluster"},
+    "testing": {"planning", "windows", "cluster", "training", "executor"},
     "cli": {
         "executor",
         "campaign",
@@ -49,7 +49,7 @@ OUTSIDE = {
     "windows": set(),
     "training": {"numpy", "torch"},
     "storage": set(),
-    "testing": {"numpy", "pytest"},
+    "testing": {"numpy", "pytest", "torch", "yaml"},
 }
 
 

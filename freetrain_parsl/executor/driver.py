@@ -334,8 +334,12 @@ class Driver(threading.Thread):
         slot = self._roster.by_token(ended.token)
         if slot is not None:
             self._lose(slot, f"its process ended: {ended.error}", crash=True)
-        elif ended.token in self._greeted or isinstance(ended.error, ManagerLost):
-            # Lost long ago, or with a block that ended before it could say hello: HTEX has only now noticed.
+        elif isinstance(ended.error, ManagerLost):
+            return  # lost with a block that has ended: HTEX has only now noticed
+        elif ended.token in self._greeted:
+            # Given up before its process ended. If its block lives, the node can have another slot.
+            for _ in range(self._roster.missing_tasks()):
+                self._order_slot()
             return
         else:
             self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)

@@ -1,0 +1,15 @@
+"""Chaos episodes: real trainings under seeded faults, with exact accounts kept by the trainings themselves.
+
+``bare`` episodes run the real driver, submitter, control channel and slots in forked processes, without HTEX, and
+last seconds. ``campaign`` episodes run whole ``freetrain run`` campaigns on an embedded cluster and last minutes. Both
+end in the same check: every sample contributed to the final parameters exactly once an epoch, and deterministic
+trainings ended with the bits of an undisturbed run.
+
+Run them with ``python -m freetrain_parsl.testing.chaos`` or ``make chaos``; see ``docs/howto/inject-faults.md``.
+"""
+
+from __future__ import annotations
+
+from freetrain_parsl.testing.chaos.episode import EpisodeReport, StruckFault
+
+__all__ = ["EpisodeReport", "StruckFault"]

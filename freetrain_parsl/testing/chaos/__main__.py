@@ -1,0 +1,104 @@
+"""Run chaos episodes: ``python -m freetrain_parsl.testing.chaos bare 1-20``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.testing.chaos.episode import EpisodeReport, choose_menu, seeds_of, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run episodes, print a line for each and a summary; return 1 if something was wrong in one of them."""
+    options = _parser().parse_args(arguments)
+    try:
+        seeds = seeds_of(options.seeds)
+        run = _runner(options)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    reports = []
+    for report in _in_processes(options, seeds) if options.jobs > 1 else map(run, seeds):
+        print(report.to_json() if options.lines else _line(report), flush=True)
+        reports.append(report)
+    if not options.lines:
+        figures = summary(reports)
+        print(json.dumps(figures, indent=2))
+        if options.json is not None:
+            everything = {**figures, "reports": [json.loads(report.to_json()) for report in reports]}
+            options.json.write_text(json.dumps(everything, indent=2), encoding="utf-8")
+    return int(any(report.problems for report in reports))
+
+
+def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
+    """Give the function that runs the episode of a seed; refuse wrong options first."""
+    root = options.directory or Path(tempfile.gettempdir()) / f"freetrain-chaos-{options.kind}"
+    if options.kind == "campaign":
+        from freetrain_parsl.testing.chaos.campaign import CAMPAIGN_FAULTS, CampaignEpisode
+
+        menu = choose_menu(options.faults, {**CAMPAIGN_FAULTS, "fill": 1.0})
+        return lambda seed: CampaignEpisode(seed, menu, root, disk=options.disk).run()
+    from freetrain_parsl.testing.chaos.bare import BARE_FAULTS, BareEpisode, warm_up
+
+    menu = choose_menu(options.faults, {**BARE_FAULTS, "fill": 1.0})
+    if options.faults is None and options.disk is None:
+        del menu["fill"]
+    warm_up()
+    short = {"epochs": 2, "samples": 256, "silence": 3.0, "loss_timeout": 3.0} if options.short else {}
+    strikes = (1, 4) if options.short else (3, 9)
+    return lambda seed: BareEpisode(seed, menu, root, strikes, disk=options.disk, plan=short).run()
+
+
+def _in_processes(options: argparse.Namespace, seeds: Sequence[int]) -> list[EpisodeReport]:
+    """Share the seeds out to processes, each with one episode at a time; the reports in the order of the seeds."""
+    again = [sys.executable, "-m", "freetrain_parsl.testing.chaos", options.kind]
+    for name in ("faults", "disk", "directory"):
+        if (value := getattr(options, name)) is not None:
+            again += [f"--{name}", str(value)]
+    again += ["--short"] if options.short else []
+
+    def one(seed: int) -> EpisodeReport:
+        done = subprocess.run([*again, "--lines", str(seed)], check=False, capture_output=True, text=True)
+        if not done.stdout:
+            return EpisodeReport(options.kind, seed, (), 0, (f"the episode's process failed: {done.stderr}",), 0.0)
+        report = EpisodeReport.from_json(done.stdout.splitlines()[-1])
+        print(_line(report), file=sys.stderr, flush=True)
+        return report
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return list(pool.map(one, seeds))
+
+
+def _line(report: EpisodeReport) -> str:
+    faults = ", ".join(f"{fault.at:g} s {fault.fault} ({fault.detail})" for fault in report.faults)
+    verdict = "; ".join(report.problems) or "ok"
+    begin = f"{report.kind} {report.seed}: {report.seconds:g} s, {report.trainings} trainings"
+    return f"{begin}, {faults or 'no fault'}: {verdict}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m freetrain_parsl.testing.chaos", description=__doc__)
+    parser.add_argument("kind", choices=["bare", "campaign"], help="bare: without HTEX, seconds; campaign: whole runs")
+    parser.add_argument("seeds", help="a number, or a range such as 1-20")
+    parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, and how often")
+    parser.add_argument("--jobs", type=int, default=1, help="episodes at a time (default 1)")
+    parser.add_argument("--disk", type=int, metavar="BYTES", help="keep checkpoints on a tmpfs of this size (root)")
+    parser.add_argument("--short", action="store_true", help="short trainings, few faults: seconds each")
+    parser.add_argument("--directory", type=Path, help="where failed episodes leave their files")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all reports and the summary")
+    parser.add_argument("--lines", action="store_true", help="print one line of JSON for each episode")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

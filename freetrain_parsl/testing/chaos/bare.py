@@ -1,0 +1,515 @@
+"""Bare episodes: real driver, submitter, channel and slots, forked from one process that has imported torch already.
+
+HTEX is left out: the parent process is the batch system, and starts a slot on each node of a job. An episode takes
+seconds, because nothing is imported in it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+import zmq
+from parsl import curvezmq
+
+from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.worker import SlotSettings, run_slot
+from freetrain_parsl.testing.chaos.bare_driver import drive
+from freetrain_parsl.testing.chaos.damage import damage_newest
+from freetrain_parsl.testing.chaos.episode import EpisodeReport, StruckFault
+from freetrain_parsl.testing.chaos.small_disk import small_disk
+from freetrain_parsl.testing.chaos.trainings import SUBJECTS, Subject
+from freetrain_parsl.testing.chaos.verification import problems_of
+from freetrain_parsl.testing.faults import fill_disk, kill, resume, stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkProcess
+    from pathlib import Path
+
+__all__ = ["BARE_FAULTS", "BareEpisode", "BarePlan", "warm_up"]
+
+BARE_FAULTS: Mapping[str, float] = MappingProxyType(
+    {
+        "kill": 5,  # one or several slots
+        "stop": 3,  # a slot, for a while
+        "stop_driver": 1.5,
+        "kill_driver": 1.5,  # and start another one later
+        "preempt": 2,  # a block, and keep its nodes for a while
+        "damage": 1.5,  # the newest checkpoint of a training that has others, and kill all slots
+        "clock": 2,  # a step of the driver's wall clock
+        "vanish": 1,  # a peer sends a probe, a hello or nonsense, and disconnects
+    }
+)
+"""Faults of bare episodes and how often they are drawn; ``fill`` (a full disk) is there with a small disk only."""
+
+FILL = "fill"
+_CONTEXT = multiprocessing.get_context("fork")
+_CLOCK_STEPS = (-3600.0, -30.0, -5.0, 3.0, 20.0, 60.0)
+_GRACE = 4.0
+
+
+@dataclass(frozen=True)
+class BarePlan:
+    """What the processes of an episode have to know; times in seconds.
+
+    Parameters
+    ----------
+    directory
+        Of the episode.
+    checkpoints
+        Root of the checkpoints.
+    subjects
+        The trainings.
+    epochs, samples
+        Length of each.
+    nodes
+        Names.
+    silence, loss_timeout
+        As the executor's.
+    """
+
+    directory: Path
+    checkpoints: Path
+    subjects: tuple[Subject, ...] = SUBJECTS
+    epochs: int = 4
+    samples: int = 384
+    nodes: tuple[str, ...] = ("n0", "n1", "n2", "n3")
+    silence: float = 6.0
+    loss_timeout: float = 5.0
+
+    def result_of(self, name: str) -> Path:
+        """Return the file to which a training saves its final state."""
+        return self.directory / f"result-{name}.pt"
+
+    def outcome_of(self, name: str) -> Path:
+        """Return the file that says how a training's future was resolved."""
+        return self.directory / f"outcome-{name}.json"
+
+
+@dataclass
+class _Job:
+    block: str
+    nodes: tuple[str, ...]
+    started: float
+    ending: str = ""  # the final state, once it was told to end
+
+
+@dataclass
+class _SlotProcess:
+    process: ForkProcess
+    node: str
+    job: str
+    token: str
+    driver: int  # process id of the driver that it belongs to
+    killed_at: float = float("inf")
+
+
+def warm_up() -> None:
+    """Import what the forked processes need, and set this process up for forking: no threads, one core."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    import freetrain_parsl.training.fragment  # noqa: F401 - slots import it first
+
+    torch.optim.Adam([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
+    import highspy  # noqa: F401 - the driver's solver
+
+
+@dataclass
+class BareEpisode:
+    """One episode.
+
+    Parameters
+    ----------
+    seed
+        Draws the faults.
+    menu
+        Faults and how often they are drawn.
+    root
+        Directory for the episode's own, which is removed if nothing was wrong.
+    strikes
+        Least and largest number of faults.
+    limit
+        Seconds after which the episode counts as hanging.
+    disk
+        Bytes of a file system for the checkpoints (a ``tmpfs``; needs root); ``None``: that of `root`.
+    plan
+        Changes of the `BarePlan`.
+    """
+
+    seed: int
+    menu: Mapping[str, float]
+    root: Path
+    strikes: tuple[int, int] = (3, 9)
+    limit: float = 150.0
+    disk: int | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self) -> EpisodeReport:
+        """Run the episode to its end and say what was wrong."""
+        directory = self.root / f"bare-{self.seed}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700, parents=True)
+        begin = time.monotonic()
+        with small_disk(directory / "disk", self.disk) as checkpoints:
+            site = _BareSite(self, BarePlan(directory, checkpoints, **self.plan))
+            try:
+                site.live()
+            except Exception:  # noqa: BLE001 - an error of the episode itself is a problem like any other
+                site.problems.append(f"the episode failed: {traceback.format_exc()}")
+            finally:
+                site.end()
+            site.verify()
+        report = EpisodeReport(
+            "bare",
+            self.seed,
+            tuple(site.faults),
+            site.finished(),
+            tuple(site.problems),
+            round(time.monotonic() - begin, 1),
+        )
+        if not report.problems:
+            shutil.rmtree(directory)
+        return report
+
+
+class _BareSite:
+    """The batch system, the nodes, and whoever does harm to them."""
+
+    def __init__(self, episode: BareEpisode, plan: BarePlan) -> None:
+        self.plan = plan
+        self.faults: list[StruckFault] = []
+        self.problems: list[str] = []
+        self._episode = episode
+        self._rng = random.Random(episode.seed)
+        self._begin = time.monotonic()
+        self._driver: ForkProcess | None = None
+        self._link: Connection | None = None
+        self._channel: tuple[int, str] | None = None  # the driver's port and certificates
+        self._over = False
+        self._jobs: dict[str, _Job] = {}
+        self._tokens: list[str] = []
+        self._slots: dict[int, _SlotProcess] = {}
+        self._stopped: dict[int, float] = {}  # process -> when it goes on
+        self._full: AbstractContextManager[Path] | None = None
+        self._strike = {
+            "kill": self._kill,
+            "stop": self._stop,
+            "stop_driver": self._stop_driver,
+            "kill_driver": self._kill_driver,
+            "preempt": self._preempt,
+            "damage": self._damage,
+            "clock": self._step_clock,
+            "vanish": self._vanish,
+            FILL: self._fill,
+        }
+
+    # The life of an episode.
+
+    def live(self) -> None:
+        """Strike until the trainings have ended."""
+        left = self._rng.randint(*self._episode.strikes)
+        next_strike = None
+        self._start_driver()
+        while not self._over:
+            self._turn()
+            now = time.monotonic()
+            if self._driver is None and not self._over:
+                self.problems.append("the driver's process ended by itself")
+                return
+            if now - self._begin > self._episode.limit:
+                unfinished = [one.name for one in self.plan.subjects if not self.plan.outcome_of(one.name).exists()]
+                self.problems.append(f"hangs: after {self._episode.limit:g} s {', '.join(unfinished)} had not ended")
+                return
+            if next_strike is None:
+                if self._slots:
+                    next_strike = now + self._rng.uniform(0, 3)
+            elif left and now > next_strike:
+                left -= self._strike_once()
+                next_strike = time.monotonic() + self._rng.expovariate(1 / 1.5)
+
+    def end(self) -> None:
+        """End all processes; those that do not end by themselves are a problem."""
+        for pid in list(self._stopped):
+            self._resume(pid)
+        if self._full is not None:
+            self._full.__exit__(None, None, None)
+        if self.problems and self._driver is not None:
+            self._driver.kill()
+        patience = time.monotonic() + self.plan.silence + 12.0
+        while time.monotonic() < patience and (self._slots or self._driver):
+            self._reap()
+            time.sleep(0.05)
+        left = list(self._slots) + ([self._driver.pid] if self._driver is not None else [])
+        if left and not self.problems:
+            self.problems.append(f"left behind after the end: processes {left}")
+        for process in [slot.process for slot in self._slots.values()] + [self._driver]:
+            if process is not None:
+                process.kill()
+                process.join()
+        if self._link is not None:
+            self._link.close()
+
+    def verify(self) -> None:
+        """Check how the trainings ended."""
+        for subject in self.plan.subjects:
+            outcome = self.plan.outcome_of(subject.name)
+            if not outcome.exists():
+                if not self.problems:
+                    self.problems.append(f"{subject.name}: did not end")
+            elif (error := json.loads(outcome.read_text(encoding="utf-8"))["error"]) is not None:
+                self.problems.append(f"{subject.name}: failed: {error}")
+            else:
+                result = self.plan.result_of(subject.name)
+                self.problems += problems_of(subject, result, self.plan.epochs, self.plan.samples)
+
+    def finished(self) -> int:
+        """Count the trainings that ended without an error."""
+        outcomes = [self.plan.outcome_of(subject.name) for subject in self.plan.subjects]
+        return sum(json.loads(path.read_text(encoding="utf-8"))["error"] is None for path in outcomes if path.exists())
+
+    # Processes.
+
+    def _start_driver(self) -> None:
+        ours, theirs = _CONTEXT.Pipe()
+        self._channel, self._jobs, self._tokens = None, {}, []
+        self._driver = _CONTEXT.Process(
+            target=_in_child, args=(self.plan.directory / "driver.out", drive, self.plan, theirs)
+        )
+        self._driver.start()
+        theirs.close()
+        self._link = ours
+
+    def _start_slot(self, node: str, job: str, token: str) -> None:
+        assert self._channel is not None
+        assert self._driver is not None
+        port, certificates = self._channel
+        settings = SlotSettings(("127.0.0.1",), port, certificates, 1.0, self.plan.silence, _GRACE)
+        environment = {
+            "PARSL_WORKER_BLOCK_ID": self._jobs[job].block,
+            "FREETRAIN_CLUSTER_NODE": node,
+            "PARSL_WORKER_RANK": "0",
+        }
+        out = self.plan.directory / "slots.out"
+        process = _CONTEXT.Process(target=_in_child, args=(out, _slot, environment, settings, token))
+        process.start()
+        assert process.pid is not None
+        assert self._driver.pid is not None
+        self._slots[process.pid] = _SlotProcess(process, node, job, token, self._driver.pid)
+
+    def _turn(self) -> None:
+        self._listen()
+        self._reap()
+        now = time.monotonic()
+        for pid, until in list(self._stopped.items()):
+            if now > until:
+                self._resume(pid)
+        for slot in self._slots.values():
+            if now > slot.killed_at:
+                slot.process.kill()
+        if self._driver is None or self._channel is None:
+            return
+        for name, job in self._jobs.items():
+            here = {slot.node for slot in self._slots.values() if slot.job == name}
+            if job.ending and not here:
+                self._tell("job_ended", name, job.ending)
+                job.nodes = ()
+            elif not job.ending and now > job.started + 0.3:
+                for node in job.nodes:
+                    if node not in here and self._tokens:
+                        self._start_slot(node, name, self._tokens.pop(0))
+
+    def _listen(self) -> None:
+        link = self._link
+        try:
+            while link is not None and link.poll(0.05):
+                self._take(link.recv())
+        except (EOFError, ConnectionError):
+            self._link = None  # the driver has ended
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("listening", port, certificates):
+                self._channel = (port, certificates)
+            case ("job", job, block, nodes):
+                self._jobs[job] = _Job(block, nodes, time.monotonic())
+            case ("slot", token):
+                self._tokens.append(token)
+            case ("cancel", job):
+                self._end_job(job, "CANCELLED")
+            case ("broken", reason):
+                self.problems.append(reason)
+            case ("over",):
+                self._over = True
+            case _:
+                raise ValueError(f"unknown message {message!r}")
+
+    def _reap(self) -> None:
+        if self._driver is not None and not self._driver.is_alive():
+            self._listen()
+            self._driver = None
+        for pid, slot in list(self._slots.items()):
+            if not slot.process.is_alive():
+                del self._slots[pid]
+                if self._driver is not None and slot.driver == self._driver.pid:
+                    self._tell("slot_ended", slot.token)
+
+    def _tell(self, *message: object) -> None:
+        if self._link is not None:
+            try:
+                self._link.send(message)
+            except OSError:
+                self._link = None  # the driver has ended
+
+    def _resume(self, pid: int) -> None:
+        self._stopped.pop(pid, None)
+        with suppress(ProcessLookupError):  # it was killed meanwhile
+            resume(pid)
+
+    def _end_job(self, name: str, state: str) -> None:
+        job = self._jobs.get(name)
+        if job is None or job.ending:
+            return
+        job.ending = state
+        for pid, slot in self._slots.items():
+            if slot.job == name:
+                os.kill(pid, signal.SIGTERM)
+                slot.killed_at = time.monotonic() + _GRACE
+
+    # Faults. Each returns what it hit, or None if there was nothing to hit.
+
+    def _strike_once(self) -> bool:
+        menu = {name: weight for name, weight in self._episode.menu.items() if name != FILL or self._episode.disk}
+        [fault] = self._rng.choices(list(menu), list(menu.values()))
+        detail = self._strike[fault]()
+        if detail is not None:
+            self.faults.append(StruckFault(round(time.monotonic() - self._begin, 1), fault, detail))
+        return detail is not None
+
+    def _kill(self) -> str | None:
+        pids = sorted(self._slots)
+        if not pids:
+            return None
+        most = min(len(pids), self._rng.choice([1, 1, 2, 4]))
+        victims = self._rng.sample(pids, self._rng.randint(1, most))
+        for pid in victims:
+            kill(pid)
+        return f"{len(victims)} of {len(pids)} slots"
+
+    def _stop(self) -> str | None:
+        pids = sorted(set(self._slots) - set(self._stopped))
+        if not pids:
+            return None
+        pid, seconds = self._rng.choice(pids), self._rng.choice([0.5, 2, 4, 8, 11])
+        stop(pid)
+        self._stopped[pid] = time.monotonic() + seconds
+        return f"a slot for {seconds:g} s"
+
+    def _stop_driver(self) -> str | None:
+        if self._driver is None or self._driver.pid is None or self._driver.pid in self._stopped:
+            return None
+        seconds = self._rng.choice([1, 3, 5, 9])
+        stop(self._driver.pid)
+        self._stopped[self._driver.pid] = time.monotonic() + seconds
+        return f"for {seconds:g} s"
+
+    def _kill_driver(self) -> str | None:
+        if self._driver is None:
+            return None
+        self._driver.kill()
+        self._driver.join()
+        assert self._link is not None
+        self._link.close()
+        slots_live_on = self._rng.random() < 0.5
+        for slot in [] if slots_live_on else self._slots.values():
+            slot.process.kill()
+        pause = self._rng.choice([0, 0.5, 2, 5])
+        time.sleep(pause)
+        self._start_driver()
+        return f"{'slots live on' if slots_live_on else 'and all slots'}, another after {pause:g} s"
+
+    def _preempt(self) -> str | None:
+        running = sorted(name for name, job in self._jobs.items() if not job.ending)
+        if not running:
+            return None
+        name, seconds = self._rng.choice(running), self._rng.choice([1, 3, 6])
+        nodes = self._jobs[name].nodes
+        self._tell("taken", nodes, seconds)
+        self._end_job(name, "PREEMPTED")
+        return f"{len(nodes)} nodes for {seconds:g} s"
+
+    def _damage(self) -> str | None:
+        detail = damage_newest(self.plan.checkpoints, self._rng)
+        if detail is not None:
+            for slot in self._slots.values():
+                slot.process.kill()
+        return detail
+
+    def _step_clock(self) -> str:
+        seconds = self._rng.choice(_CLOCK_STEPS)
+        self._tell("clock", seconds)
+        return f"{seconds:+g} s"
+
+    def _vanish(self) -> str | None:
+        if self._channel is None:
+            return None
+        port, certificates = self._channel
+        name, frames = self._rng.choice(_NONSENSE)
+        context = curvezmq.ClientContext(certificates)
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 300)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send_multipart(frames)
+        socket.close()
+        context.destroy()
+        return name
+
+    def _fill(self) -> str:
+        if self._full is not None:
+            self._full.__exit__(None, None, None)
+            self._full = None
+            return "space again"
+        assert self._episode.disk is not None
+        self._full = fill_disk(self.plan.checkpoints, 2 * self._episode.disk)
+        self._full.__enter__()
+        return "full"
+
+
+_NONSENSE: tuple[tuple[str, list[bytes]], ...] = (
+    ("a probe", Message("probe", {"pid": 1}).frames()),
+    ("a hello of no block", Message("hello", {"token": "x", "node": "n0", "block": "no", "pid": 1}).frames()),
+    ("a hello without fields", Message("hello").frames()),
+    ("a beat of a stranger", Message("beat", {"waited": "long"}).frames()),
+    ("no JSON", [b"\xff\xfe", b""]),
+    ("too many frames", [b"{}", b"", b"", b""]),
+)
+
+
+def _in_child(out: Path, function: Callable[..., None], *arguments: object) -> None:
+    """Run a function in a session of its own, with its output in a file."""
+    os.setsid()
+    descriptor = os.open(out, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    random.seed()
+    function(*arguments)
+
+
+def _slot(environment: Mapping[str, str], settings: SlotSettings, token: str) -> None:
+    os.environ.update(environment)
+    run_slot(settings, token)

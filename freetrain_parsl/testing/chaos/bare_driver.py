@@ -1,0 +1,233 @@
+"""The driver's process of a bare episode: the real driver, submitter and channel over a batch system in the parent.
+
+It talks with the parent over a pipe.
+
+- To the parent: ``("listening", port, certificates)``, ``("job", id, block, nodes)``, ``("slot", token)``,
+  ``("cancel", id)``, ``("broken", reason)``, ``("over",)``.
+- From the parent: ``("job_ended", id, state)``, ``("slot_ended", token)``, ``("taken", nodes, seconds)``,
+  ``("clock", seconds)``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from parsl import curvezmq
+
+from freetrain_parsl.executor.blocks import BatchDesk
+from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.protocol import pack_training
+from freetrain_parsl.executor.slots import SlotServer
+from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
+from freetrain_parsl.planning.policies import resolve_policy
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.testing.chaos.trainings import train
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from freetrain_parsl.executor.batch_systems import BlockSpec
+    from freetrain_parsl.testing.chaos.bare import BarePlan
+
+__all__ = ["drive"]
+
+_PORTS = (55000, 60000)
+_PLANNER = PlannerSettings(
+    startup=2, min_useful=2, closing_margin=1, max_walltime=600, idle_timeout=3, settle=0.5, replan_interval=5
+)
+_TAKES = 10.0  # seconds for the driver to stop
+
+
+@dataclass
+class _Job:
+    nodes: tuple[str, ...]
+    ends: float
+    state: BlockState = BlockState.RUNNING
+
+
+class _ParentsNodes(WindowSource):
+    """The parent's nodes as windows without a known closing; jobs start at once."""
+
+    def __init__(self, nodes: Sequence[str], clock: Callable[[], float], tell: Callable[..., None]) -> None:
+        self._nodes = tuple(nodes)
+        self._clock = clock
+        self._tell = tell
+        self._jobs: dict[str, _Job] = {}
+        self._taken: dict[str, float] = {}  # node -> when it is idle again, on time.monotonic()
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+
+    def launch(self, spec: BlockSpec) -> str:
+        """Start a block."""
+        with self._lock:
+            if not set(spec.nodes) <= set(self._free()):
+                raise RuntimeError("the nodes are not idle")  # as a provider does if its submit command fails
+            job = f"{os.getpid()}.{next(self._numbers)}"
+            self._jobs[job] = _Job(spec.nodes, self._clock() + spec.seconds)
+        self._tell("job", job, spec.block, spec.nodes)
+        return job
+
+    def end(self, job: str, state: str) -> None:
+        """Note that the parent has ended a job."""
+        with self._lock:
+            if job in self._jobs:
+                self._jobs[job].state = BlockState[state]
+
+    def take(self, nodes: Sequence[str], seconds: float) -> None:
+        """Note that a job of somebody else holds nodes."""
+        with self._lock:
+            self._taken.update(dict.fromkeys(nodes, time.monotonic() + seconds))
+
+    def survey(self, job_ids: Sequence[str] = ()) -> Survey:
+        with self._lock:
+            now, free = self._clock(), self._free()
+            windows = (Window(free, now, None, WindowKind.BACKFILL),) if free else ()
+            blocks = {job: self._status(job) for job in job_ids}
+        return Survey(now, windows, blocks)
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        for job in job_ids:
+            self._tell("cancel", job)
+
+    def find_jobs(self, prefix: str) -> dict[str, str]:  # noqa: ARG002 - every submission here is answered
+        return {}
+
+    def _status(self, job: str) -> BlockStatus:
+        known = self._jobs[job]
+        return BlockStatus(known.state, known.nodes, known.ends)
+
+    def _free(self) -> tuple[str, ...]:
+        now = time.monotonic()
+        held = {node for job in self._jobs.values() if not job.state.ended for node in job.nodes}
+        return tuple(node for node in self._nodes if node not in held and self._taken.get(node, 0.0) <= now)
+
+
+def drive(plan: BarePlan, link: Connection) -> None:
+    """Run a driver until all trainings of the plan have ended, then end this process."""
+    directory = plan.directory
+    logging.basicConfig(
+        filename=directory / "driver.log",
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(threadName)s %(message)s",
+    )
+    lock = threading.Lock()
+
+    def tell(*message: object) -> None:
+        with lock:
+            link.send(message)
+
+    step = [0.0]  # of the wall clock against the real one
+
+    def clock() -> float:
+        return time.time() + step[0]
+
+    source = _ParentsNodes(plan.nodes, clock, tell)
+    certificates = directory / f"certificates-{os.getpid()}"
+    certificates.mkdir(mode=0o700)
+    certificate_directory = str(curvezmq.create_certificates(str(certificates)))
+    server = SlotServer(certificate_directory, _PORTS)
+    futures: dict[str, Future[Any]] = {}
+
+    def fail_all(error: Exception) -> None:
+        for future in futures.values():
+            if not future.done():
+                future.set_exception(error)
+
+    desk = BatchDesk(
+        source,
+        launch=source.launch,
+        post=lambda item: driver.post(item),  # noqa: PLW0108 - there is no driver yet
+        interval=0.5,
+        submissions_per_minute=200,
+        max_refusals=1000,
+        job_prefix="freetrain.chaos.",
+    )
+    driver = Driver(
+        policy=resolve_policy("milp"),
+        planner_settings=_PLANNER,
+        server=server,
+        desk=desk,
+        journal=Journal(directory / f"journal-{os.getpid()}.sqlite"),
+        training_settings=TrainingSettings(
+            checkpoint_root=plan.checkpoints,
+            checkpoint_interval=0.7,
+            costs=RescaleCosts(1, 1, 1),
+            threads=1,
+            loss_timeout=plan.loss_timeout,
+            max_restarts=20,
+        ),
+        slots_per_node=1,
+        outdated=3.0,
+        silence=plan.silence,
+        submit_slot=lambda token: tell("slot", token),
+        fail_all=fail_all,
+        clock=clock,
+    )
+    tell("listening", server.port, certificate_directory)
+    driver.start()
+    desk.start()
+    for subject in plan.subjects:
+        if not plan.outcome_of(subject.name).exists():
+            future: Future[Any] = Future()
+            futures[subject.name] = future
+            arguments = {**subject.arguments(plan.epochs, plan.samples), "out": str(plan.result_of(subject.name))}
+            request = TrainingRequest(subject.name, 1, 3, ScalingCurve.of(None), seed=subject.seed)
+            driver.post(Training(request, pack_training(train.func, (), arguments), future))
+    broken = False
+    while not all(future.done() for future in futures.values()):
+        if link.poll(0.1):
+            _obey(link.recv(), source, driver, step)
+        if not broken and not (driver.is_alive() and desk.is_alive()):
+            broken = True
+            tell("broken", f"a thread has ended: driver {driver.is_alive()}, submitter {desk.is_alive()}")
+        _keep_outcomes(plan, futures)
+    _keep_outcomes(plan, futures)
+    driver.stop(_TAKES)
+    desk.close(_TAKES)
+    if driver.is_alive():
+        tell("broken", f"the driver did not stop within {_TAKES:g} s")
+    tell("over")
+    link.close()
+
+
+def _obey(message: tuple[Any, ...], source: _ParentsNodes, driver: Driver, step: list[float]) -> None:
+    match message:
+        case ("job_ended", job, state):
+            source.end(job, state)
+        case ("slot_ended", token):
+            driver.post(SlotTaskEnded(token, RuntimeError("the worker was lost")))
+        case ("taken", nodes, seconds):
+            source.take(nodes, seconds)
+        case ("clock", seconds):
+            step[0] += seconds
+        case _:
+            raise ValueError(f"unknown message {message!r}")
+
+
+def _keep_outcomes(plan: BarePlan, futures: dict[str, Future[Any]]) -> None:
+    """Write down how trainings ended, for the parent and for the driver that follows this one."""
+    for name, future in futures.items():
+        outcome = plan.outcome_of(name)
+        if future.done() and not outcome.exists():
+            error = future.exception()
+            _write(outcome, {"error": None if error is None else f"{type(error).__name__}: {error}"})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(content), encoding="utf-8")
+    aside.replace(path)

@@ -1,0 +1,360 @@
+"""Campaign episodes: whole ``freetrain run`` campaigns on an embedded cluster, hit in each kind of process.
+
+The driver is started, killed, stopped and resumed as a user would do it, and everything else is left to the product. An
+episode takes one to four minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import traceback
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import yaml
+
+from freetrain_parsl.testing.chaos.damage import damage_newest
+from freetrain_parsl.testing.chaos.episode import EpisodeReport, StruckFault
+from freetrain_parsl.testing.chaos.small_disk import small_disk
+from freetrain_parsl.testing.chaos.trainings import SUBJECTS
+from freetrain_parsl.testing.chaos.verification import problems_of
+from freetrain_parsl.testing.faults import fill_disk, kill, kill_all, resume, stop
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+__all__ = ["CAMPAIGN_FAULTS", "CampaignEpisode"]
+
+CAMPAIGN_FAULTS: Mapping[str, float] = MappingProxyType(
+    {
+        "kill_slot": 4,
+        "kill_all_slots": 1,
+        "kill_manager": 2,  # HTEX's process on a node
+        "kill_pilot": 1,
+        "kill_interchange": 0.5,
+        "kill_driver": 1.5,
+        "kill_daemon": 0.5,  # the embedded cluster's
+        "stop_slot": 3,
+        "stop_driver": 1.5,
+        "stop_manager": 1,
+        "stop_interchange": 1,
+        "damage": 2,  # the newest checkpoint of a training that has others
+        "stop_campaign": 1,  # freetrain stop
+        "interrupt": 0.7,  # SIGINT, once or twice
+    }
+)
+"""Faults of campaign episodes and how often they are drawn; ``fill`` (a full disk) is there with a small disk only."""
+
+FILL = "fill"
+_MARK = "FREETRAIN_CHAOS"
+_FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
+_EPOCHS, _SAMPLES = 6, 640
+_MOST_RESUMES = 12
+_ENDS_WITHIN = 60.0  # seconds for the driver to end after SIGTERM
+_LEAVES_WITHIN = 30.0  # seconds for all other processes to end after the driver
+# Part of a command line -> what the process is; the first that fits counts.
+_ROLES = (
+    ("freetrain_parsl.executor.pilot", "pilot"),
+    ("process_worker_pool", "manager"),
+    ("interchange", "interchange"),
+    ("cluster.daemon", "daemon"),
+    ("/freetrain ", "driver"),
+)
+_SITE: dict[str, Any] = {
+    "site": "chaos",
+    "system": "local",
+    "block": {"nodes": 3, "grace": "4 s"},
+    "planner": {
+        "startup": "5 s",
+        "min_useful": "3 s",
+        "closing_margin": "1 s",
+        "max_walltime": "10 min",
+        "idle_timeout": "5 s",
+        "settle": "1 s",
+    },
+    "manners": {"poll_interval": "1 s", "submissions_per_minute": 120},
+    "trainings": {
+        "threads_per_slot": 1,
+        "silence": "6 s",
+        "loss_timeout": "5 s",
+        "rescale_costs": {"up": "1 s", "down": "1 s", "start": "1 s"},
+        "max_restarts": 20,
+    },
+}
+
+
+@dataclass
+class CampaignEpisode:
+    """One episode; the parameters are those of `bare.BareEpisode`."""
+
+    seed: int
+    menu: Mapping[str, float]
+    root: Path
+    strikes: tuple[int, int] = (2, 6)
+    limit: float = 300.0
+    disk: int | None = None
+
+    def run(self) -> EpisodeReport:
+        """Run the episode to its end and say what was wrong."""
+        directory = self.root / f"campaign-{self.seed}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700, parents=True)
+        begin = time.monotonic()
+        with small_disk(directory / "disk", self.disk) as checkpoints:
+            user = _User(self, directory, checkpoints)
+            try:
+                user.live()
+            except Exception:  # noqa: BLE001 - an error of the episode itself is a problem like any other
+                user.problems.append(f"the episode failed: {traceback.format_exc()}")
+            finally:
+                user.end()
+            user.verify()
+        report = EpisodeReport(
+            "campaign",
+            self.seed,
+            tuple(user.faults),
+            user.finished(),
+            tuple(user.problems),
+            round(time.monotonic() - begin, 1),
+        )
+        if not report.problems:
+            shutil.rmtree(directory)
+        return report
+
+
+class _User:
+    """Starts the campaign and resumes it until it is done, and does harm to it meanwhile."""
+
+    def __init__(self, episode: CampaignEpisode, directory: Path, checkpoints: Path) -> None:
+        self.faults: list[StruckFault] = []
+        self.problems: list[str] = []
+        self._episode = episode
+        self._directory = directory
+        self._checkpoints = checkpoints
+        self._rng = random.Random(episode.seed)
+        self._begin = time.monotonic()
+        self._mark = f"{os.getpid()}-{episode.seed}"
+        self._run_directory = directory / "run"
+        self._stopped: dict[int, float] = {}  # process -> when it goes on
+        self._full: AbstractContextManager[Path] | None = None
+        self._outputs = 0
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._write_files()
+
+    def _write_files(self) -> None:
+        site = {**_SITE, "checkpoints": {"interval": "1 s", "least_free": "1 MB", "directory": str(self._checkpoints)}}
+        (self._directory / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
+        trainings = [
+            {
+                "app": "freetrain_parsl.testing.chaos.trainings:train",
+                "name": subject.name,
+                "seed": subject.seed,
+                "arguments": {**subject.arguments(_EPOCHS, _SAMPLES), "out": str(self._result_of(subject.name))},
+            }
+            for subject in SUBJECTS
+        ]
+        campaign = {"name": "chaos", "trainings": trainings}
+        (self._directory / "campaign.yaml").write_text(yaml.safe_dump(campaign), encoding="utf-8")
+
+    def live(self) -> None:
+        """Strike, and resume what has ended early, until all trainings have finished."""
+        left = self._rng.randint(*self._episode.strikes)
+        next_strike = None
+        resumes = 0
+        self._start("run", "campaign.yaml", "--config", "site.yaml", "--run-dir", str(self._run_directory))
+        while True:
+            time.sleep(0.1)
+            now = time.monotonic()
+            for pid in [pid for pid, until in self._stopped.items() if now >= until]:
+                self._resume(pid)
+            if now - self._begin > self._episode.limit:
+                self.problems.append(f"hangs: after {self._episode.limit:g} s the trainings are {self._states()}")
+                return
+            assert self._driver is not None
+            if self._driver.poll() is not None:
+                states = self._states()
+                if states and set(states.values()) == {"finished"}:
+                    return
+                if "failed" in states.values():
+                    self.problems += [f"{name}: failed: {error}" for name, error in self._errors()]
+                    return
+                resumes += 1
+                if resumes > _MOST_RESUMES or not states:
+                    self.problems.append(f"after {resumes - 1} resumes the trainings are {states or 'not there'}")
+                    return
+                time.sleep(self._rng.choice([0, 0.3, 2, 5]))
+                self._start("resume", str(self._run_directory))
+                next_strike = None
+            elif next_strike is None:
+                if self._processes()["slot"]:
+                    next_strike = now + self._rng.uniform(0, 6)
+            elif left and now >= next_strike:
+                left -= self._strike_once()
+                next_strike = time.monotonic() + self._rng.expovariate(1 / 2.0)
+
+    def end(self) -> None:
+        """End the driver as a batch system would; what lives on is a problem."""
+        for pid in list(self._stopped):
+            self._resume(pid)
+        if self._full is not None:
+            self._full.__exit__(None, None, None)
+        if self._driver is not None and self._driver.poll() is None:
+            self._driver.terminate()
+            try:
+                self._driver.wait(_ENDS_WITHIN)
+            except subprocess.TimeoutExpired:
+                self.problems.append(f"SIGTERM did not end the driver within {_ENDS_WITHIN:g} s")
+                self._driver.kill()
+                self._driver.wait()
+        patience = time.monotonic() + _LEAVES_WITHIN
+        while (left := self._processes()) and any(left.values()) and time.monotonic() < patience:
+            time.sleep(0.5)
+        if living := {role: pids for role, pids in left.items() if pids}:
+            self.problems.append(f"left behind {_LEAVES_WITHIN:g} s after the driver's end: {living}")
+            kill_all(pid for pids in living.values() for pid in pids)
+
+    def verify(self) -> None:
+        """Check the results of the trainings that finished."""
+        for subject in SUBJECTS:
+            if self._states().get(subject.name) == "finished":
+                self.problems += problems_of(subject, self._result_of(subject.name), _EPOCHS, _SAMPLES)
+
+    def finished(self) -> int:
+        """Count the trainings that finished."""
+        return list(self._states().values()).count("finished")
+
+    # The campaign.
+
+    def _result_of(self, name: str) -> Path:
+        return self._directory / f"result-{name}.pt"
+
+    def _start(self, *arguments: str) -> None:
+        self._outputs += 1
+        with (self._directory / f"driver-{self._outputs}.out").open("wb") as out:
+            self._driver = subprocess.Popen(
+                [_FREETRAIN, *arguments],
+                cwd=self._directory,
+                env={**os.environ, _MARK: self._mark, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _states(self) -> dict[str, str]:
+        return dict(self._query("SELECT name, state FROM training"))
+
+    def _errors(self) -> list[tuple[str, str]]:
+        return self._query("SELECT name, error FROM training WHERE error IS NOT NULL")
+
+    def _query(self, statement: str) -> list[tuple[str, str]]:
+        try:
+            with sqlite3.connect(f"file:{self._run_directory}/campaign.sqlite?mode=ro", uri=True) as database:
+                return database.execute(statement).fetchall()
+        except sqlite3.Error:
+            return []  # not there yet, or being written
+
+    def _processes(self) -> dict[str, list[int]]:
+        """Find the living processes of the episode, by what they are."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found[_role_of(process)].append(process.pid)
+        return found
+
+    def _resume(self, pid: int) -> None:
+        self._stopped.pop(pid, None)
+        with suppress(ProcessLookupError):
+            resume(pid)
+
+    # Faults. Each returns what it hit, or None if there was nothing to hit.
+
+    def _strike_once(self) -> bool:
+        menu = {name: weight for name, weight in self._episode.menu.items() if name != FILL or self._episode.disk}
+        [fault] = self._rng.choices(list(menu), list(menu.values()))
+        try:
+            detail = self._strike(fault)
+        except ProcessLookupError:
+            return False  # it has ended meanwhile
+        if detail is not None:
+            self.faults.append(StruckFault(round(time.monotonic() - self._begin, 1), fault, detail))
+        return detail is not None
+
+    def _strike(self, fault: str) -> str | None:
+        if fault == "damage":
+            detail = damage_newest(self._checkpoints, self._rng)
+            if detail is not None and self._rng.random() < 0.6:
+                kill_all(self._processes()["slot"])
+                detail += ", and all slots"
+            return detail
+        if fault == "stop_campaign":
+            return self._stop_campaign()
+        if fault == "interrupt":
+            return self._interrupt()
+        if fault == FILL:
+            return self._fill()
+        if fault == "kill_all_slots":
+            slots = self._processes()["slot"]
+            kill_all(slots)
+            return f"{len(slots)} slots" if slots else None
+        what, _, role = fault.partition("_")
+        pids = sorted(set(self._processes()[role]) - set(self._stopped))
+        if not pids:
+            return None
+        pid = self._rng.choice(pids)
+        if what == "kill":
+            kill(pid)
+            return f"1 of {len(pids)}"
+        seconds = self._rng.choice([1, 3, 5, 8, 12])
+        stop(pid)
+        self._stopped[pid] = time.monotonic() + seconds
+        return f"1 of {len(pids)} for {seconds} s"
+
+    def _stop_campaign(self) -> str:
+        begin = time.monotonic()
+        command = [_FREETRAIN, "stop", str(self._run_directory)]
+        done = subprocess.run(command, check=False, capture_output=True, timeout=180)
+        seconds = time.monotonic() - begin
+        if seconds > _ENDS_WITHIN:
+            self.problems.append(f"freetrain stop took {seconds:.0f} s")
+        return f"exit code {done.returncode} after {seconds:.1f} s"
+
+    def _interrupt(self) -> str:
+        assert self._driver is not None
+        os.kill(self._driver.pid, signal.SIGINT)
+        if self._rng.random() < 0.4:
+            time.sleep(self._rng.uniform(0, 1))
+            os.kill(self._driver.pid, signal.SIGINT)
+            return "twice"
+        return "once"
+
+    def _fill(self) -> str:
+        if self._full is not None:
+            self._full.__exit__(None, None, None)
+            self._full = None
+            return "space again"
+        assert self._episode.disk is not None
+        self._full = fill_disk(self._checkpoints, 2 * self._episode.disk)
+        self._full.__enter__()
+        return "full"
+
+
+def _role_of(process: psutil.Process) -> str:
+    if process.name() == "freetrain-slot":
+        return "slot"
+    command = " ".join(process.cmdline())
+    return next((role for part, role in _ROLES if part in command), "other")

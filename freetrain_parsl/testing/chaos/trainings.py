@@ -1,0 +1,145 @@
+"""The trainings of chaos episodes. Their parameters record which samples they were trained on.
+
+`CountedNet.counts` is a parameter with one entry for each epoch and sample. The loss adds the mean of the batch's
+entries, so the gradient of an entry is one divided by the batch size, and plain SGD with a learning rate of the batch
+size subtracts exactly one each time that the sample takes part in a step. The entries are saved, restored, transferred
+and rolled back with the other parameters. At the end each must be minus one, whatever happened on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from freetrain_parsl.app import training_app
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.session import TrainingSession
+
+__all__ = ["BATCH", "SUBJECTS", "CountedNet", "NumberedSamples", "Subject", "train"]
+
+BATCH = 32
+_FEATURES, _CLASSES = 24, 4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One training of an episode.
+
+    Parameters
+    ----------
+    name, seed
+        Of the training.
+    deterministic
+        Whether its parameters must have the bits of an undisturbed run.
+    batch_norm
+        Whether the model has running statistics.
+    pace
+        Seconds that each batch takes at least, so that faults find the training at work.
+    """
+
+    name: str
+    seed: int
+    deterministic: bool
+    batch_norm: bool
+    pace: float
+
+    def arguments(self, epochs: int, samples: int) -> dict[str, Any]:
+        """Return the keyword arguments of `train`, but for ``out``."""
+        return {
+            "epochs": epochs,
+            "samples": samples,
+            "deterministic": self.deterministic,
+            "batch_norm": self.batch_norm,
+            "pace": self.pace,
+        }
+
+
+SUBJECTS = (
+    Subject("exact", 1, deterministic=True, batch_norm=False, pace=0.02),
+    Subject("exact-norm", 2, deterministic=True, batch_norm=True, pace=0.02),
+    Subject("plain", 3, deterministic=False, batch_norm=False, pace=0.05),
+    Subject("plain-norm", 4, deterministic=False, batch_norm=True, pace=0.05),
+)
+
+
+class NumberedSamples(Dataset[tuple[int, torch.Tensor, int]]):
+    """A small classification problem whose samples carry their number, with random augmentation."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self._inputs = torch.randn(size, _FEATURES, generator=generator)
+        self._labels = (self._inputs @ torch.randn(_FEATURES, _CLASSES, generator=generator)).argmax(1)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, int]:
+        return index, self._inputs[index] + 0.05 * torch.randn(_FEATURES), int(self._labels[index])
+
+
+class CountedNet(nn.Module):
+    """A small classifier, and the counts of the samples that it was trained on (see the module's docstring)."""
+
+    def __init__(self, epochs: int, samples: int, *, batch_norm: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(_FEATURES, 32),
+            nn.BatchNorm1d(32) if batch_norm else nn.Identity(),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(32, _CLASSES),
+        )
+        self.counts = nn.Parameter(torch.zeros(epochs, samples))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = self.net(inputs)
+        return logits
+
+
+@training_app(max_nodes=3)
+def train(
+    session: TrainingSession,
+    *,
+    epochs: int,
+    samples: int,
+    deterministic: bool,
+    batch_norm: bool,
+    pace: float,
+    out: str,
+) -> dict[str, Any]:
+    """Train a `CountedNet` and save its final state to the file `out`."""
+    model = CountedNet(epochs, samples, batch_norm=batch_norm)
+    adam = torch.optim.Adam(model.net.parameters(), lr=3e-3)
+    model, adam, _, scheduler = session.prepare(
+        model,
+        adam,
+        torch.optim.SGD([model.counts], lr=float(BATCH)),
+        torch.optim.lr_scheduler.StepLR(adam, step_size=1, gamma=0.9),
+    )
+    options: dict[str, Any] = {"deterministic": True, "shards": 4} if deterministic else {}
+    data = session.loader(NumberedSamples(samples), batch_size=BATCH, **options)
+    for epoch in session.epochs(epochs):
+        for numbers, inputs, labels in data:
+            time.sleep(pace)
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            session.step(loss + model.counts[epoch, numbers].mean())
+        scheduler.step()
+        session.log(lr=scheduler.get_last_lr()[0])
+    if session.is_first:
+        _save({"model": model.state_dict(), "metrics": dict(session.metrics)}, Path(out))
+    return {"steps": session.metrics["steps"], "samples": session.metrics["samples"]}
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    aside = path.with_suffix(f".{os.getpid()}")
+    torch.save(state, aside)
+    aside.replace(path)

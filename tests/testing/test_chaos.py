@@ -1,0 +1,102 @@
+"""Chaos episodes: what they check can fail, and twenty short ones pass."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.storage.posix import CheckpointDirectory
+from freetrain_parsl.testing.chaos.damage import damage_newest
+from freetrain_parsl.testing.chaos.episode import EpisodeReport, StruckFault, choose_menu, seeds_of, summary
+from freetrain_parsl.testing.chaos.trainings import BATCH, SUBJECTS
+from freetrain_parsl.testing.chaos.verification import problems_of, reference
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EPOCHS, SAMPLES = 2, 2 * BATCH
+EXACT = SUBJECTS[0]
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    """Save the result of an undisturbed run."""
+    path = tmp_path / "result.pt"
+    torch.save(reference(EXACT, EPOCHS, SAMPLES), path)
+    return path
+
+
+def test_an_undisturbed_result_has_no_problems(result):
+    assert problems_of(EXACT, result, EPOCHS, SAMPLES) == []
+
+
+def test_the_counts_name_each_missing_and_each_repeated_sample(result):
+    state = torch.load(result, weights_only=True)
+    state["model"]["counts"][0, 5] = 0.0
+    state["model"]["counts"][1, 6:8] = -2.0
+    torch.save(state, result)
+    problems = problems_of(replace(EXACT, deterministic=False), result, EPOCHS, SAMPLES)
+    assert problems == [
+        "exact: epoch 0: 1 samples missing, 0 repeated, 0 in part",
+        "exact: epoch 1: 0 samples missing, 2 repeated, 0 in part",
+    ]
+
+
+def test_a_deterministic_training_must_have_the_same_bits(result):
+    state = torch.load(result, weights_only=True)
+    weight = state["model"]["net.0.weight"]
+    weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(1e9))
+    torch.save(state, result)
+    [problem] = problems_of(EXACT, result, EPOCHS, SAMPLES)
+    assert problem.startswith("exact: net.0.weight differs by ")
+    assert problems_of(replace(EXACT, deterministic=False), result, EPOCHS, SAMPLES) == []
+
+
+def test_a_result_that_was_never_saved_is_a_problem(tmp_path):
+    assert problems_of(EXACT, tmp_path / "none.pt", EPOCHS, SAMPLES) == ["exact: saved no result"]
+
+
+def test_a_checkpoint_is_damaged_only_where_another_one_remains(tmp_path):
+    checkpoints = CheckpointDirectory(tmp_path, "net")
+    checkpoints.open()
+    for step in (1, 2):
+        assert damage_newest(tmp_path, random.Random(0)) is None
+        checkpoints.publish(step, lambda file: file.write(b"weights"), {})
+    assert str(damage_newest(tmp_path, random.Random(0))).startswith("net/step-0000000002/")
+
+
+def test_the_summary_counts_faults_and_names_failures():
+    fault = StruckFault(1.0, "kill", "1 of 4")
+    good = EpisodeReport("bare", 1, (fault, fault), 4, (), 2.0)
+    bad = EpisodeReport("bare", 2, (), 3, ("plain: failed",), 3.0)
+    assert [EpisodeReport.from_json(report.to_json()) for report in (good, bad)] == [good, bad]
+    figures = summary([good, bad])
+    assert (figures["episodes"], figures["trainings_finished"], figures["faults"]) == (2, 7, 2)
+    assert figures["failed_episodes"] == [("bare", 2)]
+
+
+def test_seeds_and_menus_are_refused_in_one_line():
+    assert seeds_of("3-5") == [3, 4, 5]
+    assert choose_menu("kill=2,stop", {"kill": 5, "stop": 1, "clock": 1}) == {"kill": 2.0, "stop": 1.0}
+    for wrong in ("x", "5-3", "1-x"):
+        with pytest.raises(UsageError, match="seeds"):
+            seeds_of(wrong)
+    for wrong in ("kil", "kill=often", "kill=-1", "kill=nan"):
+        with pytest.raises(UsageError, match="--faults"):
+            choose_menu(wrong, {"kill": 5})
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("seeds", ["1-5", "6-10", "11-15", "16-20"])
+def test_trainings_under_seeded_faults_lose_and_repeat_no_sample(seeds, tmp_path):
+    command = [sys.executable, "-m", "freetrain_parsl.testing.chaos", "bare", seeds, "--short"]
+    done = subprocess.run([*command, "--directory", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": ok") == 5
