@@ -1,9 +1,9 @@
 """What a driver uses over a long run: memory, descriptors, threads and journal, which must not grow with time.
 
-An embedded cluster with a busy main queue runs for ``--minutes``; ``--trainings`` small trainings are submitted evenly over
-that time, to the end. Every few seconds the driver's process is measured. The table compares the second quarter of the run with
-the last: the first is left out, because imports and caches fill in it. A line through the medians of all samples after
-the first quarter gives the growth an hour.
+An embedded cluster with a busy main queue runs for ``--minutes``; ``--trainings`` small trainings are submitted evenly
+over that time. Every few seconds the driver's process is measured. The table compares the second quarter of the run
+with the last; the first is left out, because imports and caches fill in it. The slope of a line fitted to all samples
+after the first quarter is the growth an hour.
 
 ``--json FILE`` keeps the table and all samples, ``--plot FILE`` draws them.
 """
@@ -154,9 +154,9 @@ def plot(samples: Sequence[dict[str, float]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    figure, axes = pyplot.subplots(len(QUANTITIES), 1, sharex=True, figsize=(8, 8), layout="constrained")
+    figure, axes = plt.subplots(len(QUANTITIES), 1, sharex=True, figsize=(8, 8), layout="constrained")
     minutes = [row["seconds"] / 60 for row in samples]
     for axis, quantity in zip(axes, QUANTITIES, strict=True):
         axis.plot(minutes, [row[quantity] for row in samples])

@@ -20,11 +20,19 @@ _STATISTICS_TOLERANCE = 0.15  # relative: running statistics are those of the lo
 
 @cache
 def reference(subject: Subject, epochs: int, samples: int) -> dict[str, Any]:
-    """Train without any disturbance, in this process, and return what the training saved."""
+    """Train without any disturbance, in this process, and return what the training saved.
+
+    With one thread, as in the slots: the number of threads is part of what determines the bits.
+    """
     with TemporaryDirectory(prefix="freetrain-reference-") as directory:
         out = Path(directory) / "out.pt"
         arguments = {**subject.arguments(epochs, samples), "pace": 0.0}
-        run_alone(train.func, seed=subject.seed, out=str(out), **arguments)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            run_alone(train.func, seed=subject.seed, out=str(out), **arguments)
+        finally:
+            torch.set_num_threads(threads)
         return _load(out)
 
 
