@@ -49,7 +49,7 @@ OUTSIDE = {
     "windows": set(),
     "training": {"numpy", "torch"},
     "storage": set(),
-    "testing": {"numpy", "pytest", "torch", "yaml"},
+    "testing": {"highspy", "numpy", "parsl", "psutil", "pytest", "torch", "yaml", "zmq"},
 }
 
 

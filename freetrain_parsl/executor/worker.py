@@ -110,6 +110,7 @@ class _Slot:
         import freetrain_parsl.training.fragment  # noqa: F401 - warms the process
 
         torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
+        gc.freeze()  # what was imported stays: collections between trainings need not look at it
 
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_warning)

@@ -6,6 +6,7 @@ seconds, because nothing is imported in it.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -128,6 +129,9 @@ def warm_up() -> None:
 
     torch.optim.Adam([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
     import highspy  # noqa: F401 - the driver's solver
+
+    gc.collect()
+    gc.freeze()  # or each collection in a forked process copies the memory of everything imported here
 
 
 @dataclass
