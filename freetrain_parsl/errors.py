@@ -13,6 +13,8 @@
     │   ├── DamagedCheckpoint   a checkpoint's bytes are not what was written
     │   └── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
     ├── TrainingError           a training ended for a reason that is not the user's own exception
+    │   ├── TrainingInterrupted the run ended before the training, by no fault of its own (resuming helps)
+    │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
     │   ├── PeerLost            another member of the process group is gone           (retry helps)
     │   ├── NonFiniteLoss       the loss is not a number any more
     │   └── TooManyRestarts     members keep crashing without reaching a further step
@@ -26,6 +28,7 @@
 from __future__ import annotations
 
 import difflib
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -46,7 +49,9 @@ __all__ = [
     "PeerLost",
     "PlanningError",
     "TooManyRestarts",
+    "TrainingCancelled",
     "TrainingError",
+    "TrainingInterrupted",
     "UnreadableAnswer",
     "UsageError",
 ]
@@ -96,6 +101,19 @@ class CheckpointMismatch(CheckpointError):
 
 class TrainingError(FreeTrainError):
     """A training ended for a reason that is not an exception of the user's own function."""
+
+
+class TrainingInterrupted(TrainingError):
+    """The run ended before the training did: its driver failed, lost its worker pools, or was shut down.
+
+    The training itself did nothing wrong. Run again, it goes on from its newest checkpoint.
+    """
+
+    transient = True
+
+
+class TrainingCancelled(TrainingError, CancelledError):
+    """A training was cancelled by `FreeTrainExecutor.cancel`; run again, it goes on from its newest checkpoint."""
 
 
 class PeerLost(TrainingError):

@@ -108,6 +108,13 @@ class Chronicle:
         self._journal.write(now, "training_finished", training.name)
         self._journal.commit()
 
+    def cancelled(self, training: Training) -> None:
+        """Tell that a training was cancelled: it gets no nodes any more, and ends once its state is saved."""
+        now = self._clock()
+        self._emit(ev.TrainerFailed(now, training.name))
+        self._journal.write(now, "training_cancelled", training.name)
+        self._journal.commit()
+
     def failed(self, training: Training, error: BaseException) -> None:
         """Tell that a training ended with an error; as durably."""
         now = self._clock()

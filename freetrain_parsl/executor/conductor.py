@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.errors import TooManyRestarts, TrainingCancelled
 from freetrain_parsl.executor.chronicle import Chronicle
 from freetrain_parsl.executor.protocol import Message, error_in, settle_with_payload
 from freetrain_parsl.executor.regrouping import disconnection, next_move, survivors
@@ -21,6 +21,7 @@ from freetrain_parsl.training.terms import PauseReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
 
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.roster import Roster, Slot
@@ -82,10 +83,17 @@ class Conductor:
         self._trainings.append(training)
         self._chronicle.submitted(training, self._settings.costs)
 
+    def cancel(self, future: Future[Any]) -> None:
+        """End a training with a checkpoint, if it is not over; its nodes are free for others at once."""
+        for training in self._trainings:
+            if training.future is future and not training.over and not training.cancelled:
+                training.cancelled, training.desired = True, frozenset()
+                self._chronicle.cancelled(training)
+
     def assign(self, name: str, nodes: frozenset[str]) -> None:
         """Note where a training should run from now on."""
         for training in self._trainings:
-            if training.name == name and not training.over:
+            if training.name == name and not training.over and not training.cancelled:
                 training.desired = nodes
 
     def converge(self) -> None:
@@ -188,7 +196,10 @@ class Conductor:
             if generation is None or not generation.running or now - training.last_lost >= _GATHER:
                 self._recover(training)
         elif generation is None:
-            if training.desired:
+            if training.cancelled:
+                if not training.crew:
+                    training.future.set_exception(TrainingCancelled(f"training {training.name!r} was cancelled"))
+            elif training.desired:
                 self._start(training)
         elif generation.lost:
             return  # its members are leaving

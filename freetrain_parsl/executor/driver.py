@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
 
-from freetrain_parsl.errors import BatchSystemError, TrainingError
+from freetrain_parsl.errors import BatchSystemError, TrainingInterrupted
 from freetrain_parsl.executor.batch_systems import BlockSpec
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
 from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
@@ -32,6 +32,7 @@ from freetrain_parsl.windows.base import BlockState, Survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.slots import SlotServer
@@ -40,7 +41,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Driver", "SlotTaskEnded"]
+__all__ = ["CancelTraining", "Driver", "SlotTaskEnded"]
+
+
+@dataclass(frozen=True)
+class CancelTraining:
+    """Somebody wants the training of this future to end, with its state saved."""
+
+    future: Future[Any]
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ class Driver(threading.Thread):
     # Other threads.
 
     def post(self, item: object) -> None:
-        """Tell the driver something: a `Training`, a `Task`, a desk's answer or a `SlotTaskEnded`."""
+        """Tell the driver something: a `Training`, `Task`, `CancelTraining`, `SlotTaskEnded` or a desk's answer."""
         if isinstance(item, Survey):
             item = self._survey_times.translate(item, self._clock())  # now: its times age while it waits
         self._posted.put(item)
@@ -169,7 +177,8 @@ class Driver(threading.Thread):
                 self._turn()
         except Exception as error:  # the loop's own defect: nobody may wait for ever on a future it holds
             logger.exception("the driver failed")
-            self._fail_all(TrainingError(f"the driver of the FreeTrain executor failed: {error!r}; see parsl.log"))
+            reason = f"the driver of the FreeTrain executor failed: {error!r}; see freetrain.log in the run directory"
+            self._fail_all(TrainingInterrupted(reason))
         finally:
             for slot in self._roster.slots:
                 self._server.send(slot, Message("exit", {"now": False, "node": False}))
@@ -245,6 +254,8 @@ class Driver(threading.Thread):
             self._end_block(item.block, f"was refused: {item.reason}")
         elif isinstance(item, DeskClosed):
             self._fail_all(BatchSystemError(item.reason))
+        elif isinstance(item, CancelTraining):
+            self._conductor.cancel(item.future)
         elif isinstance(item, SlotTaskEnded):
             self._on_slot_task_ended(item)
 

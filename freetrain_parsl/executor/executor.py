@@ -9,7 +9,8 @@ import shlex
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from pickle import PicklingError
@@ -24,11 +25,11 @@ from parsl.providers.base import ExecutionProvider
 from parsl.serialize import pack_apply_message
 from parsl.serialize.errors import SerializationError
 
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.addresses import check_interface, driver_addresses, resolved
 from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refuse_provider, window_source_for
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
-from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.driver import CancelTraining, Driver, SlotTaskEnded
 from freetrain_parsl.executor.exits import OrderlyExit
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.packing import pack_or_refuse
@@ -236,7 +237,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._desk: BatchDesk | None = None
         self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
-        self._futures: set[Future[Any]] = set()
+        self._futures: dict[Future[Any], TrainingRequest | None] = {}
+        self._cancelled: list[TrainingRequest] = []
         self._names: set[str] = set()
         self._task_number = 0
         self._lock = threading.Lock()
@@ -355,8 +357,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         assert self._driver is not None, "Parsl starts an executor before it submits to it"
         kwargs.pop("parsl_resource_specification", None)
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
-        payload = (_pack_task if request is None else pack_or_refuse)(func, args, kwargs)
         future: Future[Any] = Future()
+        if any(request is cancelled for cancelled in self._cancelled):  # Parsl tries again what was cancelled
+            future.set_exception(TrainingCancelled(f"training {request.name!r} was cancelled"))
+            return future
+        payload = (_pack_task if request is None else pack_or_refuse)(func, args, kwargs)
         with self._lock:
             if request is None:
                 self._task_number += 1
@@ -366,10 +371,36 @@ class FreeTrainExecutor(HighThroughputExecutor):
             else:
                 self._names.add(request.name)
                 item = Training(request, payload, future)
-            self._futures.add(future)
+            self._futures[future] = request
         future.add_done_callback(lambda done: self._forget(done, request))
         self._driver.post(item)
         return future
+
+    def cancel(self, future: Future[Any]) -> bool:
+        """End one training, also one that runs, and keep its checkpoint; may be called from any thread.
+
+        Its processes save its state first. Then `future` gets a `TrainingCancelled`, unless the training has finished
+        meanwhile. Its nodes are free for other trainings. Parsl's retries do not bring it back; calling the app again does.
+
+        Parameters
+        ----------
+        future
+            What the training app returned.
+
+        Returns
+        -------
+        bool
+            Whether it is being cancelled; false if it is done, or no training that this executor has.
+        """
+        record = getattr(future, "task_record", None)  # of an AppFuture, which wraps the one that we made
+        own = future if record is None else record.get("exec_fu")
+        with self._lock:
+            request = self._futures.get(own) if own is not None else None
+            if request is None or self._driver is None or own.done():
+                return False
+            self._cancelled.append(request)
+        self._driver.post(CancelTraining(own))
+        return True
 
     def outstanding(self) -> int:
         """Count the trainings and tasks that are not done."""
@@ -384,9 +415,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return []
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """End slots, cancel every block, stop the threads and the interchange."""
+        """End slots, cancel every block, stop the threads and the interchange; futures that are not done fail."""
         self._end_blocks(timeout)
         self._exit.disarm()
+        if not self.bad_state_is_set:
+            reason = f"executor {self.label!r} was shut down before this was done; checkpoints are kept"
+            self._end_futures(TrainingInterrupted(reason))
         super().shutdown(timeout)
         provider: Any = self.provider
         if hasattr(provider, "close"):
@@ -444,18 +478,22 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def _forget(self, future: Future[Any], request: TrainingRequest | None) -> None:
         with self._lock:
-            self._futures.discard(future)
+            self._futures.pop(future, None)
             if request is not None:
                 self._names.discard(request.name)
 
     def _fail_all(self, error: Exception) -> None:
         logger.error("%s", error)
+        self._end_futures(error)
+
+    def _end_futures(self, error: Exception) -> None:
+        """Fail what is not done, and whatever is submitted from now on."""
         self._executor_exception = error
         self._executor_bad_state.set()
         with self._lock:
             futures = list(self._futures)
         for future in futures:
-            if not future.done():
+            with suppress(InvalidStateError):  # it was settled just now
                 future.set_exception(error)
 
 

@@ -273,6 +273,8 @@ class Training:
     last_crash: str = ""
     losses: list[Loss] = field(default_factory=list)
     """Not answered yet."""
+    cancelled: bool = False
+    """It is to end as soon as its slots have saved its state."""
     last_lost: float = 0.0
 
     @property

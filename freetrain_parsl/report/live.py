@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["live_view", "training_table"]
 
-_STATE_STYLES = {"waiting": "dim", "running": "bold", "finished": "green", "failed": "bold red"}
+_STATE_STYLES = {"waiting": "dim", "running": "bold", "finished": "green", "failed": "bold red", "cancelled": "dim"}
 
 
 def live_view(

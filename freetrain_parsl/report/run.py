@@ -38,7 +38,7 @@ class TrainingState:
     Parameters
     ----------
     state
-        ``waiting``, ``running``, ``finished`` or ``failed``.
+        ``waiting``, ``running``, ``finished``, ``failed`` or ``cancelled``.
     progress
         Its last progress report; see ``training.terms.Progress``.
     error
@@ -147,6 +147,10 @@ class RunState:
     def _on_training_failed(self, entry: Entry) -> None:
         training = self.trainings[entry.subject]
         training.state, training.ended, training.error = "failed", entry.time, entry.detail["error"]
+
+    def _on_training_cancelled(self, entry: Entry) -> None:
+        training = self.trainings[entry.subject]
+        training.state, training.ended = "cancelled", entry.time
 
     def _on_windows(self, entry: Entry) -> None:
         self.windows = entry.detail["windows"]

@@ -60,6 +60,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
         return sites[-1]
 
     yield load
-    if sites:
+    if sites and parsl.DataFlowKernelLoader._dfk is not None:
         parsl.dfk().cleanup()
         parsl.clear()

@@ -22,7 +22,7 @@ PLANNER = PlannerSettings(
     closing_margin=1.5,
     max_walltime=300,
     idle_timeout=2,
-    join_timeout=40,
+    join_timeout=180,
     settle=1,
     replan_interval=0.5,
 )
@@ -73,7 +73,7 @@ class Site:
             self._run = RunState(self.executor.journal_path)
         return self._run.refresh()
 
-    def until(self, condition: Callable[[RunState], Any], seconds: float = 60.0) -> Any:
+    def until(self, condition: Callable[[RunState], Any], seconds: float = 240.0) -> Any:
         """Wait until `condition` of the run holds, and return it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

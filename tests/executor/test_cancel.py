@@ -1,0 +1,118 @@
+"""One training can be cancelled, and every future gets an answer, however the run ends."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING
+
+import parsl
+import pytest
+
+from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
+from freetrain_parsl.executor.driver import CancelTraining
+from tests.executor.driver_bench import DriverBench, wait_for
+from tests.executor.scenario import make_app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_training_that_runs_is_paused_then_ends_and_its_node_goes_to_another(tmp_path: Path) -> None:
+    with DriverBench(tmp_path) as bench:
+        first, other, waiting = (bench.train(name) for name in ("first", "other", "waiting"))
+        slots = [bench.slot(), bench.slot()]
+        runs = {slot.get("run")["trainer"]: slot for slot in slots}
+        assert len(runs) == 2
+        name, slot = next(iter(runs.items()))
+        slot.progress(1)
+        future = {"first": first, "other": other, "waiting": waiting}[name]
+        bench.driver.post(CancelTraining(future))
+        slot.get("pause")
+        assert not future.done(), "its state is not saved yet"
+        slot.tell("ended", outcome="paused", reason="told")
+        with pytest.raises(TrainingCancelled, match=name):
+            future.result(60)
+        assert slot.get("run")["trainer"] not in runs
+        kinds = [entry.kind for entry in bench.history() if entry.subject == name]
+        assert "training_cancelled" in kinds
+        assert "training_failed" not in kinds
+
+
+def test_a_training_that_waits_is_cancelled_at_once(tmp_path: Path) -> None:
+    with DriverBench(tmp_path) as bench:
+        future = bench.train("t")
+        bench.driver.post(CancelTraining(future))
+        with pytest.raises(CancelledError):
+            future.result(60)
+
+
+def test_a_training_that_finishes_while_it_is_being_cancelled_keeps_its_result(tmp_path: Path) -> None:
+    with DriverBench(tmp_path) as bench:
+        future = bench.train("t")
+        slot = bench.slot()
+        slot.get("run")
+        slot.progress(1)
+        bench.driver.post(CancelTraining(future))
+        slot.get("pause")
+        slot.finish("result")
+        assert future.result(60) == "result"
+
+
+def test_a_training_that_is_lost_while_it_is_being_cancelled_ends_too(tmp_path: Path) -> None:
+    with DriverBench(tmp_path) as bench:
+        future = bench.train("t")
+        slot = bench.slot()
+        slot.get("run")
+        bench.driver.post(CancelTraining(future))
+        slot.get("pause")
+        slot.die()
+        with pytest.raises(TrainingCancelled):
+            future.result(60)
+
+
+def test_the_drivers_own_failure_is_told_apart_from_a_trainings(tmp_path: Path) -> None:
+    """Whoever runs trainings again must know which did nothing wrong."""
+    with DriverBench(tmp_path) as bench:
+        future = bench.train("t")
+        bench.driver._planner.advance = None  # a defect
+        with pytest.raises(TrainingInterrupted, match="driver"):
+            future.result(60)
+        assert TrainingInterrupted.transient
+
+
+@pytest.mark.cluster
+def test_cancelling_keeps_the_checkpoint_and_neither_retries_nor_shutdown_bring_it_back(start, tmp_path: Path) -> None:
+    site = start(nodes=1)
+    parsl.dfk()._config.retries = 2
+    (tmp_path / "slow").touch()
+    train = make_app()
+    future = train.options(name="t")(epochs=50, slow=str(tmp_path / "slow"))
+    site.until(lambda run: run.trainings["t"].progress.get("step", 0) > 5 if "t" in run.trainings else False)
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(site.executor.cancel(future)))
+    thread.start()
+    thread.join(10)
+    assert answers == [True]
+    with pytest.raises(CancelledError):
+        future.result(timeout=240)
+    assert site.run.trainings["t"].state == "cancelled"
+    assert not site.executor.cancel(future), "it is over"
+    assert not site.executor.cancel(Future()), "it is no training of this executor"
+    step = site.run.trainings["t"].progress["step"]
+    (tmp_path / "slow").unlink()
+    again = train.options(name="t")(epochs=2, slow=str(tmp_path / "slow"))
+    assert again.result(timeout=240)["metrics"]["epochs"] == 2
+    assert site.run.fragments[-1].resumed_from >= step - 1
+
+
+@pytest.mark.cluster
+def test_a_future_is_resolved_when_the_kernel_is_cleaned_up(start, tmp_path: Path) -> None:
+    site = start(nodes=1)
+    (tmp_path / "slow").touch()
+    future = make_app()(epochs=100, slow=str(tmp_path / "slow"))
+    site.until(lambda run: run.fragments)
+    parsl.dfk().cleanup()
+    assert wait_for(future.done, "an answer", 10)
+    with pytest.raises(TrainingInterrupted, match="shut down"):
+        future.result()
