@@ -358,7 +358,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         kwargs.pop("parsl_resource_specification", None)
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
         future: Future[Any] = Future()
-        if any(request is cancelled for cancelled in self._cancelled):  # Parsl tries again what was cancelled
+        if request is not None and any(request is one for one in self._cancelled):  # one of Parsl's retries
             future.set_exception(TrainingCancelled(f"training {request.name!r} was cancelled"))
             return future
         payload = (_pack_task if request is None else pack_or_refuse)(func, args, kwargs)
@@ -380,7 +380,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         """End one training, also one that runs, and keep its checkpoint; may be called from any thread.
 
         Its processes save its state first. Then `future` gets a `TrainingCancelled`, unless the training has finished
-        meanwhile. Its nodes are free for other trainings. Parsl's retries do not bring it back; calling the app again does.
+        meanwhile. Its nodes are free for other trainings. Parsl's retries do not run it again; calling the app does.
 
         Parameters
         ----------
