@@ -116,6 +116,17 @@ class Conductor:
         if (training := self._of(slot)) is not None:
             training.crew[slot.name].waited = waited
 
+    def run_of(self, slot: Slot) -> int | None:
+        """Return the number of the run that a slot was ordered to do and has not ended."""
+        training = self._of(slot)
+        return None if training is None else training.crew[slot.name].run
+
+    def on_kv(self, slot: Slot, message: Message) -> None:
+        """Answer a call of a rendezvous store of the training that the slot runs."""
+        training = self._of(slot)
+        own = training is not None and message["group"].rpartition("/")[0] == training.name
+        self.rendezvous.handle(slot.name, message, self._clock(), own=own)
+
     def on_ready(self, slot: Slot, message: Message) -> None:
         """Note that a newcomer has everything but the state."""
         if (found := self._find(slot, message)) is not None:
@@ -152,9 +163,9 @@ class Conductor:
 
     def on_ended(self, slot: Slot, message: Message) -> None:
         """Note that a slot's run is over, one way or another."""
-        slot.busy = None
         if (found := self._find(slot, message)) is None:
             return
+        slot.busy = None
         training, participant = found
         generation, outcome = training.generation, message["outcome"]
         first = generation is not None and slot.name == generation.first

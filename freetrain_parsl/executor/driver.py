@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sqlite3
 import threading
 import time
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from freetrain_parsl.executor.batch_systems import BlockSpec
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
 from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.conductor import Conductor
-from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.protocol import Message, ProtocolError
 from freetrain_parsl.executor.roster import Block, Roster, Slot
+from freetrain_parsl.executor.slots import INVALID
 from freetrain_parsl.executor.tasks import Task, TaskQueue
 from freetrain_parsl.executor.trainings import Training, TrainingSettings
 from freetrain_parsl.planning import events as ev
@@ -90,6 +92,8 @@ class Driver(threading.Thread):
 
     _PASS = 0.25  # seconds between passes when nothing happens: bounds how late a time-out is noticed
     _MOST_FAILED_STARTS = 5
+    _MOST_FAULTS = 5  # messages of a slot that cannot be handled
+    _MOST_DENIALS = 15  # a slot beats at least five times in the time in which a silent one counts as lost
     _PATIENCE = 60.0  # seconds until a running block whose slots are missing is offered new slot tasks
     _STEP = 1.0  # a change of the wall clock by more seconds than this is recorded
     _STOPPED = 1.0  # a longer pass than this, in seconds, may mean that the process was stopped
@@ -150,6 +154,8 @@ class Driver(threading.Thread):
         self._notes: tuple[str, ...] = ()
         self._tokens = 0
         self._greeted: set[str] = set()
+        self._known: set[str] = set()
+        """Names of all slots that ever joined: none joins twice."""
         self._failed_starts = 0
 
     # Other threads.
@@ -208,12 +214,12 @@ class Driver(threading.Thread):
     def _listen(self, wait: float) -> None:
         """Take what slots say; after a pause of this process, all that they said meanwhile."""
         for slot, message in self._server.receive(wait):
-            self._on_message(slot, message)
+            self._take(slot, message)
         now = self._clock()
         if now - self._listened > self._STOPPED:
             while (left := now + self._BACKLOG - self._clock()) > 0:
                 for slot, message in self._server.receive(left):
-                    self._on_message(slot, message)
+                    self._take(slot, message)
             now = self._clock()
         self._listened = now
 
@@ -372,7 +378,26 @@ class Driver(threading.Thread):
 
     # Slots.
 
+    def _take(self, name: str, message: Message) -> None:
+        """Handle a message of a slot; whatever it holds, the others' trainings go on."""
+        try:
+            self._on_message(name, message)
+        except (OSError, sqlite3.Error, MemoryError):
+            raise  # ours, not the slot's
+        except Exception as error:
+            slot = self._roster.slots.get(name)
+            faults = 0 if slot is None else slot.faults
+            if slot is not None:
+                slot.faults += 1
+            if faults == 0:
+                # Else a slot that goes on like this would fill the disk.
+                logger.warning("dropped %r of slot %s: %s", message.type, name, error, exc_info=message.type != INVALID)
+            if slot is not None and slot.faults >= self._MOST_FAULTS:
+                self._kill(slot, f"{slot.faults} of its messages could not be handled, the last: {error}")
+
     def _on_message(self, name: str, message: Message) -> None:
+        if message.type == INVALID:
+            raise ProtocolError(message["reason"])
         if message.type == "hello":
             self._on_hello(name, message)
             return
@@ -386,8 +411,9 @@ class Driver(threading.Thread):
             self._server.send(name, Message("beat"))
             if "waited" in message.header:
                 self._conductor.on_beat(slot, message["waited"])
+            self._check_order(slot, message)
         elif message.type == "kv":
-            self._conductor.rendezvous.handle(name, message, self._clock())
+            self._conductor.on_kv(slot, message)
         elif message.type == "notice":
             self._on_notice(slot, message["closes_in"], gone=message["gone"])
         elif message.type in self._reports:
@@ -397,7 +423,23 @@ class Driver(threading.Thread):
             if slot.leaving:
                 self._lose(slot, "the batch system takes its node", crash=False)
 
+    def _check_order(self, slot: Slot, beat: Message) -> None:
+        """Give a slot up that keeps saying that it does not do what it was ordered to: the order or its end is lost."""
+        key, ordered = ("task", slot.busy) if isinstance(slot.busy, int) else ("run", self._conductor.run_of(slot))
+        if ordered is None or beat.header.get(key, ordered) == ordered:
+            slot.denials = 0
+            return
+        slot.denials += 1
+        if slot.denials > self._MOST_DENIALS:
+            self._kill(slot, f"it does not do what it was ordered to ({key} {ordered})")
+
     def _on_hello(self, name: str, message: Message) -> None:
+        if name in self._roster.slots:
+            return  # repeated
+        if name in self._known:
+            self._server.send(name, Message("exit", {"now": True, "node": False}))  # lost meanwhile
+            return
+        self._known.add(name)
         self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
         self._failed_starts = 0
         self._greeted.add(message["token"])
@@ -440,6 +482,7 @@ class Driver(threading.Thread):
     def _lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Give a slot up: its node is incomplete, and what it ran must go on without it."""
         self._roster.slots.pop(slot.name, None)
+        self._server.forget(slot.name)
         crash = crash and not slot.leaving and slot.block in self._roster.blocks
         logger.log(logging.WARNING if crash else logging.INFO, "slot %s is lost: %s", slot.name, reason)
         self._write("slot_lost", slot.name, node=slot.node, reason=reason)

@@ -281,7 +281,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or window_source_for(provider)
         source.check(least_walltime(self.planner))
-        server = SlotServer(self.cert_dir, _PORTS)
+        server = SlotServer(self.cert_dir, _PORTS, sorted(self.all_addresses))
         self._slot_settings = SlotSettings(
             addresses=tuple(sorted(self.all_addresses)),
             port=server.port,

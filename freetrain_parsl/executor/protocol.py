@@ -7,8 +7,8 @@ serialisation, the same trust as HTEX's own task and result messages; nothing el
 slot -> driver
 ====================  ================================================================================
 ``hello``             I exist: token, node, block, pid
-``beat``              I am alive (answered by ``beat``); ``waited``: if I train, seconds for which I have done
-                      nothing but wait for the other members
+``beat``              I am alive (answered by ``beat``); ``run``, ``task``: numbers of what I have to do, or null;
+                      ``waited``: if I train, seconds for which I have done nothing but wait for the other members
 ``notice``            my node will be taken in ``closes_in`` seconds (a signal of the batch system); ``gone``: I
                       have nothing to save and leave at once
 ``progress``          how far the training is (first rank only)
@@ -19,6 +19,8 @@ slot -> driver
 ``ended``             the run is over for me; payload: value or exception
 ``task_ended``        an ordinary task is over; payload: value or exception
 ``kv``                rendezvous: set, get, add, check, delete on the key-value store of ``group``
+``resumed``           I have connected anew (answered by ``resumed``)
+``probe``             do you hear me? (answered by ``probe``; needs no ``hello``)
 ====================  ================================================================================
 
 ====================  ================================================================================
@@ -36,7 +38,13 @@ driver -> slot
 ``kv``                answer to ``kv``
 ``exit``              stop training if you do, then end your process; with ``now``: at once; with ``node``: and the
                       node's worker pool
+``resumed``           answer to ``resumed``
+``probe``             answer to ``probe``
 ====================  ================================================================================
+
+Any message but ``beat``, ``resumed`` and ``probe`` may carry its number ``n``; ``beat`` and ``resumed`` carry in
+``seen`` how far the other end's messages have come: see `freetrain_parsl.executor.delivery`. The fields of every header
+are in `freetrain_parsl.executor.headers`.
 """
 
 from __future__ import annotations
@@ -55,12 +63,17 @@ from parsl.serialize import deserialize
 from parsl.serialize.errors import DeserializationError
 
 from freetrain_parsl.errors import FreeTrainError, TrainingError
+from freetrain_parsl.executor.headers import fault_in, is_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
+    from freetrain_parsl.executor.headers import Fields
+
 Header = dict[str, Any]
+
+_LONGEST_HEADER = 1 << 20  # bytes
 
 
 class ProtocolError(FreeTrainError):
@@ -93,10 +106,26 @@ class Message:
         """
         try:
             head, payload = frames
-            header = json.loads(head)
-            return cls(header.pop("type"), header, payload)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ProtocolError(f"received {len(frames)} frames that are no message: {error}") from None
+            header = json.loads(head[:_LONGEST_HEADER])
+            kind = header.pop("type")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"{len(frames)} frames that are no message: {str(error)[:200]}") from None
+        if not is_name(kind):
+            raise ProtocolError("a message whose type is not a word")
+        return cls(kind, header, payload)
+
+    def check(self, known: Mapping[str, Fields]) -> None:
+        """Check that it is one of the `known` messages: `headers.TO_DRIVER` or `headers.TO_SLOT`.
+
+        Raises
+        ------
+        ProtocolError
+            Its type is not known, or a field of its header is missing or cannot be used.
+        """
+        if self.type not in known:
+            raise ProtocolError(f"a message of the unknown type {self.type[:80]!r}")
+        if (fault := fault_in(self.header, known[self.type])) is not None:
+            raise ProtocolError(f"a {self.type!r} message that cannot be used: {fault}")
 
 
 class _Pickler(dill.Pickler):  # type: ignore[misc]  # untyped

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ChannelKeyValue", "RendezvousDesk"]
 
+# What a group of thousands of members needs is far below.
+_MOST_BYTES = 64 << 20
+_MOST_WAITING = 100_000
+
 
 @dataclass(frozen=True)
 class _WaitingGet:
@@ -33,16 +37,19 @@ class RendezvousDesk:
     def __init__(self, reply: Callable[[str, Message], object]) -> None:
         self._reply = reply
         self._stores: dict[str, dict[str, bytes]] = {}
+        self._sizes: dict[str, int] = {}
         self._waiting: dict[str, dict[str, list[_WaitingGet]]] = {}
 
     def open(self, group: str) -> None:
         """Make the store of a generation."""
         self._stores[group] = {}
+        self._sizes[group] = 0
         self._waiting[group] = {}
 
     def drop(self, group: str) -> None:
         """Forget a generation; whoever still waits is told that it is over."""
         self._stores.pop(group, None)
+        self._sizes.pop(group, None)
         for gets in self._waiting.pop(group, {}).values():
             for get in gets:
                 self._answer(group, get.slot, get.request, ok=False)
@@ -57,11 +64,11 @@ class RendezvousDesk:
                 if not gets:
                     del waiting[key]
 
-    def handle(self, slot: str, message: Message, now: float) -> None:
-        """Take one ``kv`` message of a slot."""
+    def handle(self, slot: str, message: Message, now: float, *, own: bool = True) -> None:
+        """Take one ``kv`` message of a slot; refuse it if the group is not the slot's `own`, over, or full."""
         group, request, operation = message["group"], message["request"], message["operation"]
         store = self._stores.get(group)
-        if store is None:
+        if store is None or not own or not self._has_room(group, message):
             self._answer(group, slot, request, ok=False)
             return
         keys: list[str] = message["keys"]
@@ -76,18 +83,37 @@ class RendezvousDesk:
         elif operation == "set":
             self._set(group, keys[0], message.payload)
         elif operation == "add":
-            number = int(store.get(keys[0], b"0")) + message["amount"]
+            try:
+                number = int(store.get(keys[0], b"0")) + message["amount"]
+            except ValueError:  # it was set to something else
+                self._answer(group, slot, request, ok=False)
+                return
             self._set(group, keys[0], str(number).encode())
         elif operation == "check":
             number = int(all(key in store for key in keys))
         elif operation == "delete":
-            number = int(store.pop(keys[0], None) is not None)
+            number = int(self._remove(group, keys[0]))
         self._answer(group, slot, request, ok=True, number=number, value=value)
 
+    def _has_room(self, group: str, message: Message) -> bool:
+        """Whether a message would not make the store larger than any honest group does."""
+        if message["operation"] == "get":
+            return sum(map(len, self._waiting[group].values())) < _MOST_WAITING
+        return self._sizes[group] + len(message["keys"][0]) + len(message.payload) <= _MOST_BYTES
+
     def _set(self, group: str, key: str, value: bytes) -> None:
+        self._remove(group, key)
         self._stores[group][key] = value
+        self._sizes[group] += len(key) + len(value)
         for get in self._waiting[group].pop(key, []):
             self._answer(group, get.slot, get.request, ok=True, value=value)
+
+    def _remove(self, group: str, key: str) -> bool:
+        value = self._stores[group].pop(key, None)
+        if value is None:
+            return False
+        self._sizes[group] -= len(key) + len(value)
+        return True
 
     def _answer(self, group: str, slot: str, request: int, *, ok: bool, number: int = 0, value: bytes = b"") -> None:
         header = {"group": group, "request": request, "ok": ok, "number": number}

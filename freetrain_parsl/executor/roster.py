@@ -27,6 +27,10 @@ class Slot:
         Name of the training, or number of the ordinary task, that it runs.
     leaving
         The batch system takes its node: it gets nothing new.
+    faults
+        Messages of it that could not be handled.
+    denials
+        Signs of life in a row according to which it does not do what it was ordered to.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Slot:
     heard: float
     busy: str | int | None = None
     leaving: bool = False
+    faults: int = 0
+    denials: int = 0
 
 
 @dataclass

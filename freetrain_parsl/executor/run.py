@@ -58,6 +58,7 @@ class Run:
 
     def __init__(self, order: Message, *, interface: str | None, send: Callable[[Message], None]) -> None:
         self.notice = Notice()
+        self.number: int = order["run"]
         self._order = order
         self._interface = interface
         self._send = send
@@ -111,21 +112,23 @@ class Run:
             payload = serialized_exception()
         return self._message("ended", header, payload)
 
-    def handle(self, message: Message) -> None:
-        """Take a message of the driver about this run; what concerns another is old."""
+    def handle(self, message: Message) -> bool:
+        """Take a message of the driver; False if it is about another run, or answers a group that this one has left."""
         if message.type == "kv":
             with self._lock:
-                store = self._stores.get(message["group"])
-            if store is not None:
-                store.deliver(message)
-        elif message["run"] != self._names["run"]:
-            return
+                store = self._stores.get(message["group"])  # made before it asked anything
+            if store is None:
+                return False
+            store.deliver(message)
+        elif message["run"] != self.number:
+            return False
         elif message.type == "regroup":
             self._regroup(message)
         elif self._is_member:
             self.notice.pause_requested.set()
         else:
             self.notice.end()
+        return True
 
     def close(self) -> None:
         """Fail all rendezvous: the driver is gone, or the run is over."""

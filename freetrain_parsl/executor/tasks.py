@@ -68,7 +68,9 @@ class TaskQueue:
             self._send(slot.name, Message("task", {"task": slot.busy}, self._tasks[slot.busy].payload))
 
     def on_ended(self, slot: Slot, message: Message) -> None:
-        """Settle a task's future."""
+        """Settle a task's future; what a slot says about a task that it was not given, or no longer has, is old."""
+        if slot.busy != message["task"]:
+            return
         slot.busy = None
         task = self._tasks.pop(message["task"], None)
         if task is None or task.future.done():

@@ -14,6 +14,7 @@ import platform
 import queue
 import signal
 import sys
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ _NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
 
 # How long before the end of a walltime, which the driver knows, Slurm may send the signal that warns of it, seconds.
 _EARLIEST_WARNING = 120.0
+
+# About the run that they name, which the main thread may not have begun yet.
+_COMMANDS = ("pause", "regroup", "kv")
 
 # Set on the endpoint's side of Globus Compute, and no business of user code.
 _SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
@@ -88,6 +92,8 @@ class _Slot:
         self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
         self._name = f"{self._node}/{os.environ.get('PARSL_WORKER_RANK', '0')}/{uuid.uuid4().hex[:8]}"
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._assigned: Message | None = None  # the run or task that has come and has not ended
+        self._lock = threading.Lock()  # of `_run` and of who takes commands for it out of the inbox
         self._run: Run | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
@@ -126,11 +132,7 @@ class _Slot:
                 },
             )
         )
-        work = {"run": self._train, "task": self._run_task}
-        while not self._leaving:
-            message = self._inbox.get()
-            if message.type in work:
-                work[message.type](message)
+        self._work()
         self._channel.close()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -140,12 +142,16 @@ class _Slot:
 
     def _handle(self, message: Message) -> None:
         if message.type == "welcome":
-            self._closes = time.monotonic() + message["closes_in"]
-        elif message.type in ("run", "task"):
+            closes_in = message["closes_in"]
+            self._closes = None if closes_in is None else time.monotonic() + closes_in
+        elif message.type in ("run", "task", *_COMMANDS):
+            if message.type not in _COMMANDS:
+                self._assigned = message
+            # A command may come before the main thread has begun the run that it names: whoever comes second, this
+            # thread with the command or the main thread with the run, hands it over.
             self._inbox.put(message)
-        elif message.type in ("kv", "regroup", "pause"):
-            if (run := self._run) is not None:
-                run.handle(message)
+            if self._run is not None:
+                self._hand_over()
         elif message.type == "exit":
             if message["node"]:
                 end_node()
@@ -162,8 +168,24 @@ class _Slot:
             run.close()
 
     def _condition(self) -> Header:
-        run = self._run
-        return {} if run is None else {"waited": run.notice.waited()}
+        run, assigned = self._run, self._assigned
+        number = {} if assigned is None else {assigned.type: assigned[assigned.type]}
+        return {"run": None, "task": None, **number} | ({} if run is None else {"waited": run.notice.waited()})
+
+    # Both threads.
+
+    def _hand_over(self) -> None:
+        """Give the run the commands in the inbox that name it; those for an earlier run have lost their purpose."""
+        with self._lock:
+            run = self._run
+            if run is None:
+                return  # it has just ended: the main thread reads the inbox itself again
+            for _ in range(self._inbox.qsize()):
+                message = self._inbox.get_nowait()
+                if message.type not in _COMMANDS or (message.type != "kv" and message["run"] > run.number):
+                    self._inbox.put(message)
+                elif not run.handle(message):
+                    logger.debug("%r came for a run that is over: %s", message.type, message.header)
 
     # Any thread, and the signal handler.
 
@@ -193,6 +215,16 @@ class _Slot:
 
     # The main thread.
 
+    def _work(self) -> None:
+        """Do what is assigned, one thing after the other, until the slot leaves."""
+        work = {"run": self._train, "task": self._run_task}
+        while not self._leaving:
+            message = self._inbox.get()
+            if message.type in work:
+                work[message.type](message)
+            elif message.type in _COMMANDS:
+                logger.debug("%r came for a run that is over: %s", message.type, message.header)
+
     def _train(self, message: Message) -> None:
         run = Run(
             message,
@@ -202,13 +234,16 @@ class _Slot:
         if self._closes is not None:
             run.notice.close_after(timedelta(seconds=self._closes - time.monotonic()))
         self._run = run
+        self._hand_over()
         if self._leaving:
             run.notice.end()
         try:
             ended = run.perform()
         finally:
-            self._run = None
+            with self._lock:
+                self._run = None
             run.close()
+        self._assigned = None
         self._channel.send(ended)
         if not self._leaving:
             # The process stays, and may train another model next; but nobody is to wait for that.
@@ -220,4 +255,5 @@ class _Slot:
             payload, outcome = serialize(execute_task(message.payload)), "finished"
         except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
             payload, outcome = serialized_exception(), "failed"
+        self._assigned = None
         self._channel.send(Message("task_ended", {"task": message["task"], "outcome": outcome}, payload))

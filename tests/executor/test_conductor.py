@@ -10,6 +10,7 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.journal import read_progress
+from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.training.terms import PauseReason, Progress
@@ -136,6 +137,29 @@ def test_reports_of_an_earlier_run_are_ignored(stage: Stage) -> None:
     stage.progress("s0", run=stage.runs["s0"] - 1)
     stage.journal.commit()
     assert read_progress(stage.journal.path) == {}
+
+
+def test_a_late_end_of_an_earlier_run_does_not_free_a_slot_that_runs_another(stage: Stage) -> None:
+    stage.running("n0")
+    earlier = stage.runs["s0"]
+    stage.ended("s0", "paused", reason=CLOSING)
+    stage.turn()
+    assert stage.runs["s0"] > earlier
+    late = Message("ended", {"trainer": "t", "run": earlier, "outcome": "finished"}, serialize(1))
+    stage.conductor.on_ended(stage.roster.slots["s0"], late)
+    assert stage.roster.slots["s0"].busy == "t"
+    assert stage.turn() == []
+
+
+def test_a_slot_uses_the_rendezvous_of_its_own_training_only(stage: Stage) -> None:
+    stage.running("n0")
+    stage.submit("u")
+    stage.on("n1", name="u")
+    header = {"request": 1, "operation": "set", "keys": ["x"], "timeout": 1.0, "amount": 0}
+    stage.sent.clear()
+    for slot, group in (("s1", "t/1"), ("s3", "t/1"), ("s0", "t/1")):
+        stage.conductor.on_kv(stage.roster.slots[slot], Message("kv", {**header, "group": group}, b"value"))
+    assert [(slot, message["ok"]) for slot, message in stage.sent] == [("s1", False), ("s3", False), ("s0", True)]
 
 
 def test_progress_tells_the_planner_what_is_left(stage: Stage) -> None:

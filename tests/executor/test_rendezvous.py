@@ -117,3 +117,23 @@ def test_generations_do_not_see_each_other(wire: _Wire) -> None:
     wire.desk.open("t/2")
     wire.client("a", "t/1").set("x", b"")
     assert not wire.client("b", "t/2").check(["x"])
+
+
+def test_what_no_honest_group_does_is_refused(wire: _Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More bytes than a group needs, more waiting, and adding to what is no number."""
+    monkeypatch.setattr("freetrain_parsl.executor.rendezvous._MOST_BYTES", 100)
+    monkeypatch.setattr("freetrain_parsl.executor.rendezvous._MOST_WAITING", 1)
+    a = wire.client("a")
+    a.set("x", b"no" * 45)
+    with pytest.raises(TimeoutError):
+        a.set("y", b"1" * 20)
+    with pytest.raises(TimeoutError):
+        a.add("x", 1)
+    a.delete("x")
+    a.set("y", b"1" * 90)
+    get = _HopelessGet(wire, a)
+    with pytest.raises(TimeoutError):
+        wire.client("b").get("never", 30.0)
+    with wire.lock:
+        wire.desk.drop("t/1")
+    get.refused()

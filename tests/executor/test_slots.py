@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 import zmq
 from parsl import curvezmq
 
 from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.executor.headers import PROGRESS, TO_DRIVER
 from freetrain_parsl.executor.protocol import Message, ProtocolError
-from freetrain_parsl.executor.slots import Channel, SlotServer
+from freetrain_parsl.executor.slots import INVALID, Channel, SlotServer
+from freetrain_parsl.training.terms import Progress
+from tests.executor.proxy import Proxy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
 @pytest.fixture
 def cert_dir(tmp_path: Path) -> str:
     return curvezmq.create_certificates(tmp_path)
+
+
+_TASK_ENDED = {"task": 1, "outcome": "finished"}
 
 
 class _Driver(threading.Thread):
@@ -62,17 +71,21 @@ def channel(driver: _Driver, cert_dir: str | None, **changes: object) -> tuple[C
         "silence": 30.0,
         **changes,
     }
-    return Channel(["127.0.0.1"], driver.server.port, cert_dir, "node/0/x", **settings), got
+    port = settings.pop("port", driver.server.port)
+    addresses = settings.pop("addresses", ["127.0.0.1"])
+    name = settings.pop("slot", "node/0/x")
+    return Channel(addresses, port, cert_dir, name, **settings), got
 
 
 def test_messages_pass_both_ways_with_their_payloads(driver: _Driver, cert_dir: str) -> None:
     link, got = channel(driver, cert_dir, beat=30.0)
     link.start()
-    link.send(Message("hello", {"node": "n1"}, b"\x00payload"))
+    said = Message("task_ended", _TASK_ENDED, b"\x00payload")
+    link.send(said)
     name, message = driver.received.get(timeout=5)
-    assert (name, message) == ("node/0/x", Message("hello", {"node": "n1"}, b"\x00payload"))
-    driver.to_send.put((name, Message("run", {"rank": 3}, b"function")))
-    assert got.get(timeout=5) == Message("run", {"rank": 3}, b"function")
+    assert (name, message) == ("node/0/x", said)
+    driver.to_send.put((name, Message("task", {"task": 3}, b"function")))
+    assert got.get(timeout=5) == Message("task", {"task": 3}, b"function")
     link.close()
 
 
@@ -80,9 +93,9 @@ def test_what_was_sent_before_close_arrives(driver: _Driver, cert_dir: str) -> N
     link, _ = channel(driver, cert_dir, beat=30.0)
     link.start()
     for number in range(100):
-        link.send(Message("ended", {"number": number}, b"x" * 10_000))
+        link.send(Message("task_ended", {**_TASK_ENDED, "task": number}, b"x" * 10_000))
     link.close(5)
-    assert [driver.received.get(timeout=5)[1]["number"] for _ in range(100)] == list(range(100))
+    assert [driver.received.get(timeout=5)[1]["task"] for _ in range(100)] == list(range(100))
 
 
 def test_a_silent_driver_is_noticed_once(driver: _Driver, cert_dir: str) -> None:
@@ -129,3 +142,169 @@ def test_sending_to_a_slot_that_is_not_there_is_told(driver: _Driver) -> None:
 def test_frames_that_are_no_message_are_refused(frames: list[bytes]) -> None:
     with pytest.raises(ProtocolError):
         Message.of_frames(frames)
+
+
+def raw_dealer(context: zmq.Context, driver: _Driver, cert_dir: str, identity: bytes | None = None) -> zmq.Socket:
+    """Connect a peer that has the certificates and sends what it likes."""
+    dealer = curvezmq.ClientContext.socket(_Certified(context, cert_dir), zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 1000)
+    if identity is not None:
+        dealer.setsockopt(zmq.IDENTITY, identity)
+    dealer.connect(f"tcp://127.0.0.1:{driver.server.port}")
+    return dealer
+
+
+class _Certified:
+    """What `curvezmq.ClientContext.socket` needs of its context."""
+
+    encrypted = True
+
+    def __init__(self, context: zmq.Context, cert_dir: str) -> None:
+        self._ctx = context
+        self.cert_dir = cert_dir
+
+
+def test_a_peer_that_probes_and_vanishes_is_survived(cert_dir: str) -> None:
+    """Its probe is read when it is gone: there is nobody to answer."""
+    server = SlotServer(cert_dir, (55000, 56000))
+    context = zmq.Context()
+    dealer = curvezmq.ClientContext.socket(_Certified(context, cert_dir), zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 2000)
+    dealer.connect(f"tcp://127.0.0.1:{server.port}")
+    dealer.send_multipart(Message("probe").frames())
+    dealer.close()
+    context.term()  # the probe has left
+    until(lambda: not connections_to(server.port))
+    assert list(server.receive(1.0)) == []
+    server.close()
+
+
+def test_a_slot_that_reaches_the_driver_at_several_addresses_uses_the_first_that_answers(
+    driver: _Driver, cert_dir: str
+) -> None:
+    """It lets the other probes go unanswered, and the driver goes on; ten times, because that is a race."""
+    addresses = ["127.0.0.2", "127.0.0.1", "192.0.2.255", "::1"]
+    for trial in range(10):
+        link, _ = channel(driver, cert_dir, slot=f"slot {trial}", beat=30.0, addresses=addresses)
+        assert link.url.startswith(("tcp://127.0.0.", "tcp://[::1]"))
+        link.start()
+        link.send(Message("task_ended", _TASK_ENDED))
+        assert driver.received.get(timeout=10)[1].type == "task_ended"
+        link.close(5)
+    assert driver.is_alive()
+
+
+BAD_FRAMES = {
+    "no frames": [b""],
+    "three frames": [b"{}", b"", b""],
+    "not JSON": [b"\xff\xfe", b""],
+    "deep": [b"[" * 100_000, b""],
+    "no type": [b"{}", b""],
+    "a list as type": [b'{"type": ["beat"]}', b""],
+    "an unknown type": [b'{"type": "please"}', b""],
+    "no fields": [b'{"type": "hello"}', b""],
+    "a list for a name": [b'{"type": "hello", "token": [], "node": "n", "block": "b", "pid": 1}', b""],
+    "a line break in a name": [b'{"type": "hello", "token": "t", "node": "n\\n", "block": "b", "pid": 1}', b""],
+    "not a number": [b'{"type": "beat", "waited": NaN}', b""],
+    "infinite": [b'{"type": "notice", "closes_in": Infinity, "gone": false}', b""],
+    "huge": [b'{"type": "beat", "waited": 1' + b"0" * 4000 + b"}", b""],
+    "endless digits": [b'{"type": "beat", "waited": 1' + b"0" * 40_000 + b"}", b""],
+    "negative": [b'{"type": "task_ended", "task": -1, "outcome": "finished"}', b""],
+    "a flag for a number": [b'{"type": "task_ended", "task": true, "outcome": "finished"}', b""],
+    "half a character": [b'{"type": "stranded", "trainer": "t", "run": 1, "generation": 1, "reason": "\\ud800"}', b""],
+    "no keys": [
+        b'{"type": "kv", "group": "g", "request": 1, "operation": "get", "keys": [], "timeout": 1, "amount": 0}',
+        b"",
+    ],
+    "progress of strings": [b'{"type": "progress", "trainer": "t", "run": 1, "progress": {"step": "1"}}', b""],
+}
+
+
+@pytest.mark.parametrize("frames", BAD_FRAMES.values(), ids=BAD_FRAMES)
+def test_frames_that_cannot_be_used_are_told_as_such_and_the_next_message_is_taken(
+    driver: _Driver, cert_dir: str, frames: list[bytes]
+) -> None:
+    context = zmq.Context()
+    dealer = raw_dealer(context, driver, cert_dir, b"node/0/x")
+    dealer.send_multipart(frames)
+    dealer.send_multipart(Message("task_ended", _TASK_ENDED).frames())
+    invalid = driver.received.get(timeout=5)[1]
+    assert invalid.type == INVALID
+    assert len(invalid["reason"]) < 500
+    assert driver.received.get(timeout=5)[1].type == "task_ended"
+    context.destroy()
+
+
+@pytest.mark.parametrize("identity", [None, b"\xff\xfe", b"a\nb", b"x" * 255])
+def test_only_a_peer_with_a_printable_name_is_a_slot(driver: _Driver, cert_dir: str, identity: bytes | None) -> None:
+    context = zmq.Context()
+    nameless = raw_dealer(context, driver, cert_dir, identity)
+    nameless.send_multipart(Message("task_ended", _TASK_ENDED).frames())
+    nameless.send_multipart(Message("probe").frames())
+    assert nameless.poll(5000), "a probe is answered to anybody"
+    assert driver.received.empty() == (identity != b"x" * 255)
+    context.destroy()
+
+
+def test_a_slot_survives_what_it_cannot_use(driver: _Driver, cert_dir: str) -> None:
+    def handle(message: Message) -> None:
+        if message.type == "task":
+            raise ZeroDivisionError("a defect")
+        got.put(message)
+
+    got: queue.Queue = queue.Queue()
+    link, _ = channel(driver, cert_dir, handle=handle)
+    link.start()
+    name, _ = driver.received.get(timeout=5)
+    for message in (Message("nonsense"), Message("pause", {"run": "x"}), Message("task", {"task": 1})):
+        driver.to_send.put((name, message))
+    driver.to_send.put((name, Message("pause", {"trainer": "t", "run": 1})))
+    assert got.get(timeout=5).type == "pause"
+    link.close()
+
+
+def test_what_a_broken_connection_lost_is_sent_again_once_and_in_order(driver: _Driver, cert_dir: str) -> None:
+    """Both ways; the messages that are on their way when the connection breaks never arrive by themselves."""
+    proxy = Proxy(driver.server.port)
+    link, got = channel(driver, cert_dir, port=proxy.port, beat=0.5)
+    link.start()
+    link.send(Message("task_ended", {**_TASK_ENDED, "task": 0}))
+    name, _ = driver.received.get(timeout=5)
+    driver.to_send.put((name, Message("task", {"task": 0})))
+    assert got.get(timeout=5)["task"] == 0
+    for cut in range(3):
+        proxy.swallow()
+        for number in (1, 2):
+            link.send(Message("task_ended", {**_TASK_ENDED, "task": 10 * cut + number}))
+            driver.to_send.put((name, Message("task", {"task": 10 * cut + number})))
+        until(lambda: driver.to_send.empty() and not link._outbox)
+        proxy.cut()
+        driver.to_send.put((name, Message("task", {"task": 10 * cut + 3})))
+        link.send(Message("task_ended", {**_TASK_ENDED, "task": 10 * cut + 3}))
+    expected = [10 * cut + number for cut in range(3) for number in (1, 2, 3)]
+    assert [got.get(timeout=10)["task"] for _ in expected] == expected
+    told: list[int] = []
+    while len(told) < len(expected):
+        message = driver.received.get(timeout=10)[1]
+        told += [message["task"]] if message.type == "task_ended" else []
+    assert told == expected
+    link.close()
+    proxy.close()
+
+
+def connections_to(port: int) -> list[object]:
+    found = psutil.Process().net_connections("tcp")
+    return [one for one in found if one.laddr.port == port and one.status != psutil.CONN_LISTEN]
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_the_fields_of_progress_are_all_checked() -> None:
+    assert set(PROGRESS) == {field.name for field in fields(Progress)}
+    report = Message("progress", {"trainer": "t", "run": 1, "progress": asdict(Progress())})
+    Message.of_frames(report.frames()).check(TO_DRIVER)

@@ -1,0 +1,184 @@
+"""Keeps connections that have not proved who they are from using up the process's file descriptors.
+
+Anybody who reaches a port can connect to it and say nothing. libzmq accepts such connections without limit, and a
+process without free descriptors can neither start a command nor open a file. The doorkeeper learns of every
+connection from the socket's monitor. When there are too many that have not got through the CurveZMQ handshake, it
+closes the oldest: a peer with the certificates gets through in milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Doorkeeper", "raise_descriptor_limit"]
+
+_MOST_DESCRIPTORS = 65536
+_MOST_PENDING = 512
+_REPORT_PERIOD = 60.0  # seconds
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+
+# Bytes that this end has sent, in ZMTP 3.1 with CURVE, before the peer has proved that it has the server's key:
+# the greeting; the end that plays the client sends its HELLO before that, whoever the peer is.
+_GREETING = 64
+_HELLO = 202
+_MOST_UNPROVED = 4096  # bytes that a peer may send before; an honest one sends 64 + 202
+
+_BYTES_ACKED = 120  # offset in Linux' struct tcp_info of tcpi_bytes_acked and tcpi_bytes_received (64 bits each)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit on file descriptors as far as it may, up to 65536; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft if soft != resource.RLIM_INFINITY else _MOST_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+class Doorkeeper:
+    """Bounds the pending connections of ZeroMQ sockets, in a thread of its own.
+
+    Parameters
+    ----------
+    sockets
+        Sockets that will be bound, or are.
+    most_pending
+        Connections of each that may be pending at a time; ``None``: an eighth of the process's descriptors, at most
+        512.
+    """
+
+    _PERIOD = 0.5  # seconds between looks at what pending peers send
+
+    def __init__(self, *sockets: zmq.Socket[bytes], most_pending: int | None = None) -> None:
+        if most_pending is None:
+            most_pending = min(_MOST_PENDING, max(8, raise_descriptor_limit() // 8))
+        self._sockets = sockets
+        self._doors = {one.get_monitor_socket(_EVENTS): _Door(_sent_unproved(one), most_pending) for one in sockets}
+        self._thread = threading.Thread(target=self._run, name="freetrain-doorkeeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the sockets must be closed after this, not before."""
+        for one in self._sockets:
+            one.disable_monitor()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for monitor in self._doors:
+            poller.register(monitor, zmq.POLLIN)
+        look_at = -math.inf
+        while self._doors:
+            pending = any(door.pending for door in self._doors.values())
+            for monitor, _ in poller.poll(int(self._PERIOD * 1000) if pending else None):
+                event = recv_monitor_message(monitor)
+                door = self._doors[monitor]
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    door.accepted(event["value"], event["endpoint"])
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    door.disconnected(event["value"])
+                else:
+                    poller.unregister(monitor)
+                    monitor.close(0)
+                    self._doors.pop(monitor).close()
+            if (now := time.monotonic()) >= look_at:
+                look_at = now + self._PERIOD
+                for door in self._doors.values():
+                    door.look(now)
+
+
+class _Door:
+    """The connections of one socket that have not proved who they are, oldest first."""
+
+    def __init__(self, sent_unproved: int, most_pending: int) -> None:
+        self._sent_unproved = sent_unproved
+        self._most = most_pending
+        self.pending: dict[int, int] = {}
+        """Descriptor -> the port that was connected to."""
+        # So that looking at a connection never needs a new descriptor.
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._copy = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._closed = 0
+        self._reported = -math.inf
+
+    def accepted(self, descriptor: int, endpoint: bytes) -> None:
+        """Note a new connection; if there are too many now, close the oldest that has not proved itself."""
+        self.pending[descriptor] = int(endpoint.rpartition(b":")[2])
+        while len(self.pending) > self._most:
+            oldest = next(iter(self.pending))
+            self._settle(oldest, self.pending.pop(oldest), most_received=-1)
+
+    def disconnected(self, descriptor: int) -> None:
+        """Note that a connection is closed."""
+        self.pending.pop(descriptor, None)
+
+    def look(self, now: float) -> None:
+        """Forget those that have proved themselves, and close those that send much without."""
+        settled = [fd for fd, port in self.pending.items() if self._settle(fd, port, most_received=_MOST_UNPROVED)]
+        for descriptor in settled:
+            del self.pending[descriptor]
+        if self._closed and now - self._reported > _REPORT_PERIOD:
+            logger.warning("closed %d connections that did not authenticate: somebody opens too many", self._closed)
+            self._closed, self._reported = 0, now
+
+    def close(self) -> None:
+        """Give the spare descriptors back."""
+        os.close(self._nothing)
+        os.close(self._copy)
+
+    def _settle(self, descriptor: int, port: int, *, most_received: int) -> bool:
+        """Close a connection that has sent more than `most_received` bytes without proof; whether it needs no look.
+
+        The descriptor belongs to libzmq, which may have closed it, and something else in this process may have its
+        number by now. The copy stays what it is while we look.
+        """
+        try:
+            os.dup2(descriptor, self._copy, inheritable=False)
+            connection = socket.socket(fileno=self._copy)
+        except OSError:
+            return True  # closed, or no socket: not what was accepted
+        try:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != port:
+                return True
+            sent, received = _traffic(connection)
+            if sent > self._sent_unproved:
+                return True
+            if received <= most_received:
+                return False
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return True  # not connected any more
+        else:
+            self._closed += 1
+            return True
+        finally:
+            connection.detach()
+            os.dup2(self._nothing, self._copy, inheritable=False)
+
+
+def _sent_unproved(one: zmq.Socket[bytes]) -> int:
+    """Bytes that a socket sends to a peer that has proved nothing."""
+    plays_client = one.getsockopt(zmq.MECHANISM) == zmq.CURVE and not one.getsockopt(zmq.CURVE_SERVER)
+    return _GREETING + (_HELLO if plays_client else 0)
+
+
+def _traffic(connection: socket.socket) -> tuple[int, int]:
+    """Bytes that have been sent and received."""
+    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 16)
+    if len(information) < _BYTES_ACKED + 16:
+        raise OSError("this kernel does not count a connection's bytes")  # Linux before 4.2
+    acknowledged, received = struct.unpack_from("QQ", information, _BYTES_ACKED)
+    return acknowledged, received

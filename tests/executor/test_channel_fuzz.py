@@ -1,0 +1,338 @@
+"""Whatever the peers of the control channel send, the driver goes on: a real driver, real sockets, invented slots."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from parsl import curvezmq
+from parsl.serialize import serialize
+
+from freetrain_parsl.executor.blocks import BatchDesk
+from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.headers import TO_DRIVER
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.slots import Channel, SlotServer
+from freetrain_parsl.executor.tasks import Task
+from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.planning.model import Window, WindowKind
+from freetrain_parsl.planning.policies import resolve_policy
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.training.terms import PauseReason, Progress
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from freetrain_parsl.executor.batch_systems import BlockSpec
+
+NODES = ("n0", "n1")
+
+
+class _Idle(WindowSource):
+    """Two idle nodes; every job of ours runs on them until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, BlockStatus] = {}
+
+    def survey(self, job_ids: Sequence[str] = ()) -> Survey:
+        now = time.time()
+        held = any(not status.state.ended for status in self.jobs.values())
+        windows = () if held else (Window(NODES, now, None, WindowKind.BACKFILL),)
+        return Survey(now, windows, {job: self.jobs[job] for job in job_ids})
+
+    def launch(self, spec: BlockSpec) -> str:
+        job = str(len(self.jobs))
+        self.jobs[job] = BlockStatus(BlockState.RUNNING, NODES, time.time() + spec.seconds)
+        self.blocks = spec.block
+        return job
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        for job in job_ids:
+            self.jobs[job] = BlockStatus(BlockState.CANCELLED, NODES, None)
+
+    def find_jobs(self, prefix: str) -> dict[str, str]:
+        return {}
+
+
+class _Site:
+    """A driver whose batch system is idle and whose slots are the test's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.cert_dir = curvezmq.create_certificates(directory)
+        self.server = SlotServer(self.cert_dir, (55000, 56000), ("127.0.0.1",))
+        self.source = _Idle()
+        self.failures: list[Exception] = []
+        self.numbers = itertools.count(1)
+        desk = BatchDesk(
+            self.source,
+            self.source.launch,
+            lambda item: self.driver.post(item),  # noqa: PLW0108 - the driver comes to be after the desk
+            interval=0.1,
+            submissions_per_minute=1000,
+            max_refusals=5,
+            job_prefix="x",
+        )
+        planner = PlannerSettings(
+            startup=0.1, min_useful=0.1, closing_margin=0.1, max_walltime=3600, idle_timeout=600, settle=0.01
+        )
+        self.driver = Driver(
+            policy=resolve_policy("equal-share"),
+            planner_settings=planner,
+            server=self.server,
+            desk=desk,
+            journal=Journal(directory / "journal.sqlite"),
+            training_settings=TrainingSettings(directory, loss_timeout=2.0, max_restarts=1000),
+            slots_per_node=2,
+            outdated=10.0,
+            silence=60.0,
+            submit_slot=lambda _token: None,
+            fail_all=self.failures.append,
+            clock=time.time,
+        )
+        self.desk = desk
+        self.driver.start()
+        desk.start()
+
+    def train(self, name: str) -> Future[Any]:
+        future: Future[Any] = Future()
+        request = TrainingRequest(name, 1, 1, ScalingCurve.default(), samples=1000)
+        self.driver.post(Training(request, b"function", future))
+        return future
+
+    def compute(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.driver.post(Task(next(self.numbers), b"function", future))
+        return future
+
+    def lose(self, token: str) -> None:
+        self.driver.post(SlotTaskEnded(token, RuntimeError("gone")))
+
+    def close(self) -> None:
+        self.driver.stop(10)
+        self.desk.close(10)
+
+
+class _HonestSlot:
+    """Finishes every training that it is given, after one report of progress."""
+
+    def __init__(self, site: _Site, node: str, *, forgets: bool = False) -> None:
+        self._site = site
+        self._forgets = forgets
+        self.token = f"honest-{next(site.numbers)}"
+        self._channel = Channel(
+            ["127.0.0.1"],
+            site.server.port,
+            site.cert_dir,
+            f"{node}/{self.token}",
+            handle=self._handle,
+            on_lost=lambda: None,
+            condition=lambda: {"run": None, "task": None} if forgets else {},
+            beat=0.05,
+            silence=60.0,
+        )
+        self._channel.start()
+        hello = {"token": self.token, "node": node, "block": site.source.blocks, "pid": 1}
+        self._channel.send(Message("hello", hello))
+
+    def _handle(self, message: Message) -> None:
+        if self._forgets:
+            return
+        if message.type == "task":
+            ended = {"task": message["task"], "outcome": "finished"}
+            self._channel.send(Message("task_ended", ended, serialize("done")))
+        elif message.type in ("run", "pause", "regroup"):
+            names = {"trainer": message["trainer"], "run": message["run"]}
+            if message.type == "run":
+                progress = asdict(Progress(step=1, samples=10, samples_total=1000))
+                self._channel.send(Message("progress", {**names, "progress": progress}))
+                payload = serialize("done") if message.header.get("rank") == 0 else b""
+                self._channel.send(Message("ended", {**names, "outcome": "finished"}, payload))
+
+    def leave(self) -> None:
+        self._channel.close(5)
+        self._site.lose(self.token)
+
+
+class _HostilePeer:
+    """Has the certificates, joins as a slot or does not, and sends whatever it is told to."""
+
+    def __init__(self, site: _Site, node: str, *, joins: bool, identity: bytes | None = None) -> None:
+        self._site = site
+        self.token = f"hostile-{next(site.numbers)}"
+        self._context = curvezmq.ClientContext(site.cert_dir)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.IDENTITY, identity or f"{node}/{self.token}".encode())
+        self._socket.connect(f"tcp://127.0.0.1:{site.server.port}")
+        if joins:
+            hello = {"token": self.token, "node": node, "block": site.source.blocks, "pid": 1}
+            self.send(Message("hello", hello).frames())
+            assert self._socket.poll(20_000), "welcome"
+
+    def send(self, frames: list[bytes]) -> None:
+        with suppress(zmq.Again):
+            self._socket.send_multipart(frames or [b""], zmq.NOBLOCK)
+
+    def read(self) -> None:
+        while self._socket.poll(0):
+            self._socket.recv_multipart()
+
+    def leave(self) -> None:
+        self._context.destroy()
+        self._site.lose(self.token)
+
+
+# What they send.
+
+NUMBERS = st.one_of(
+    st.integers(-2, 40),
+    st.sampled_from([2**53, 10**400, -(10**30), 1e300]),
+    st.floats(),
+)
+WORDS = st.one_of(
+    st.sampled_from(
+        ["t", "bad/1", "bad/2", "bad", "finished", "failed", "paused", "peer_lost", "", "x" * 2000, "\ud800", "\n"]
+    ),
+    st.text(max_size=5),
+    st.sampled_from([reason.value for reason in PauseReason]),
+)
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, WORDS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
+    max_leaves=6,
+)
+PLAUSIBLE: dict[str, Any] = {
+    "trainer": st.just("bad"),
+    "run": st.integers(0, 60),
+    "generation": st.integers(0, 60),
+    "task": st.integers(0, 10),
+    "outcome": st.sampled_from(["finished", "failed", "paused", "peer_lost"]),
+    "operation": st.sampled_from(["set", "get", "add", "check", "delete"]),
+    "group": st.integers(0, 60).map(lambda number: f"bad/{number}"),
+    "keys": st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=2),
+    "progress": st.builds(
+        lambda step, samples, in_place: asdict(Progress(step=step, samples=samples, in_place=in_place)),
+        st.integers(0, 9),
+        st.integers(0, 2000),
+        st.booleans(),
+    ),
+    "gone": st.booleans(),
+    "reason": WORDS,
+    "n": st.integers(0, 3),
+    "seen": st.integers(0, 10**6),
+}
+
+
+@st.composite
+def shaped(draw: st.DrawFn) -> list[bytes]:
+    """Draw a message of a known type whose fields are mostly there and mostly plausible."""
+    kind = draw(st.sampled_from(sorted(TO_DRIVER)))
+    header: dict[str, Any] = {"type": kind}
+    for name in [*TO_DRIVER[kind], *draw(st.sampled_from([[], ["n"], ["seen"], ["n", "seen"]]))]:
+        how = draw(st.sampled_from(["plausible"] * 8 + ["anything", "missing"]))
+        if how != "missing":
+            header[name] = draw(ANYTHING if how == "anything" else PLAUSIBLE.get(name, st.integers(0, 9)))
+    return [
+        json.dumps(header).encode(),
+        draw(st.sampled_from([b"", b"nonsense", serialize(3), serialize(KeyError("x"))])),
+    ]
+
+
+FRAMES = st.one_of(
+    shaped(),
+    shaped(),
+    shaped(),
+    st.lists(st.binary(max_size=20), max_size=4),
+    ANYTHING.map(lambda value: [json.dumps(value).encode(), b""]),
+)
+SENDERS = ("member", "other member", "half a node", "stranger", "nameless")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Site]:
+    site = _Site(tmp_path_factory.mktemp("site"))
+    yield site
+    site.close()
+
+
+def until(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(said=st.lists(st.tuples(st.sampled_from(SENDERS), FRAMES), min_size=1, max_size=40))
+def test_whatever_peers_send_the_driver_lives_and_the_next_training_finishes(
+    site: _Site, said: list[tuple[str, list[bytes]]]
+) -> None:
+    """A training and tasks are with the hostile slots meanwhile; they leave, and honest ones take their place."""
+    futures = [site.train("bad"), site.compute(), site.compute()]
+    until(lambda: hasattr(site.source, "blocks"))
+    peers = {
+        "member": _HostilePeer(site, "n0", joins=True),
+        "other member": _HostilePeer(site, "n0", joins=True),
+        "half a node": _HostilePeer(site, "n1", joins=True),
+        "stranger": _HostilePeer(site, "n1", joins=False),
+        "nameless": _HostilePeer(site, "n1", joins=False, identity=b"\xff\xfe" + bytes([next(site.numbers) % 256])),
+    }
+    for sender, frames in said:
+        peers[sender].send(frames)
+        peers[sender].read()
+    honest = []
+    try:
+        for peer in peers.values():
+            peer.leave()
+        honest = [_HonestSlot(site, node) for node in ("n0", "n0", "n1", "n1")]
+        futures.append(site.train("good"))
+        assert futures[-1].result(60) == "done"
+        for future in futures:
+            future.exception(60)
+    finally:
+        for slot in honest:
+            slot.leave()
+    assert site.driver.is_alive()
+    assert not site.failures
+    assert threading.active_count() < 60
+
+
+def joined(site: _Site, slots: list[_HonestSlot]) -> set[str]:
+    return {slot.token for slot in site.driver._roster.slots.copy().values()} & {slot.token for slot in slots}
+
+
+@pytest.mark.parametrize("what", ["train", "compute"])
+def test_a_slot_that_does_not_do_what_it_was_ordered_to_is_given_up(site: _Site, what: str) -> None:
+    """It lives, and says that it has nothing to do: its order is lost, or the news of its end."""
+    future = site.train("forgotten") if what == "train" else site.compute()
+    until(lambda: hasattr(site.source, "blocks"))
+    forgetful = [_HonestSlot(site, node, forgets=True) for node in ("n0", "n0")]
+    until(lambda: len(joined(site, forgetful)) == 2)
+    until(lambda: len(joined(site, forgetful)) < 2)
+    for slot in forgetful:
+        slot.leave()
+    honest = [_HonestSlot(site, node) for node in ("n0", "n0")]
+    try:
+        future.exception(60)
+    finally:
+        for slot in honest:
+            slot.leave()

@@ -1,0 +1,163 @@
+"""Commands reach the run that they name, whenever they come: before its beginning, while it runs, or after its end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from freetrain_parsl.executor.protocol import Message, pack_training
+from freetrain_parsl.executor.worker import SlotSettings, _Slot
+from freetrain_parsl.training import fragment
+from freetrain_parsl.training.terms import Finished, Paused, PauseReason, Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class _FakeChannel:
+    """Keeps what the slot sends."""
+
+    url = "tcp://127.0.0.1:55000"
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[Message] = queue.Queue()
+
+    def send(self, message: Message) -> None:
+        self.sent.put(message)
+
+
+class _Stage:
+    """A slot without a process of its own: this thread is its channel's, another one its main thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.channel = _FakeChannel()
+        slot = self.slot = _Slot.__new__(_Slot)
+        slot._settings = SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo")
+        slot._inbox = queue.SimpleQueue()
+        slot._assigned = slot._run = slot._closes = None
+        slot._lock = threading.Lock()
+        slot._leaving = False
+        slot._channel = self.channel  # type: ignore[assignment]
+        self._main = threading.Thread(target=slot._work, daemon=True)
+
+    def begin(self) -> None:
+        self._main.start()
+
+    def close(self) -> None:
+        self.slot._leave()
+        if self._main.is_alive():
+            self._main.join(10)
+
+    def order(self, run: int, **changes: Any) -> None:
+        """Order a run, as the only member of its group."""
+        header = {
+            "trainer": "t",
+            "run": run,
+            "joining": False,
+            "generation": run,
+            "rank": 0,
+            "world_size": 1,
+            "meeting_timeout": 60.0,
+            "mean_time_between_losses": 3600.0,
+            "checkpoint_root": str(self._directory),
+            "checkpoint_interval": None,
+            "keep": 2,
+            "save_margin": 2.0,
+            "seed": 0,
+            "threads": None,
+            "epochs": None,
+            **changes,
+        }
+        self.slot._handle(Message("run", header, pack_training(print, (), {})))
+
+    def pause(self, run: int) -> None:
+        self.slot._handle(Message("pause", {"trainer": "t", "run": run}))
+
+    def regroup(self, run: int, generation: int) -> None:
+        place = {"next": generation, "rank": 0, "world_size": 1, "abort": False}
+        self.slot._handle(Message("regroup", {"trainer": "t", "run": run, **place}))
+
+    def ended(self) -> Message:
+        return self.channel.sent.get(timeout=20)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
+    """Its trainings do nothing but wait for a pause; they tell the order to regroup that they had by then."""
+
+    def run_fragment(*_: object, notice: Any, **__: object) -> Finished | Paused:
+        if not notice.pause_requested.wait(10):
+            return Finished("no pause came", Progress())
+        regroup = notice.take_order(0)
+        return Paused(PauseReason.REQUESTED, Progress(step=regroup.membership.generation if regroup else 0))
+
+    monkeypatch.setattr(fragment, "run_fragment", run_fragment)
+    monkeypatch.setattr("gc.collect", lambda: 0)  # a second each time, with all that the tests import
+    stage = _Stage(tmp_path)
+    yield stage
+    stage.close()
+
+
+def test_commands_that_come_before_their_run_begins_are_carried_out(stage: _Stage) -> None:
+    """The main thread may still be busy with what the last run left behind."""
+    stage.order(7)
+    stage.regroup(7, 9)
+    stage.pause(7)
+    stage.begin()
+    ended = stage.ended()
+    assert (ended["run"], ended["outcome"], ended["progress"]["step"]) == (7, "paused", 9)
+
+
+def test_no_command_is_lost_at_any_instant_of_a_runs_beginning(stage: _Stage) -> None:
+    """Three hundred runs, each paused at another instant after its order."""
+    stage.begin()
+    for run in range(1, 301):
+        stage.order(run)
+        instant = time.perf_counter() + (run % 60) * 2e-5
+        while time.perf_counter() < instant:
+            pass
+        stage.regroup(run, 1000 + run)
+        stage.pause(run)
+        ended = stage.ended()
+        assert (ended["run"], ended["outcome"], ended["progress"]["step"]) == (run, "paused", 1000 + run)
+
+
+def test_a_command_for_a_later_run_waits_for_it_while_another_is_going(stage: _Stage) -> None:
+    stage.begin()
+    stage.order(1)
+    stage.order(2)
+    stage.pause(2)
+    stage.pause(1)
+    assert [stage.ended()["run"] for _ in range(2)] == [1, 2]
+
+
+def test_a_command_for_a_run_that_is_over_does_nothing_to_the_next(stage: _Stage) -> None:
+    stage.begin()
+    stage.order(1)
+    stage.pause(1)
+    assert stage.ended()["run"] == 1
+    stage.pause(1)
+    stage.regroup(1, 5)
+    stage.order(2)
+    stage.pause(1)
+    with pytest.raises(queue.Empty):
+        stage.channel.sent.get(timeout=0.2)
+    stage.pause(2)
+    ended = stage.ended()
+    assert (ended["run"], ended["progress"]["step"]) == (2, 0)
+
+
+def test_a_beat_names_what_was_assigned_from_its_arrival_to_its_end(stage: _Stage) -> None:
+    assert stage.slot._condition() == {"run": None, "task": None}
+    stage.order(3)
+    assert stage.slot._condition() == {"run": 3, "task": None}
+    stage.begin()
+    stage.pause(3)
+    stage.ended()
+    assert stage.slot._condition() == {"run": None, "task": None}
