@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import FrameType
 
-__all__ = ["CampaignRun", "find_run", "preflight"]
+__all__ = ["CampaignRun", "find_run", "preflight", "run_directories"]
 
 _PERIOD = 0.25  # seconds between looks at futures and signals
 _RUN_NAME = "freetrain-run-"
@@ -64,10 +64,15 @@ def find_run(directory: Path | None) -> Path:
     """
     if directory is not None:
         return directory
-    found = [file.parent for file in Path().glob(f"{_RUN_NAME}*/{DATABASE}")]
+    found = run_directories()
     if not found:
         raise InvalidInput(f"there is no {_RUN_NAME}… here; name the run directory")
     return max(found, key=lambda run: (RunStore(run).fact("created"), run.name))
+
+
+def run_directories() -> list[Path]:
+    """List the run directories here that were not named by the user."""
+    return [file.parent for file in sorted(Path().glob(f"{_RUN_NAME}*/{DATABASE}"))]
 
 
 @dataclass

@@ -369,6 +369,7 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         poll_interval=manners.duration("poll_interval", positive=True),
         submissions_per_minute=manners.count("submissions_per_minute"),
         max_refusals=manners.count("max_refusals"),
+        max_failed_blocks=manners.count("max_failed_blocks"),
         policy=trainings.text("policy"),
         threads_per_slot=trainings.count("threads_per_slot"),
         grace=trainings.duration("grace", positive=True),

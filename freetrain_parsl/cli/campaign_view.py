@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,18 +20,19 @@ from rich.text import Text
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.report.live import training_table
+from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run import CampaignRun
     from freetrain_parsl.campaign.store import RunStore, TrainingRecord
-    from freetrain_parsl.report.run import RunState, TrainingState
+    from freetrain_parsl.report.run import FailedStarts, TrainingState
 
 RunDirectory = Annotated[
     Path | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory. Default: the newest here.")
 ]
 
 _STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim"}
-_LONGEST_ERROR = 300
+_LONGEST_ERROR = 800
 _FRAME_LINES = 8  # of the live view, beside one a training
 
 
@@ -50,6 +52,7 @@ class LiveView:
         self._title = title
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._told: dict[str, str] = {}
+        self._starts_told: FailedStarts | None = None
 
     @contextmanager
     def opened(self) -> Iterator[LiveView]:
@@ -63,6 +66,12 @@ class LiveView:
 
     def show(self, run: RunState, elapsed: float) -> None:
         """Show the state of the run."""
+        if run.failed_starts != self._starts_told:
+            self._starts_told = run.failed_starts
+            self.tell(
+                f"{elapsed:7.1f} s  "
+                + (f"warning: {run.failed_starts.sentence(time.time())}" if run.failed_starts else "blocks start again")
+            )
         if self._console.is_terminal:
             head = f"{self._title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
             shown, more = self._fitting(run)
@@ -183,6 +192,7 @@ def summary(store: RunStore) -> dict[str, Any]:
             "ended": driver.ended,
             "journal": driver.journal,
         },
+        "failed_starts": None if (failed := failed_starts_of(store)) is None else asdict(failed),
         "finished": sum(item.state == "finished" for item in trainings),
         "failed": sum(item.state == "failed" for item in trainings),
         "trainings": [item.as_json() for item in trainings],
@@ -195,6 +205,17 @@ def ago(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{max(0.0, seconds):.0f} s ago"
+
+
+def failed_starts_of(store: RunStore) -> FailedStarts | None:
+    """Return what the journal of the last driver tells of blocks that cannot start."""
+    driver = store.last_driver()
+    if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
+        return None
+    try:
+        return RunState(Path(driver.journal)).refresh().failed_starts
+    except sqlite3.Error:  # on another host, perhaps, whose write-ahead log cannot be read from here
+        return None
 
 
 def driver_line(store: RunStore, clock: float | None = None) -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json as json_format
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from freetrain_parsl.campaign.run import run_directories
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli.campaign_view import failed_starts_of
 from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
 from freetrain_parsl.cli.sources import (
     AccountOption,
@@ -26,11 +30,12 @@ from freetrain_parsl.cli.sources import (
     read_variables,
 )
 from freetrain_parsl.cli.windows import notes_view, window_row
+from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.planning.blocks import format_span
 from freetrain_parsl.windows.hostlist import compress_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from freetrain_parsl.cli.preview import Answer
     from freetrain_parsl.planning.explain import Verdict
@@ -61,10 +66,22 @@ def explain(
         if chosen.remark:
             typer.echo(chosen.remark, err=True)
         answer = ask_planner(chosen, campaign, variables)
+        answer = replace(answer, notes=(*runs_here(), *answer.notes))
         if json:
             Console().print_json(json_format.dumps(explanation_figures(answer)))
         else:
             print_explanation(Console(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
+
+
+def runs_here() -> Iterator[str]:
+    """Say of the run directories here whose driver lives if its blocks cannot start."""
+    for directory in run_directories():
+        try:
+            failed = failed_starts_of(RunStore(directory.absolute()))
+        except FreeTrainError:
+            continue  # of another version
+        if failed is not None:
+            yield f"{directory}: {failed.sentence(time.time())}"
 
 
 def explanation_figures(answer: Answer) -> dict[str, Any]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json as json_format
+import time
 
 import typer
 from rich.console import Console
 
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import RunDirectory, driver_line, result_table, summary, trainings_of
+from freetrain_parsl.cli.campaign_view import (
+    RunDirectory,
+    driver_line,
+    failed_starts_of,
+    result_table,
+    summary,
+    trainings_of,
+)
 from freetrain_parsl.cli.sources import errors_in_one_line
 
 __all__ = ["status"]
@@ -34,4 +42,6 @@ def status(
             soft_wrap=True,
         )
         console.print(driver_line(store), highlight=False, soft_wrap=True)
+        if (failed := failed_starts_of(store)) is not None:
+            console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
         console.print(result_table(trainings))

@@ -240,7 +240,12 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
             stdout=stdout,
             stderr=stderr,
         )
-        self.resources[job_id] = {"job_id": job_id, "script_path": str(script)}
+        self.resources[job_id] = {
+            "job_id": job_id,
+            "script_path": str(script),
+            "job_stdout_path": stdout,
+            "job_stderr_path": stderr,
+        }
         return job_id
 
     def status(self, job_ids: Sequence[object]) -> list[JobStatus]:

@@ -20,6 +20,7 @@ from parsl.providers.errors import SubmitException
 from parsl.providers.pbspro.template import template_string
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.executor.last_words import TELL_EXIT_CODE
 from freetrain_parsl.windows.pbs import PbsWindowSource, pbs_walltime_request
 from freetrain_parsl.windows.slurm import SlurmWindowSource
 
@@ -65,6 +66,8 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
     changed: Any = copy.copy(provider)
     changed.nodes_per_block = len(spec.nodes)
     changed.walltime = _hours_minutes_seconds(spec.seconds)
+    if hasattr(provider, "worker_init"):
+        changed.worker_init = f"{TELL_EXIT_CODE}\n{provider.worker_init}"
     if hasattr(provider, "execute_wait"):
         changed.execute_wait = partial(_run, provider.cmd_timeout)
     if isinstance(provider, SlurmProvider):
@@ -78,7 +81,7 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
         changed.template_string = _SHRINKS_TO_FIT
         # The job's shell must outlive SIGTERM for as long as the slots save, or PBS kills them with it; and launchers
         # leave files where they are started, which would be the user's home.
-        changed.worker_init = f"{provider.worker_init}\ntrap : TERM\ncd {shlex.quote(str(provider.script_dir))}"
+        changed.worker_init = f"{changed.worker_init}\ntrap : TERM\ncd {shlex.quote(str(provider.script_dir))}"
         if "place=" not in provider.scheduler_options:
             changed.scheduler_options = f"{provider.scheduler_options}\n#PBS -l place=scatter\n"
     else:

@@ -1,8 +1,9 @@
 """The batch desk: the one place from which the batch system is asked anything, in a thread of its own.
 
 Good manners live here: at most one round of queries an interval, fewer if a round takes the batch system long or
-nobody waits for the answer, submissions under a rate limit, exponential back-off when it does not answer or refuses,
-and an end after repeated refusals. A batch system that is down costs nothing but time.
+nobody waits for the answer, submissions under a rate limit, exponential back-off when it does not answer or refuses
+or when blocks end before a worker connects, and an end after repeated refusals or failed starts. A batch system that
+is down costs nothing but time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["BatchDesk", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost"]
+__all__ = ["BatchDesk", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost", "StartsFailed"]
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,41 @@ class BlockRefused:
 
 @dataclass(frozen=True)
 class DeskClosed:
-    """The desk submits nothing any more, for `reason`: it was refused too often."""
+    """The desk submits nothing any more, for `reason`: refusals or failed starts came in a row."""
 
     reason: str
 
 
-DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused | DeskClosed"
+@dataclass(frozen=True)
+class StartsFailed:
+    """The last `count` attempts to start a block ended before a worker connected; all is well again if it is zero.
+
+    Parameters
+    ----------
+    count, most
+        Attempts in a row; after `most` nothing is submitted any more.
+    pause
+        Seconds until the next attempt.
+    reason
+        How the last of them ended.
+    """
+
+    count: int
+    most: int
+    pause: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _FailedStart:
+    """A block that ended before a worker connected."""
+
+    block: str
+    job: str
+    how: str
+
+
+DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused | DeskClosed | StartsFailed"
 
 
 class BatchDesk(threading.Thread):
@@ -76,6 +106,11 @@ class BatchDesk(threading.Thread):
         Refusals in a row that waiting does not mend, after which nothing is submitted any more.
     job_prefix
         How the names of our jobs begin, by which a job is found whose submission ended in the dark.
+    max_failed_blocks
+        Attempts in a row to start a block that end before a worker connects, after which nothing is submitted any
+        more. Blocks that were submitted side by side are one attempt.
+    last_words
+        Describes the output of a job that has ended; may read files.
     """
 
     _LONGEST_PAUSE = 300.0
@@ -92,6 +127,8 @@ class BatchDesk(threading.Thread):
         submissions_per_minute: int,
         max_refusals: int,
         job_prefix: str,
+        max_failed_blocks: int = 5,
+        last_words: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="freetrain-batch-desk", daemon=True)
@@ -102,6 +139,8 @@ class BatchDesk(threading.Thread):
         self._limit = submissions_per_minute
         self._max_refusals = max_refusals
         self._job_prefix = job_prefix
+        self._max_failed_blocks = max_failed_blocks
+        self._last_words = last_words
         self._clock = clock
         self._condition = threading.Condition()
         self._orders: deque[BlockSpec] = deque()
@@ -111,10 +150,17 @@ class BatchDesk(threading.Thread):
         self._failures = 0
         self._pauses = 0
         self._refusals = 0
+        self._failed: deque[_FailedStart] = deque()  # not counted yet
+        self._failed_starts = 0
+        self._retry_after = 0.0
+        self._last_failed = -math.inf  # when the last of them was counted
+        self._probe: str | None = None  # the one block that is tried after failed starts
+        self._submitted: dict[str, float] = {}  # block -> when
         self._submit_after = 0.0
         self._survey_at = 0.0
         self._cancel_after = 0.0
         self._resting = False
+        self._closed = False
         self._in_the_dark_until = -math.inf
         self._stopping = False
 
@@ -140,7 +186,34 @@ class BatchDesk(threading.Thread):
     def forget(self, job: str) -> None:
         """Stop asking about a job that has ended."""
         with self._condition:
-            self._watched.pop(job, None)
+            block = self._watched.pop(job, None)
+            if block is not None:
+                self._submitted.pop(block, None)
+            if block is not None and block == self._probe:
+                self._probe = None
+                self._condition.notify()
+
+    def failed_to_start(self, block: str, job: str, how: str) -> None:
+        """Count a block that ended, as `how` says, before a worker of it connected; to be called before `forget`."""
+        with self._condition:
+            if self._submitted.get(block, math.inf) >= self._last_failed:
+                self._failed.append(_FailedStart(block, job, how))
+                self._condition.notify()
+
+    def works(self) -> None:
+        """Note that a block has workers which stay: the attempts before it do not count any more."""
+        with self._condition:
+            self._probe = None
+            if self._failed_starts and not self._closed:
+                self._failed_starts, self._retry_after = 0, 0.0
+                self._post(StartsFailed(0, self._max_failed_blocks))
+            self._condition.notify()
+
+    def stop_submitting(self) -> None:
+        """Submit nothing any more; what was submitted stays."""
+        with self._condition:
+            self._closed = True
+            self._submit_after = math.inf
 
     def rest(self, resting: bool) -> None:  # noqa: FBT001 - the state itself
         """Stop asking while nobody waits for nodes or holds any, or go on."""
@@ -177,38 +250,52 @@ class BatchDesk(threading.Thread):
                     self._condition.wait(None if math.isinf(wait) else wait)
                 if self._stopping:
                     return
-                withdrawn, self._withdrawn = self._withdrawn, set()
-                dropped = [spec for spec in self._orders if spec.block in withdrawn]
-                self._orders = deque(spec for spec in self._orders if spec.block not in withdrawn)
-                orders = [self._orders.popleft() for _ in range(min(len(self._orders), self._allowance()))]
-            for spec in dropped:
-                self._post(BlockRefused(spec.block, "withdrawn before it was submitted"))
-            self._cancel_blocks(withdrawn)
-            for spec in orders:
-                self._submit(spec)
-            if self._clock() >= self._survey_at and not (self._resting and not self._watched):
-                self._survey()
+            self.serve()
+
+    def serve(self) -> None:
+        """Do what is due now."""
+        with self._condition:
+            failed, self._failed = self._failed, deque()
+            withdrawn, self._withdrawn = self._withdrawn, set()
+            dropped = [spec for spec in self._orders if spec.block in withdrawn]
+            self._orders = deque(spec for spec in self._orders if spec.block not in withdrawn)
+            allowance = 0 if failed else self._allowance()
+            orders = [self._orders.popleft() for _ in range(min(len(self._orders), allowance))]
+        for spec in dropped:
+            self._post(BlockRefused(spec.block, "withdrawn before it was submitted"))
+        self._cancel_blocks(withdrawn)
+        if failed:
+            self._count_failed_start(failed[-1])
+        for spec in orders:
+            self._submit(spec)
+        if self._clock() >= self._survey_at and not (self._resting and not self._watched):
+            self._survey()
 
     def _next_due(self) -> float:
+        if self._failed:
+            return 0.0
         if self._withdrawn:
             return self._cancel_after
         if self._orders and self._allowance():
             return 0.0
         survey_at = math.inf if self._resting and not self._watched else self._survey_at
-        if not self._orders:
+        if not self._orders or self._probe is not None:
             return survey_at
         full_until = self._submitted_at[0] + 60.0 if len(self._submitted_at) >= self._limit else 0.0
-        return min(survey_at, max(full_until, self._submit_after))
+        return min(survey_at, max(full_until, self._submit_after, self._retry_after))
 
     def _allowance(self) -> int:
-        """How many blocks may be submitted now: none for a while after a refusal, else what the rate limit leaves."""
+        """How many blocks may be submitted now: none for a while after a refusal, else what the rate limit leaves.
+
+        After a failed start blocks are tried one at a time.
+        """
         now = self._clock()
         while self._submitted_at and self._submitted_at[0] <= now - 60.0:
             self._submitted_at.popleft()
-        if now < self._submit_after:
+        if now < max(self._submit_after, self._retry_after) or self._probe is not None:
             return 0
         left = self._limit - len(self._submitted_at)
-        return min(1, left) if self._pauses else left
+        return min(1, left) if self._pauses or self._failed_starts else left
 
     def _submit(self, spec: BlockSpec) -> None:
         self._submitted_at.append(self._clock())
@@ -219,6 +306,9 @@ class BatchDesk(threading.Thread):
             return
         with self._condition:
             self._watched[job] = spec.block
+            self._submitted[spec.block] = self._clock()
+            if self._failed_starts:
+                self._probe = spec.block
         self._post(BlockSubmitted(spec.block, job))
 
     def _refused(self, spec: BlockSpec, error: Exception) -> None:
@@ -238,8 +328,36 @@ class BatchDesk(threading.Thread):
         if not passing:
             self._refusals += 1
         if self._refusals == self._max_refusals:
-            self._submit_after = math.inf
-            self._post(DeskClosed(f"the batch system refused {self._refusals} blocks in a row: {reason}"))
+            self._close_for_good(f"the batch system refused {self._refusals} blocks in a row: {reason}")
+
+    def _count_failed_start(self, failed: _FailedStart) -> None:
+        """Submit more slowly, or, after repeated failed starts, no more. Blocks of one attempt count once."""
+        words = self._last_words(failed.job)
+        reason = f"block {failed.block} (job {failed.job}) {failed.how}" + (f"; {words}" if words else "")
+        with self._condition:
+            now = self._clock()
+            self._failed_starts += 1
+            self._last_failed = now
+            self._probe = None
+            count, most = self._failed_starts, self._max_failed_blocks
+            pause = min(self._interval * 2**count, self._LONGEST_PAUSE) if count < most else math.inf
+            self._retry_after = now + pause
+        logger.warning(
+            "%d of %d attempts to start a block failed before a worker connected; %s; %s",
+            count,
+            most,
+            reason,
+            f"no other for {pause:.0f} s" if count < most else "no other is made",
+        )
+        self._post(StartsFailed(count, most, pause, reason))
+        if count == most:
+            self._close_for_good(
+                f"{count} attempts in a row to start a block ended before a worker connected; the last, {reason}"
+            )
+
+    def _close_for_good(self, reason: str) -> None:
+        self.stop_submitting()
+        self._post(DeskClosed(reason))
 
     def _cancel_blocks(self, blocks: set[str]) -> None:
         jobs = [job for job, block in self._watched.items() if block in blocks]
@@ -266,7 +384,7 @@ class BatchDesk(threading.Thread):
             ):
                 logger.info("cancelling %s, submitted though nobody could tell", ", ".join(sorted(strays)))
                 self._source.cancel(sorted(strays))
-        except FreeTrainError as error:
+        except Exception as error:  # noqa: BLE001 - a source may be anybody's code: whatever it raises, it is asked again
             self._failures += 1
             pause = min(self._interval * 2**self._failures, self._LONGEST_PAUSE)
             logger.warning("the batch system did not answer (%s); asking again in %.0f s", error, pause)

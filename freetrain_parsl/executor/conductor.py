@@ -90,6 +90,17 @@ class Conductor:
                 training.cancelled, training.desired = True, frozenset()
                 self._chronicle.cancelled(training)
 
+    def fail_waiting(self, error: Exception) -> None:
+        """Fail the trainings that run nowhere and have no nodes to run on."""
+        for training in self._trainings:
+            if not (training.over or training.crew or training.desired):
+                self._fail(training, error)
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail every training."""
+        for training in self._trainings:
+            self._fail(training, error)
+
     def assign(self, name: str, nodes: frozenset[str]) -> None:
         """Note where a training should run from now on."""
         for training in self._trainings:

@@ -7,6 +7,7 @@ orders and assignments, which the conductor carries out.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import sqlite3
 import threading
@@ -18,12 +19,13 @@ from parsl.executors.high_throughput.errors import ManagerLost
 
 from freetrain_parsl.errors import BatchSystemError, TrainingInterrupted
 from freetrain_parsl.executor.batch_systems import BlockSpec
-from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
+from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed, StartsFailed
 from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.conductor import Conductor
 from freetrain_parsl.executor.protocol import Message, ProtocolError
 from freetrain_parsl.executor.roster import Block, Roster, Slot
 from freetrain_parsl.executor.slots import INVALID
+from freetrain_parsl.executor.starts import StartWatch
 from freetrain_parsl.executor.tasks import Task, TaskQueue
 from freetrain_parsl.executor.trainings import Training, TrainingSettings
 from freetrain_parsl.planning import events as ev
@@ -83,7 +85,9 @@ class Driver(threading.Thread):
     submit_slot
         Submits one more slot task to HTEX, named by a token.
     fail_all
-        Called when no slot can ever start; gets the reason.
+        Called when nothing runs and no slot can ever start; gets the reason.
+    refuse_new
+        Called when no block is submitted any more, though trainings still run; gets the reason.
     clock
         Wall clock, seconds since the epoch. It may be stepped: the driver runs on a `SteadyClock` made of it.
     monotonic
@@ -115,6 +119,7 @@ class Driver(threading.Thread):
         fail_all: Callable[[Exception], None],
         clock: Callable[[], float],
         monotonic: Callable[[], float] = time.monotonic,
+        refuse_new: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         super().__init__(name="freetrain-driver", daemon=True)
         self._planner = Planner(policy, planner_settings, on_decision=self._record_decision)
@@ -126,6 +131,8 @@ class Driver(threading.Thread):
         self._silence = silence
         self._submit_slot = submit_slot
         self._fail_all = fail_all
+        self._refuse_new = refuse_new
+        self._closed: BatchSystemError | None = None
         self._clock = SteadyClock(clock, monotonic)
         self._survey_times = SurveyTimes()
         self._lead = 0.0
@@ -134,6 +141,7 @@ class Driver(threading.Thread):
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
         self._roster = Roster(slots_per_node)
+        self._starts = StartWatch(self._roster, desk, startup=self._planner.settings.startup, clock=self._clock)
         self._conductor = Conductor(
             training_settings,
             roster=self._roster,
@@ -201,6 +209,7 @@ class Driver(threading.Thread):
             self._surveyed_at = None
             self._events.append(ev.WindowsOutdated(self._clock()))
         self._find_silent()
+        self._starts.look()
         self._conductor.rendezvous.expire(self._clock())
         self._events.append(self._tasks.demand(self._clock()))
         events, self._events[:] = list(self._events), []  # acting makes new ones
@@ -208,6 +217,7 @@ class Driver(threading.Thread):
         self._conductor.converge()
         self._tasks.serve()
         self._leave_in_time()
+        self._end_if_closed()
         self._desk.rest(not (self._planner.trainers or self._tasks.waiting or self._roster.blocks))
         self._journal.commit()
 
@@ -258,8 +268,13 @@ class Driver(threading.Thread):
             self._write("block_submitted", item.block, job=item.job)
         elif isinstance(item, BlockRefused):
             self._end_block(item.block, f"was refused: {item.reason}")
+        elif isinstance(item, StartsFailed):
+            next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
+            self._write(
+                "starts_failed", "", count=item.count, most=item.most, next_attempt=next_attempt, reason=item.reason
+            )
         elif isinstance(item, DeskClosed):
-            self._fail_all(BatchSystemError(item.reason))
+            self._close(BatchSystemError(item.reason))
         elif isinstance(item, CancelTraining):
             self._conductor.cancel(item.future)
         elif isinstance(item, SlotTaskEnded):
@@ -285,6 +300,7 @@ class Driver(threading.Thread):
                 state = BlockState.PREEMPTED  # it left before the grace was over, so the batch system does not say so
             said = state.value + (f" ({status.reason})" if status.reason and state is status.state else "")
             if status.state.ended:
+                self._starts.ended(block, state, said)
                 self._end_block(block.name, block.releasing or said)
             elif status.state is BlockState.HELD and not block.releasing:
                 block.releasing = said
@@ -295,6 +311,21 @@ class Driver(threading.Thread):
                 self._yield(block, min(survey.wanted[node] for node in block.nodes if node in survey.wanted))
         for _ in range(self._roster.overdue(self._clock(), self._PATIENCE)):
             self._order_slot()
+
+    def _close(self, error: BatchSystemError) -> None:
+        """Submit nothing any more: what waits fails, what runs goes on as long as its nodes last."""
+        if self._closed is None:
+            self._closed = error
+            self._refuse_new(error)
+            self._conductor.fail_waiting(error)
+
+    def _end_if_closed(self) -> None:
+        """Fail what is left once no slot is there, and no block that could bring one."""
+        if self._closed is None or self._roster.slots:
+            return
+        if not any(block.works for block in self._roster.blocks.values()):
+            self._conductor.fail_all(self._closed)
+            self._fail_all(self._closed)
 
     def _start_block(self, block: Block, nodes: tuple[str, ...], ends: float | None) -> None:
         now = self._clock()
@@ -328,6 +359,7 @@ class Driver(threading.Thread):
                 and not block.releasing
                 and (left <= 0 or (left <= self._planner.settings.closing_margin and not busy))
             ):
+                self._starts.given_back(block, 0.0)
                 self._give_back(block, _why_it_leaves(block))
 
     def _give_back(self, block: Block, reason: str) -> None:
@@ -363,7 +395,8 @@ class Driver(threading.Thread):
             self._failed_starts += 1
             logger.warning("a slot could not start: %s", ended.error)
         if self._failed_starts >= self._MOST_FAILED_STARTS:
-            self._fail_all(
+            self._desk.stop_submitting()
+            self._close(
                 BatchSystemError(
                     f"{self._failed_starts} slots in a row could not start on their nodes, the last: {ended.error}"
                 )
@@ -453,6 +486,8 @@ class Driver(threading.Thread):
             return
         slot = Slot(name, message["token"], block.node_of(message["node"]), block.name, heard=self._clock())
         self._roster.slots[name] = slot
+        if block.joined is None:
+            block.joined = self._clock()
         closes = block.loses_nodes_at(self._clock())
         self._server.send(name, Message("welcome", {"closes_in": closes - self._clock()}))
         self._write("slot_joined", name, node=slot.node, block=block.name, pid=message["pid"])
@@ -500,6 +535,7 @@ class Driver(threading.Thread):
                 self._request(action)
             elif isinstance(action, ev.ReleaseBlock):
                 if (block := self._roster.blocks.get(action.block)) is not None:
+                    self._starts.given_back(block, self._planner.settings.join_timeout)
                     self._give_back(block, "was given back" if block.started else "never started and was withdrawn")
             elif isinstance(action, ev.Lend):
                 self._tasks.lent = action.nodes

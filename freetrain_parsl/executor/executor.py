@@ -32,6 +32,7 @@ from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
 from freetrain_parsl.executor.driver import CancelTraining, Driver, SlotTaskEnded
 from freetrain_parsl.executor.exits import OrderlyExit
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.last_words import last_words
 from freetrain_parsl.executor.packing import pack_or_refuse
 from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
@@ -104,7 +105,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
     submissions_per_minute
         Most blocks that are submitted in a minute.
     max_refusals
-        After so many refused blocks in a row that waiting does not mend, all trainings end with the reason.
+        After so many refused blocks in a row that waiting does not mend, no block is submitted any more: trainings that
+        wait end with the reason.
+    max_failed_blocks
+        The same after so many attempts in a row to start a block that end before a worker connects, as with a
+        ``worker_init`` that fails. The pause between attempts doubles.
     slots_per_node
         Worker places on a node: its number of accelerators, or 1.
     threads_per_slot
@@ -151,6 +156,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         poll_interval: timedelta = timedelta(seconds=10),
         submissions_per_minute: int = 20,
         max_refusals: int = 5,
+        max_failed_blocks: int = 5,
         slots_per_node: int = 1,
         threads_per_slot: int | None = None,
         grace: timedelta = timedelta(seconds=5),
@@ -186,6 +192,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             ("slots_per_node", slots_per_node),
             ("submissions_per_minute", submissions_per_minute),
             ("max_refusals", max_refusals),
+            ("max_failed_blocks", max_failed_blocks),
         ):
             if number < 1:
                 raise InvalidSettings(f"FreeTrainExecutor: {name} must be at least 1, got {number}")
@@ -206,6 +213,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.poll_interval = poll_interval
         self.submissions_per_minute = submissions_per_minute
         self.max_refusals = max_refusals
+        self.max_failed_blocks = max_failed_blocks
         self.slots_per_node = slots_per_node
         self.threads_per_slot = threads_per_slot
         self.grace = grace
@@ -298,6 +306,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
             interval=self.poll_interval.total_seconds(),
             submissions_per_minute=self.submissions_per_minute,
             max_refusals=self.max_refusals,
+            max_failed_blocks=self.max_failed_blocks,
+            last_words=self._last_words,
             job_prefix=self.job_prefix,
         )
         interval = self.checkpoint_interval
@@ -320,6 +330,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             silence=self.silence.total_seconds(),
             submit_slot=self._submit_slot,
             fail_all=self._fail_all,
+            refuse_new=self._refuse_new,
             clock=time.time,
         )
         self._driver.start()
@@ -449,6 +460,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._tell_monitoring(spec.block, JobState.PENDING)
         return str(job)
 
+    def _last_words(self, job: str) -> str:
+        resources: dict[object, Any] = getattr(self.provider, "resources", {})
+        return last_words(resources.get(job))
+
     def _on_desk_post(self, item: DeskPost) -> None:
         assert self._driver is not None, "the desk is started after the driver"
         if isinstance(item, Survey):
@@ -482,8 +497,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
             if request is not None:
                 self._names.discard(request.name)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _refuse_new(self, error: Exception) -> None:
         logger.error("%s", error)
+        self._executor_exception = error
+        self._executor_bad_state.set()
+
+    def _fail_all(self, error: Exception) -> None:
+        if self._executor_exception is not error:
+            logger.error("%s", error)
         self._end_futures(error)
 
     def _end_futures(self, error: Exception) -> None:

@@ -62,6 +62,10 @@ class Block:
     """By when it leaves its nodes to a job of somebody else that could start there."""
     warned: bool = False
     """The batch system has told its processes that it takes the nodes."""
+    joined: float | None = None
+    """When its first slot said hello."""
+    works: bool = False
+    """It has had a slot for long enough to say that blocks can start here."""
     releasing: str = ""
     """Why it is being given back; empty if it is not."""
     refilled: float | None = None

@@ -10,7 +10,7 @@ from freetrain_parsl.executor.journal import Entry, read_journal, read_progress
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Fragment", "RunState", "TrainingState"]
+__all__ = ["FailedStarts", "Fragment", "RunState", "TrainingState"]
 
 
 @dataclass
@@ -66,6 +66,37 @@ class TrainingState:
         return min(1.0, self.progress["samples"] / total) if total else None
 
 
+@dataclass(frozen=True)
+class FailedStarts:
+    """The last attempts to start a block ended before a worker connected.
+
+    Parameters
+    ----------
+    count, most
+        Attempts in a row; after `most` nothing is submitted any more.
+    next_attempt
+        Earliest time of the next, seconds since the epoch; ``None``: there is none.
+    reason
+        How the last of them ended.
+    """
+
+    count: int
+    most: int
+    next_attempt: float | None
+    reason: str
+
+    def sentence(self, now: float) -> str:
+        """Say it in one line."""
+        if self.next_attempt is None:
+            when = "nothing is submitted any more"
+        else:
+            when = f"next attempt in {max(0.0, self.next_attempt - now):.0f} s"
+        return (
+            f"the last {self.count} of at most {self.most} attempts to start a block ended before a worker connected, "
+            f"{when}; {self.reason}"
+        )
+
+
 class RunState:
     """Everything that the journal tells, up to the last entry read.
 
@@ -84,6 +115,7 @@ class RunState:
         self.windows: list[dict[str, Any]] = []
         self.blocks_requested = 0
         self.blocks_ended: list[str] = []
+        self.failed_starts: FailedStarts | None = None
         self.solve_seconds: list[float] = []
         self.solves_proven = 0
 
@@ -160,6 +192,10 @@ class RunState:
 
     def _on_block_ended(self, entry: Entry) -> None:
         self.blocks_ended.append(entry.detail["reason"])
+
+    def _on_starts_failed(self, entry: Entry) -> None:
+        detail = entry.detail
+        self.failed_starts = FailedStarts(**detail) if detail["count"] else None
 
     def _on_decision(self, entry: Entry) -> None:
         self.solve_seconds.append(entry.detail["seconds"])

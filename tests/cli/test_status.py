@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +13,8 @@ from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli import app
 from freetrain_parsl.cli.campaign_view import ago
+from freetrain_parsl.cli.explain import runs_here
+from freetrain_parsl.executor.journal import Journal
 
 FACTS = {
     "name": "sweep",
@@ -59,7 +63,7 @@ def test_status_shows_results_errors_and_that_the_driver_has_died(store) -> None
     store.fail("b", "ValueError: no data\nTraceback …", final=True)
     shown = freetrain("status").stdout
     assert "sweep: 1 of 2 trainings finished" in shown
-    assert "has died; last sign of life 0 s ago; go on with: freetrain resume" in shown
+    assert re.search(r"has died; last sign of life \d+ s ago; go on with: freetrain resume", shown)
     assert "loss 0.12346" in shown
     assert "ValueError: no data" in shown
     assert "Traceback" not in shown
@@ -125,3 +129,29 @@ def test_clean_of_a_run_on_a_cluster_that_died_with_its_driver_finds_nothing(sto
 )
 def test_times_are_told_in_peoples_units(seconds, text) -> None:
     assert ago(seconds) == text
+
+
+def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> None:
+    """And no more once one has started, or the driver is gone."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    detail = {
+        "count": 3,
+        "most": 5,
+        "next_attempt": time.time() + 3600,
+        "reason": "block 7 (job 9) failed; exit code 1",
+    }
+    journal.write(1.0, "starts_failed", "", **detail)
+    journal.commit()
+    driver = store.begin_driver(*own_identity())
+    store.describe_driver(driver, "freetrain.x.", journal.path)
+    sentence = "the last 3 of at most 5 attempts to start a block ended before a worker connected, next attempt in 3"
+    assert sentence in freetrain("status").stdout
+    assert json.loads(freetrain("status", "--json").stdout)["failed_starts"] == detail
+    (note,) = runs_here()
+    assert note.startswith(f"freetrain-run-1: {sentence}")
+    assert note.endswith("exit code 1")
+    journal.write(2.0, "starts_failed", "", count=0, most=5, next_attempt=None, reason="")
+    journal.commit()
+    assert "attempts" not in freetrain("status").stdout
+    assert list(runs_here()) == []
+    journal.close()

@@ -1,0 +1,71 @@
+"""What a batch job left in its output files: the exit code of its script, and the end of what it printed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["TELL_EXIT_CODE", "last_words"]
+
+_MARK = "freetrain: the script of this block exited with code"
+
+TELL_EXIT_CODE = f"trap 'echo \"{_MARK} $?\" >&2' EXIT"
+"""Shell command at the beginning of a block's script: batch systems tell the exit code late, or only an accountant."""
+
+_BYTES_READ = 8192
+_MOST_LINES = 4
+_LONGEST = 400  # characters
+_ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
+
+
+def last_words(resource: Mapping[str, Any] | None) -> str:
+    """Describe in one line how a block's script ended.
+
+    Parameters
+    ----------
+    resource
+        What Parsl's provider remembers of the job: ``job_stderr_path`` and ``job_stdout_path``, if it has files.
+
+    Returns
+    -------
+    str
+        ``exit code 1; its stderr ends with 'module: command not found'; see FILE``, or less if less is known.
+    """
+    parts: list[str] = []
+    paths = {word: (resource or {}).get(f"job_{word}_path") for word in ("stderr", "stdout")}
+    for word, path in paths.items():
+        if path is None:
+            continue
+        lines = _last_lines(Path(path))
+        codes = [line.removeprefix(_MARK).strip() for line in lines if line.startswith(_MARK)]
+        if codes:
+            parts.append(f"exit code {codes[-1]}")
+        script = str(Path(path).with_suffix(""))  # which the shell puts before its complaints
+        said = [line.removeprefix(f"{script}: ") for line in lines if not line.startswith(_MARK)][-_MOST_LINES:]
+        if said:
+            parts += [f"its {word} ends with {' / '.join(said)[-_LONGEST:]!r}", f"see {path}"]
+            break
+    else:
+        parts += [f"it printed nothing to {path}" for path in [paths["stderr"]] if path is not None]
+    return "; ".join(parts)
+
+
+def _last_lines(path: Path) -> list[str]:
+    """Return the lines at the end of a file that are not empty, without control characters."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-min(_BYTES_READ, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            text = file.read(_BYTES_READ).decode(errors="replace")
+    except (OSError, ValueError):  # not there yet, or removed with the script directory
+        return []
+    plain = (_printable(line) for line in text.splitlines())
+    return [line for line in plain if line]
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", line)).strip()

@@ -1,0 +1,249 @@
+"""Blocks that end before a worker connects are tried ever less, then no more; the reason is quoted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from freetrain_parsl.executor.blocks import BatchDesk, DeskClosed, StartsFailed
+from freetrain_parsl.executor.last_words import TELL_EXIT_CODE, last_words
+from freetrain_parsl.executor.roster import Block, Roster, Slot
+from freetrain_parsl.executor.starts import StartWatch
+from freetrain_parsl.windows.base import BlockState
+from tests.executor.test_blocks import _FakeBatchSystem, spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Bench:
+    """A desk that is turned by hand, without its thread."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now = 0.0
+        self.batch = _FakeBatchSystem()
+        self.posts: list[Any] = []
+        self.desk = BatchDesk(
+            self.batch,
+            self.batch.launch,
+            self.posts.append,
+            interval=10.0,
+            submissions_per_minute=100,
+            max_refusals=3,
+            job_prefix="freetrain.test.",
+            last_words=lambda job: f"exit code 1 of {job}",
+            clock=lambda: self.now,
+            **settings,
+        )
+
+    def order(self, *blocks: str) -> None:
+        for block in blocks:
+            self.desk.order(spec(block))
+
+    def turn(self, now: float) -> list[str]:
+        """Serve the orders that are due at `now`; the blocks that were submitted."""
+        self.now = now
+        before = len(self.batch.launched)
+        while self.desk._failed or (self.desk._orders and self.desk._allowance()):
+            self.desk.serve()
+        return self.batch.launched[before:]
+
+    def fail(self, *blocks: str) -> None:
+        for block in blocks:
+            self.desk.failed_to_start(block, f"job-{block}", "failed")
+            self.desk.forget(f"job-{block}")
+
+    @property
+    def told(self) -> StartsFailed:
+        return [post for post in self.posts if isinstance(post, StartsFailed)][-1]
+
+
+def test_the_pause_between_attempts_doubles_and_the_last_attempt_closes_the_desk() -> None:
+    bench = Bench(max_failed_blocks=3)
+    bench.order("a")
+    assert bench.turn(0.0) == ["a"]
+    bench.fail("a")
+    bench.order("b")
+    assert bench.turn(1.0) == []
+    assert bench.told == StartsFailed(1, 3, 20.0, "block a (job job-a) failed; exit code 1 of job-a")
+    assert bench.turn(20.9) == []
+    assert bench.turn(21.0) == ["b"]
+    bench.fail("b")
+    bench.order("c")
+    assert bench.turn(22.0) == []
+    assert bench.told.pause == 40.0
+    assert bench.turn(62.0) == ["c"]
+    bench.fail("c")
+    bench.order("d")
+    assert bench.turn(10_000.0) == []
+    (closed,) = [post for post in bench.posts if isinstance(post, DeskClosed)]
+    assert closed.reason.startswith(
+        "3 attempts in a row to start a block ended before a worker connected; the last, block c"
+    )
+
+
+def test_after_a_failed_start_one_block_is_tried_at_a_time() -> None:
+    bench = Bench()
+    bench.order("a")
+    bench.turn(0.0)
+    bench.fail("a")
+    bench.turn(0.0)
+    bench.order("b", "c", "d")
+    assert bench.turn(20.0) == ["b"]
+    assert bench.turn(500.0) == [], "it is not known yet what comes of b"
+    bench.desk.works()
+    assert bench.turn(500.0) == ["c", "d"]
+    assert bench.told.count == 0
+
+
+def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> None:
+    """It was preempted, for example."""
+    bench = Bench()
+    bench.order("a")
+    bench.turn(0.0)
+    bench.fail("a")
+    bench.turn(0.0)
+    bench.order("b", "c")
+    assert bench.turn(20.0) == ["b"]
+    bench.desk.forget("job-b")
+    assert bench.turn(20.0) == ["c"]
+    assert bench.told.count == 1
+
+
+def test_blocks_of_one_attempt_count_once() -> None:
+    """Eight blocks that were submitted side by side do not use up all attempts."""
+    bench = Bench()
+    bench.order(*"abcde")
+    assert bench.turn(0.0) == list("abcde")
+    bench.fail("a", "b")
+    bench.turn(5.0)
+    bench.fail("c", "d", "e")
+    bench.turn(9.0)
+    assert bench.told.count == 1
+
+
+def test_attempts_count_from_one_again_after_a_block_that_works() -> None:
+    bench = Bench(max_failed_blocks=2)
+    for block, now in (("a", 0.0), ("b", 1000.0)):
+        bench.order(block)
+        bench.turn(now)
+        bench.desk.works()
+        bench.fail(block)
+        bench.turn(now + 1)
+        assert bench.told.count == 1
+    assert not any(isinstance(post, DeskClosed) for post in bench.posts)
+
+
+class Watch:
+    """A watch over one block that started at 0."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.failed: list[str] = []
+        self.worked = 0
+        self.roster = Roster(1)
+        self.block = Block("b", ("n1",), 600.0, None, job="7")
+        self.block.start(0.0, ("n1",), 600.0)
+        self.roster.blocks["b"] = self.block
+        self.watch = StartWatch(self.roster, self, startup=30.0, clock=lambda: self.now)  # type: ignore[arg-type]
+
+    def failed_to_start(self, block: str, job: str, how: str) -> None:
+        self.failed.append(how)
+
+    def works(self) -> None:
+        self.worked += 1
+
+    def join(self) -> None:
+        self.block.joined = self.now
+        self.roster.slots["s"] = Slot("s", "t", "n1", "b", heard=self.now)
+
+
+@pytest.mark.parametrize(
+    ("state", "now", "failed"),
+    [
+        (BlockState.FAILED, 1.0, True),
+        (BlockState.COMPLETED, 1.0, True),
+        (BlockState.TIMED_OUT, 31.0, True),
+        (BlockState.TIMED_OUT, 29.0, False),
+        (BlockState.PREEMPTED, 100.0, False),
+        (BlockState.CANCELLED, 100.0, False),
+        (BlockState.NODE_FAILED, 100.0, False),
+        (BlockState.UNKNOWN, 100.0, False),
+    ],
+)
+def test_a_block_without_slots_failed_if_it_ended_by_itself(state: BlockState, now: float, failed: bool) -> None:
+    bench = Watch()
+    bench.now = now
+    bench.watch.ended(bench.block, state, "how")
+    assert bool(bench.failed) == failed
+
+
+def test_a_block_that_we_give_back_did_not_fail_unless_it_ran_in_vain() -> None:
+    bench = Watch()
+    bench.now = 31.0
+    bench.watch.given_back(bench.block, 180.0)
+    assert bench.failed == []
+    bench.now = 180.0
+    bench.watch.given_back(bench.block, 180.0)
+    assert bench.failed == ["ran for 3 min and no worker connected"]
+    bench.block.releasing = "given back"
+    bench.watch.ended(bench.block, BlockState.COMPLETED, "how")
+    assert len(bench.failed) == 1, "it counts once"
+
+
+def test_a_block_that_failed_before_we_saw_it_start_counts_though_it_was_withdrawn() -> None:
+    bench = Watch()
+    bench.block.started = None
+    bench.block.releasing = "never started and was withdrawn"
+    bench.watch.ended(bench.block, BlockState.CANCELLED, "how")
+    assert bench.failed == []
+    bench.watch.ended(bench.block, BlockState.FAILED, "how")
+    assert bench.failed == ["how"]
+
+
+def test_slots_that_crash_at_once_are_no_start() -> None:
+    bench = Watch()
+    bench.join()
+    bench.now = 9.0
+    bench.watch.look()
+    bench.watch.ended(bench.block, BlockState.FAILED, "how")
+    assert (bench.worked, bench.failed) == (0, ["how"])
+
+
+def test_a_block_whose_slots_stay_works() -> None:
+    bench = Watch()
+    bench.join()
+    bench.now = 10.0
+    bench.watch.look()
+    bench.watch.look()
+    bench.watch.ended(bench.block, BlockState.FAILED, "how")
+    assert (bench.worked, bench.failed) == (1, [])
+
+
+def test_the_last_words_of_a_job_are_bounded_and_plain(tmp_path: Path) -> None:
+    stderr = tmp_path / "job.sh.err"
+    lines = [f"line {number}" for number in range(5000)]
+    lines += [f"{tmp_path}/job.sh: line 2: \x1b[31mmodule\x1b[0m: command\x07 not found", "", f"{_mark()} 127"]
+    stderr.write_text("\n".join(lines))
+    words = last_words({"job_stderr_path": str(stderr), "job_stdout_path": None})
+    assert words == (
+        "exit code 127; its stderr ends with 'line 4997 / line 4998 / line 4999 / line 2: module: command  not found'; "
+        f"see {stderr}"
+    )
+    stderr.write_bytes(b"\xff" * 100_000)
+    assert len(last_words({"job_stderr_path": str(stderr)})) < 1000
+
+
+def test_a_job_without_output_says_so(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("hello\n")
+    missing = tmp_path / "err"
+    assert last_words({"job_stderr_path": missing, "job_stdout_path": tmp_path / "nothing"}).endswith(str(missing))
+    assert "its stdout ends with 'hello'" in last_words(
+        {"job_stderr_path": missing, "job_stdout_path": tmp_path / "out"}
+    )
+    assert last_words(None) == ""
+
+
+def _mark() -> str:
+    return TELL_EXIT_CODE.partition('"')[2].partition(" $?")[0]
