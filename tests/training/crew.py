@@ -37,6 +37,8 @@ class Member:
         self.numbers = itertools.count(1)
         self.number = 0
         """Of the training that it was told to run last."""
+        self.unheard = 0
+        """What it was told about this training and has not confirmed yet."""
 
     @property
     def is_idle(self) -> bool:
@@ -50,13 +52,21 @@ class Member:
             return "", None
         if what == "report":
             self.reports.append(content)
+        elif what == "heard":
+            self.unheard -= 1
         elif what == "ended":
             self.outcome = content
         return what, content
 
     def tell(self, what: str, content: Any = None) -> None:
+        self.unheard += 1
         with suppress(BrokenPipeError):  # it was killed a moment ago
             self.pipe.send((what, content))
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether it has confirmed all that it was told, or is gone."""
+        return self.unheard == 0 or self.lost or self.outcome is not None
 
     def last(self, kind: type) -> Any:
         """Return its last report of a kind."""
@@ -160,7 +170,7 @@ class CrewRun:
         told = [member.last(Progress) for member in (*self.members, *self.gone)]
         return max((progress for progress in told if progress), key=lambda progress: progress.step, default=None)
 
-    def until(self, condition: Any, seconds: float = 60.0) -> Any:
+    def until(self, condition: Any, seconds: float = 180.0) -> Any:
         """Pass messages until `condition` holds, and return it."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -201,6 +211,7 @@ class CrewRun:
             member.tell("order", Regroup(membership, abort))
         self.members = members
         self.gone += leavers
+        self._wait_until_heard()
         release()
         self.until(
             lambda: (
@@ -215,6 +226,7 @@ class CrewRun:
     def pause(self, release: Any = lambda: None) -> list[Outcome | None]:
         """Save and end."""
         self._tell_all("pause")
+        self._wait_until_heard()
         release()
         return self.outcomes()
 
@@ -224,7 +236,7 @@ class CrewRun:
 
     def outcomes(self) -> list[Outcome | None]:
         """Wait for the end; ``None`` for a member that died."""
-        self.until(lambda: self.ended, 120)
+        self.until(lambda: self.ended)
         return [member.outcome for member in self.members]
 
     def _memberships(self, size: int) -> list[Membership]:
@@ -234,8 +246,13 @@ class CrewRun:
 
     def _begin(self, member: Member, membership: Membership | None) -> None:
         member.reports, member.outcome, member.lost, member.number = [], None, False, next(member.numbers)
+        member.unheard = 0
         options = {**self._settings, "membership": membership}
         member.tell("run", (member.number, self._function, self._kwargs, options))
+
+    def _wait_until_heard(self) -> None:
+        """Wait until all know what they were told: one that learns it after a gate opens may be at the next by then."""
+        self.until(lambda: all(member.has_heard for member in (*self.members, *self.gone)))
 
     def _pump(self) -> None:
         known = {m.pipe: m for m in (*self.members, *self.newcomers, *self.gone) if not m.lost}

@@ -123,6 +123,20 @@ def test_members_come_go_and_die_and_the_result_is_the_same(crew: Crew, tmp_path
     assert_same(end, undisturbed(tmp_path / "whole", **mode), bits=mode is BITWISE)
 
 
+def test_orders_that_take_long_to_arrive_are_carried_out_at_their_step(crew: Crew, tmp_path: Path) -> None:
+    """One member, orders for its first two steps; it hears them half a second late."""
+    gates = {step: tmp_path / f"gate-{step}" for step in (1, 2, 3)}
+    run = crew.start(1, tmp_path / "cut", classify, epochs=EPOCHS, gates=gates)
+    slow = run.members[0]
+    slow.tell("hear slowly", 0.5)
+    run.regroup(2, release=gates[1].touch)
+    run.regroup(1, release=gates[2].touch)
+    slow.tell("hear slowly", 0.0)
+    run.pause(gates[3].touch)
+    assert run.progress is not None
+    assert run.progress.step == 3
+
+
 @settings(
     max_examples=12,
     deadline=None,

@@ -329,12 +329,15 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
             pipe.send((number, what, content))
 
     def listen() -> None:
+        number, delay = 0, 0.0
         while True:
             try:
                 what, content = pipe.recv()
             except (EOFError, OSError):
                 os._exit(0)
+            time.sleep(delay)
             if what == "run":
+                number = content[0]
                 global NOTICE  # noqa: PLW0603 - trainings that pause themselves find it there; new before any order for it comes
                 NOTICE = Notice()
                 work.put((content, NOTICE))
@@ -344,6 +347,9 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
                 NOTICE.pause_requested.set()
             elif what == "end":
                 NOTICE.end()
+            elif what == "hear slowly":
+                delay = content
+            send(number, "heard", None)
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
