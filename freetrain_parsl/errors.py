@@ -117,9 +117,21 @@ class TrainingCancelled(TrainingError, CancelledError):
 
 
 class PeerLost(TrainingError):
-    """Another member of the process group is gone, and the survivors cannot go on in place."""
+    """Another member of the process group is gone, and the survivors cannot go on in place.
+
+    Parameters
+    ----------
+    message
+        What happened.
+    unreachable
+        Pairs of ranks that do not reach each other over the network, where that is the reason.
+    """
 
     transient = True
+
+    def __init__(self, message: str = "", unreachable: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
 
 
 class NonFiniteLoss(TrainingError):

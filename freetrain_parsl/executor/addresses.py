@@ -5,13 +5,13 @@ from __future__ import annotations
 import ipaddress
 import platform
 import socket
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import psutil
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
 
-__all__ = ["check_interface", "driver_addresses", "interface_for", "own_addresses", "resolved"]
+__all__ = ["Interface", "check_interface", "driver_addresses", "interface_for", "own_addresses", "resolved"]
 
 _IPAddress: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
@@ -83,7 +83,14 @@ def check_interface(interface: str) -> None:
             ) from None
 
 
-def interface_for(setting: str | None, driver: str) -> str | None:
+class Interface(NamedTuple):
+    """A network interface of this host: its name, ``None`` if it is not known, and an IP address of this host there."""
+
+    name: str | None
+    address: str
+
+
+def interface_for(setting: str | None, driver: str) -> Interface:
     """Find the interface by which this host is to reach the other members of a training.
 
     Parameters
@@ -93,11 +100,6 @@ def interface_for(setting: str | None, driver: str) -> str | None:
         ``None``: the interface that reaches the driver.
     driver
         URL of the driver: ``tcp://HOST:PORT``.
-
-    Returns
-    -------
-    str or None
-        Its name; ``None``: torch's own choice.
 
     Raises
     ------
@@ -109,12 +111,12 @@ def interface_for(setting: str | None, driver: str) -> str | None:
     every = own_addresses()
     if "/" not in setting:
         if setting in every:
-            return setting
+            return Interface(setting, str(every[setting][0]))
     else:
         network = ipaddress.ip_network(setting)
         for name, addresses in every.items():
-            if any(address in network for address in addresses):
-                return name
+            if found := [address for address in addresses if address in network]:
+                return Interface(name, str(found[0]))
     has = ", ".join(f"{name} ({', '.join(map(str, addresses))})" for name, addresses in every.items())
     raise BatchSystemError(
         f"host {platform.node()} has no network interface {setting} with an address, it has {has}; change "
@@ -122,12 +124,13 @@ def interface_for(setting: str | None, driver: str) -> str | None:
     )
 
 
-def _interface_to(url: str) -> str | None:
-    """Name the interface through which this host reaches `url`; ``None`` if it is not found."""
+def _interface_to(url: str) -> Interface:
+    """Find the interface through which this host reaches `url`."""
     host, _, port = url.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing: it only asks the kernel for the route
         local = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
-    return next((name for name, addresses in own_addresses().items() if local in addresses), None)
+    name = next((name for name, addresses in own_addresses().items() if local in addresses), None)
+    return Interface(name, str(local))

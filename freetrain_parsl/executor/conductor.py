@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import TooManyRestarts, TrainingCancelled
 from freetrain_parsl.executor.chronicle import Chronicle
 from freetrain_parsl.executor.protocol import Message, error_in, settle_with_payload
-from freetrain_parsl.executor.regrouping import disconnection, next_move, survivors
+from freetrain_parsl.executor.regrouping import cut_off, disconnection, next_move, survivors
 from freetrain_parsl.executor.rendezvous import RendezvousDesk
 from freetrain_parsl.executor.trainings import Change, Generation, Loss, Participant, Role, Training
 from freetrain_parsl.training.terms import PauseReason
@@ -49,6 +49,8 @@ class Conductor:
         Sends a message to a slot.
     kill
         Gives a slot up that does not end: (slot, reason).
+    set_aside
+        Takes a slot's node out of the pool for some time: (slot, reason).
     emit
         Takes events for the planner.
     journal
@@ -64,6 +66,7 @@ class Conductor:
         roster: Roster,
         send: Callable[[str, Message], object],
         kill: Callable[[Slot, str], None],
+        set_aside: Callable[[Slot, str], None] = lambda _slot, _reason: None,
         emit: Callable[[ev.Event], None],
         journal: Journal,
         clock: Callable[[], float],
@@ -72,6 +75,7 @@ class Conductor:
         self._roster = roster
         self._send = send
         self._kill = kill
+        self._set_aside = set_aside
         self._clock = clock
         self._chronicle = Chronicle(emit=emit, journal=journal, clock=clock)
         self._trainings: list[Training] = []
@@ -149,6 +153,7 @@ class Conductor:
             return
         training, member = found
         logger.info("training %s: %s has left its group: %s", training.name, slot.name, message["reason"])
+        self._go_on_without_unreachable(training, message)
         change = training.change
         if training.over or member.role is Role.LEAVER:
             self._dismiss(training, [member], abort=True)
@@ -182,6 +187,8 @@ class Conductor:
         first = generation is not None and slot.name == generation.first
         if first and message.header.get("progress"):
             self._chronicle.progressed(training, generation, message["progress"])
+        if outcome == "peer_lost":
+            self._go_on_without_unreachable(training, message)
         counts = self._remove(training, participant)
         why = message.header.get("reason", "")
         logger.info("training %s: its run on %s is over: %s %s", training.name, slot.name, outcome, why)
@@ -358,6 +365,21 @@ class Conductor:
             one.role = Role.LEAVER
 
     # Losses.
+
+    def _go_on_without_unreachable(self, training: Training, message: Message) -> None:
+        """Take out of a group that could not form those whom the others do not reach, though they reach the driver."""
+        change, number = training.change, message.header.get("generation")
+        groups = [change.after] if change is not None else []
+        groups += [training.generation] if training.generation is not None else []
+        ranks = next((group.ranks for group in groups if group.number == number), ())
+        for name in cut_off(ranks, message.header.get("unreachable", ())):
+            member, slot = training.crew.get(name), self._roster.slots.get(name)
+            if member is None or slot is None or member.cut_off or training.over:
+                continue
+            member.cut_off = True
+            reason = f"other nodes of training {training.name} do not reach it, though it reaches the driver"
+            self._set_aside(slot, reason)
+            self._note_loss(training, Loss(f"{slot.node}: {reason}", crash=False))
 
     def _note_loss(self, training: Training, loss: Loss) -> None:
         training.losses.append(loss)

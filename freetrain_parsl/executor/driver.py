@@ -129,6 +129,7 @@ class Driver(threading.Thread):
         self._outdated = outdated
         self._surveyed_at: float | None = None
         self._silence = silence
+        self._loss_timeout = training_settings.loss_timeout
         self._submit_slot = submit_slot
         self._fail_all = fail_all
         self._refuse_new = refuse_new
@@ -147,6 +148,7 @@ class Driver(threading.Thread):
             roster=self._roster,
             send=server.send,
             kill=self._kill,
+            set_aside=self._set_aside,
             emit=self._events.append,
             journal=journal,
             clock=self._clock,
@@ -210,6 +212,7 @@ class Driver(threading.Thread):
             self._events.append(ev.WindowsOutdated(self._clock()))
         self._find_silent()
         self._starts.look()
+        self._take_back()
         self._conductor.rendezvous.expire(self._clock())
         self._events.append(self._tasks.demand(self._clock()))
         events, self._events[:] = list(self._events), []  # acting makes new ones
@@ -492,9 +495,28 @@ class Driver(threading.Thread):
         self._server.send(name, Message("welcome", {"closes_in": closes - self._clock()}))
         self._write("slot_joined", name, node=slot.node, block=block.name, pid=message["pid"])
         if self._roster.completes(slot):
-            node = PoolNode(slot.node, closes)
-            self._events.append(ev.NodesJoined(self._clock(), block.name, (node,)))
-            self._write("node_joined", slot.node, block=block.name, closes=closes)
+            self._join_node(slot, block)
+
+    def _join_node(self, slot: Slot, block: Block) -> None:
+        """Put the node of a slot, which all its slots have joined, into the pool."""
+        closes = block.loses_nodes_at(self._clock())
+        self._events.append(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes),)))
+        self._write("node_joined", slot.node, block=block.name, closes=closes)
+
+    def _set_aside(self, slot: Slot, reason: str) -> None:
+        """Take a node out of the pool for some time: it works, but the others do not reach it."""
+        pause = self._roster.set_aside(slot.node, self._clock(), 2 * self._loss_timeout)
+        logger.warning("node %s is set aside for %.0f s: %s", slot.node, pause, reason)
+        self._write("node_set_aside", slot.node, seconds=pause, reason=reason)
+        if self._roster.incomplete(slot):
+            self._events.append(ev.NodesLeft(self._clock(), (slot.node,)))
+            self._write("node_left", slot.node, reason=reason)
+
+    def _take_back(self) -> None:
+        """Put the nodes that were set aside into the pool again when their time is over."""
+        for slot in self._roster.returning(self._clock()):
+            if (block := self._roster.blocks.get(slot.block)) is not None and self._roster.completes(slot):
+                self._join_node(slot, block)
 
     def _on_notice(self, slot: Slot, closes_in: float, *, gone: bool) -> None:
         slot.leaving = True

@@ -114,6 +114,8 @@ PROGRESS: Fields = {
 _OF_ANY: Fields = {"n": _Optional(_is_count), "seen": _Optional(_is_count)}  # see `executor.delivery`
 _OF_RUN: Fields = {"trainer": is_name, "run": _is_count}
 
+_UNREACHABLE = _Optional(_list_of(_list_of(_is_count)))  # pairs of ranks
+
 TO_DRIVER: Mapping[str, Fields] = {
     "hello": {"token": is_name, "node": is_name, "block": is_name, "pid": _is_count},
     "beat": {
@@ -124,13 +126,15 @@ TO_DRIVER: Mapping[str, Fields] = {
     "notice": {"closes_in": _is_time, "gone": _is_flag},
     "progress": {**_OF_RUN, "progress": _is_progress},
     "ready": _OF_RUN,
-    "stranded": {**_OF_RUN, "generation": _is_count, "reason": _is_text},
+    "stranded": {**_OF_RUN, "generation": _is_count, "reason": _is_text, "unreachable": _UNREACHABLE},
     "regrouped": {**_OF_RUN, "generation": _is_count, "paused": _is_duration, "transferred": _is_duration},
     "ended": {
         **_OF_RUN,
         "outcome": _one_of("finished", "paused", "failed", "peer_lost"),
         "progress": _Optional(_is_progress),
         "reason": _Optional(_is_text),
+        "generation": _Optional(_is_count),
+        "unreachable": _UNREACHABLE,
     },
     "task_ended": {"task": _is_count, "outcome": _one_of("finished", "failed")},
     "kv": {

@@ -13,7 +13,8 @@ slot -> driver
                       have nothing to save and leave at once
 ``progress``          how far the training is (first rank only)
 ``ready``             I have everything but the training's state and wait for ``regroup`` (newcomers only)
-``stranded``          my group lost a member (``reason``): I have left it and wait for ``regroup``
+``stranded``          my group lost a member (``reason``): I have left it and wait for ``regroup``; ``unreachable``:
+                      pairs of ranks that do not reach each other over the network
 ``regrouped``         I go on in group ``generation``; ``paused``: seconds without progress, ``transferred``: of
                       these, seconds in which the state was passed on
 ``ended``             the run is over for me; payload: value or exception

@@ -7,18 +7,19 @@ A training that moves to other nodes altogether goes on until the slots there ar
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.trainings import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from freetrain_parsl.executor.roster import Roster, Slot
     from freetrain_parsl.executor.trainings import Generation, Participant, Training, TrainingSettings
 
-__all__ = ["Move", "disconnection", "next_move", "survivors"]
+__all__ = ["Move", "cut_off", "disconnection", "next_move", "survivors"]
 
 # A member that has beaten so many seconds after another was stranded is alive: it was the connection that broke.
 _ALIVE = 1.5
@@ -93,6 +94,7 @@ def survivors(training: Training) -> tuple[str, ...]:
             members = [training.crew[slot] for slot in change.before.ranks if slot in training.crew] + members
     else:
         members = training.members()
+    members = [member for member in members if not member.cut_off]
     return _names(members) if any(member.has_state for member in members) else ()
 
 
@@ -114,6 +116,27 @@ def disconnection(
     if (change is None or not change.abort) and all(one.waited > limit for one in members):
         return f"its members did nothing but wait for each other for more than {limit:g} s"
     return None
+
+
+def cut_off(ranks: Sequence[str], unreachable: Iterable[Iterable[int]]) -> tuple[str, ...]:
+    """Choose slots without which all others of a group reach each other: few, and rather those that came last.
+
+    Parameters
+    ----------
+    ranks
+        The group's slots in order of rank.
+    unreachable
+        Pairs of ranks that do not reach each other.
+    """
+    pairs = {frozenset(pair) for pair in unreachable}
+    pairs = {pair for pair in pairs if len(pair) == 2 and pair <= set(range(len(ranks)))}
+    chosen: list[str] = []
+    while pairs:
+        counts = Counter(rank for pair in pairs for rank in pair)
+        worst = max(counts, key=lambda rank: (counts[rank], rank))
+        chosen.append(ranks[worst])
+        pairs = {pair for pair in pairs if worst not in pair}
+    return tuple(chosen)
 
 
 class _Outlook:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_LONGEST_ASIDE = 1800.0  # seconds
 
 __all__ = ["Block", "Roster", "Slot"]
 
@@ -107,6 +110,8 @@ class Roster:
         self.tasks_queued = 0
         """HTEX tasks of slots that have neither said hello nor failed."""
         self._complete: set[str] = set()
+        self._aside: dict[str, float] = {}
+        self._times_aside: Counter[str] = Counter()
 
     def drop_block(self, name: str) -> Block | None:
         """Forget a block that has ended.
@@ -129,7 +134,7 @@ class Roster:
 
     def completes(self, slot: Slot) -> bool:
         """Whether this new slot is the last that its node lacked."""
-        if slot.node in self._complete or len(self._on(slot.node)) < self._slots_per_node:
+        if slot.node in self._complete or slot.node in self._aside or len(self._on(slot.node)) < self._slots_per_node:
             return False
         self._complete.add(slot.node)
         return True
@@ -140,6 +145,20 @@ class Roster:
             return False
         self._complete.discard(slot.node)
         return True
+
+    def set_aside(self, node: str, now: float, pause: float) -> float:
+        """Keep a node from becoming complete for `pause` seconds, each time twice as long; return how long."""
+        pause = min(pause * 2 ** self._times_aside[node], _LONGEST_ASIDE)
+        self._times_aside[node] += 1
+        self._aside[node] = now + pause
+        return pause
+
+    def returning(self, now: float) -> list[Slot]:
+        """List a slot of each node whose time aside is over; the node may be complete again."""
+        nodes = [node for node, until in self._aside.items() if until <= now]
+        for node in nodes:
+            del self._aside[node]
+        return [slot for node in nodes for slot in self._on(node)[:1]]
 
     def complete_slots(self, nodes: Iterable[str]) -> list[Slot] | None:
         """All slots of these nodes, by node and name; ``None`` if a node is not complete."""

@@ -54,13 +54,18 @@ class Run:
         Network interface for the members; ``None``: torch's choice.
     send
         Sends a message to the driver; from any thread.
+    address
+        This node's IP address at that interface; ``None``: the members do not check that they reach each other.
     """
 
-    def __init__(self, order: Message, *, interface: str | None, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, order: Message, *, interface: str | None, send: Callable[[Message], None], address: str | None = None
+    ) -> None:
         self.notice = Notice()
         self.number: int = order["run"]
         self._order = order
         self._interface = interface
+        self._address = address
         self._send = send
         self._names = {"trainer": order["trainer"], "run": order["run"]}
         self._meeting = timedelta(seconds=order["meeting_timeout"])
@@ -106,7 +111,12 @@ class Run:
             else:
                 header |= {"outcome": "paused", "reason": ended.reason.value}
         except PeerLost as error:
-            header = {"outcome": "peer_lost", "reason": str(error)}
+            header = {
+                "outcome": "peer_lost",
+                "reason": str(error),
+                "generation": self._generation,
+                "unreachable": error.unreachable,
+            }
         except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
             header = {"outcome": "failed"}
             payload = serialized_exception()
@@ -164,6 +174,7 @@ class Run:
             world_size=world_size,
             meeting=_WHILE_OTHERS_TRAIN if is_newcomer else self._meeting,
             interface=self._interface,
+            address=self._address,
         )
 
     def _options(self) -> SessionOptions:
@@ -200,7 +211,7 @@ class Run:
             message = self._message("ready", {})
         elif isinstance(report, Stranded):
             self._is_stranded = True
-            message = self._message("stranded", {"generation": self._generation, "reason": report.reason})
+            message = self._message("stranded", {"generation": self._generation, **asdict(report)})
         else:
             self._joined(report)
             message = self._message("regrouped", asdict(report))

@@ -157,6 +157,8 @@ class Participant:
     stranded: float | None = None
     waited: float = 0.0
     deadline: float | None = None
+    cut_off: bool = False
+    """Others of its group do not reach it: they go on without it."""
 
     def goes_on(self) -> None:
         """Note that it is a member of a group that works."""

@@ -226,11 +226,8 @@ class _Slot:
                 logger.debug("%r came for a run that is over: %s", message.type, message.header)
 
     def _train(self, message: Message) -> None:
-        run = Run(
-            message,
-            interface=interface_for(self._settings.interface, self._channel.url),
-            send=self._channel.send,
-        )
+        interface, address = interface_for(self._settings.interface, self._channel.url)
+        run = Run(message, interface=interface, address=address, send=self._channel.send)
         if self._closes is not None:
             run.notice.close_after(timedelta(seconds=self._closes - time.monotonic()))
         self._run = run

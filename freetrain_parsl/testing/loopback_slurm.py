@@ -239,7 +239,7 @@ class LoopbackSlurm:
             It failed; the message has its complaint.
         """
         done = subprocess.run(
-            arguments,
+            self._on_its_host("client", arguments, str(self.work)),
             env=self.environment,
             cwd=self.work,
             user=user,
@@ -439,7 +439,7 @@ class LoopbackSlurm:
         with ExitStack() as files:
             log = files.enter_context((self.directory / "log" / f"{name}.log").open("ab"))
             self._daemons[name] = subprocess.Popen(
-                command,
+                self._on_its_host(name, command, str(self.directory / "run")),
                 env=self.environment | dict(extra or {}),
                 cwd=self.directory / "run",
                 stdin=subprocess.DEVNULL,
@@ -447,6 +447,10 @@ class LoopbackSlurm:
                 stderr=log,
                 start_new_session=True,
             )
+
+    def _on_its_host(self, daemon: str, command: tuple[str, ...], directory: str) -> list[str]:  # noqa: ARG002
+        """Return the command that runs a daemon's or a client's command where it belongs; see `hosts.SlurmOnHosts`."""
+        return list(command)
 
     def _runs(self, name: str) -> bool:
         return name in self._daemons and self._daemons[name].poll() is None

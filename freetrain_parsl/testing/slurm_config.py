@@ -81,6 +81,10 @@ class ClusterPlan:
     loopback_only
         Whether the daemons can listen on the loopback alone, which they can only if the machine's own name is a
         loopback address.
+    controller
+        Hostname and address of slurmctld: ``NAME(ADDRESS)``.
+    addresses
+        Node -> its address, for nodes that are hosts of that name; the others are on the loopback.
     """
 
     name: str
@@ -103,6 +107,8 @@ class ClusterPlan:
     warn_preempted: bool = True
     scheduler_parameters: Sequence[str] = ()
     extra: Sequence[str] = ()
+    controller: str = "localhost(127.0.0.1)"
+    addresses: Mapping[str, str] = field(default_factory=dict)
 
 
 def node_names(count: int) -> list[str]:
@@ -116,7 +122,7 @@ def slurm_conf(plan: ClusterPlan) -> str:
     home = plan.directory
     lines = [
         f"ClusterName={plan.name}",
-        "SlurmctldHost=localhost(127.0.0.1)",
+        f"SlurmctldHost={plan.controller}",
         f"SlurmctldPort={plan.ports['slurmctld']}",
         f"SlurmUser={plan.user}",
         f"SlurmdUser={plan.user}",
@@ -205,7 +211,8 @@ def _nodes(plan: ClusterPlan) -> list[str]:
         raise InvalidSettings(f"features of nodes that the cluster does not have: {', '.join(sorted(unknown))}")
     for port, name in enumerate(names, plan.ports["slurmd"]):
         words = f" Feature={plan.features[name]}" if name in plan.features else ""
-        lines.append(f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port}{words}")
+        host, address = (name, plan.addresses[name]) if name in plan.addresses else ("localhost", "127.0.0.1")
+        lines.append(f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port}{words}")
     return lines
 
 

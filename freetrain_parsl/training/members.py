@@ -91,8 +91,13 @@ class Members:
         self._report(Ready())
         return self._next_order()
 
-    def strand(self, reason: str) -> Regroup:
+    def strand(self, reason: str, unreachable: tuple[tuple[int, int], ...] = ()) -> Regroup:
         """Leave a group that has lost a member, and wait for the order to go on in another.
+
+        Parameters
+        ----------
+        reason, unreachable
+            See `Stranded`.
 
         Raises
         ------
@@ -104,7 +109,7 @@ class Members:
         self.leave()
         pending = self._notice.pending
         if pending is None or not pending.abort:
-            self._report(Stranded(reason))
+            self._report(Stranded(reason, unreachable))
         while True:
             order = self._next_order(reason)
             if order.abort or self.is_newcomer:  # else it was given before the loss, to a group that is no more
@@ -149,7 +154,7 @@ class Members:
                 state = self._agree_on_state(place())
                 self._transferred = time.monotonic() - began
             except PeerLost as error:
-                order = self.strand(str(error))
+                order = self.strand(str(error), error.unreachable)
             else:
                 break
         self._follow(state)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerLost, UsageError
+from freetrain_parsl.training.reachability import check_reachable
 
 if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
     from collections.abc import Callable, Iterator, Sequence
@@ -313,6 +314,9 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
         notice.on_abort = group.abort
     with _network_interface(membership.interface), group.waits():
         try:
+            if membership.address is not None:
+                own = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
+                check_reachable(own, membership.rank, membership.world_size, membership.address)
             dist.init_process_group(
                 backend,
                 store=PrefixStore(f"{membership.trainer}/{membership.generation}", store),

@@ -102,6 +102,9 @@ class Membership:
         How long the members wait for each other when they form the group.
     interface
         Network interface that carries the collectives, such as ``"ib0"``; ``None`` lets the library choose.
+    address
+        This process's IP address at that interface; the members check there that they reach each other before they
+        form the group. ``None``: they do not check. Either all members have one or none has.
 
     Raises
     ------
@@ -116,6 +119,7 @@ class Membership:
     timeout: timedelta = timedelta(minutes=30)
     meeting: timedelta = timedelta(minutes=1)
     interface: str | None = None
+    address: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -278,9 +282,12 @@ class Stranded:
     ----------
     reason
         What the lost group's collective said.
+    unreachable
+        Pairs of ranks that do not reach each other, where the group could not form because of that.
     """
 
     reason: str
+    unreachable: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

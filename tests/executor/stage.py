@@ -28,6 +28,7 @@ class Stage:
         self.now = 0.0
         self.sent: list[tuple[str, Message]] = []
         self.killed: list[str] = []
+        self.aside: list[str] = []
         self.events: list[ev.Event] = []
         self.runs: dict[str, int] = {}
         """Slot -> the number of its run."""
@@ -45,6 +46,7 @@ class Stage:
             roster=self.roster,
             send=self._send,
             kill=self._kill,
+            set_aside=lambda slot, _reason: self.aside.append(slot.name),
             emit=self.events.append,
             journal=self.journal,
             clock=lambda: self.now,

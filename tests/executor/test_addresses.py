@@ -73,7 +73,7 @@ def test_a_name_becomes_the_address_that_it_has_here(monkeypatch):
 def test_an_interface_is_named_or_found_by_its_network(setting, found, monkeypatch):
     interfaces(monkeypatch, eth0=["10.1.0.7"], ib1=["10.2.3.7"], ib2=["fd02::7"])
     addresses.check_interface(setting)
-    assert addresses.interface_for(setting, "tcp://10.1.0.1:5") == found
+    assert addresses.interface_for(setting, "tcp://10.1.0.1:5")[0] == found
 
 
 @pytest.mark.parametrize("setting", ["ib0", "10.9.0.0/16"])
@@ -95,4 +95,4 @@ def test_a_setting_that_is_no_interface_is_refused_at_once(setting, complaint):
 def test_by_default_it_is_the_one_that_reaches_the_driver(url: str) -> None:
     if "[" in url and not any(str(one) == "::1" for one in addresses.own_addresses().get("lo", ())):
         pytest.skip("this machine has no IPv6 loopback")
-    assert addresses.interface_for(None, url) == "lo"
+    assert addresses.interface_for(None, url) == ("lo", url[6:].rpartition(":")[0].strip("[]"))

@@ -11,6 +11,7 @@ from parsl.serialize import serialize
 
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.executor.regrouping import cut_off
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.training.terms import PauseReason, Progress
@@ -420,3 +421,44 @@ def test_slots_are_told_how_often_trainings_fall_back_on_their_checkpoint(stage:
 
 def test_a_report_has_all_that_a_training_tells(stage: Stage) -> None:
     assert stage.report().keys() == asdict(Progress()).keys()
+
+
+def test_a_member_that_others_do_not_reach_is_left_out_and_its_node_set_aside(stage) -> None:
+    """It reaches the driver: neither its process nor the training has crashed."""
+    stage.running("n0", "n1", "n2")
+    generation = stage.generation
+    for slot in ("s0", "s1", "s2"):
+        stage.says(slot, "stranded", generation=generation, reason="no way", unreachable=[[1, 0], [2, 1]])
+    stage.recover("s0", "s2")
+    assert [stage.order(slot)[:2] for slot in ("s0", "s2")] == [(0, 2), (1, 2)]
+    assert stage.order("s1")[0] is None
+    assert stage.aside == ["s1"]
+    assert stage.killed == []
+
+
+def test_a_report_of_an_older_group_sets_nobody_aside(stage) -> None:
+    stage.running("n0", "n1")
+    generation = stage.generation
+    stage.stranded("s0")
+    stage.stranded("s1")
+    stage.now += 2.0
+    stage.beats("s0", "s1")
+    stage.recover("s0", "s1")
+    stage.says("s1", "stranded", generation=generation, reason="no way", unreachable=[[1, 0]])
+    stage.turn()
+    assert stage.aside == []
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "chosen"),
+    [
+        ([], ()),
+        ([(1, 0)], ("b",)),
+        ([(1, 0), (2, 1), (3, 1)], ("b",)),
+        ([(1, 0), (2, 0), (2, 1)], ("c", "b")),
+        ([(3, 0), (3, 1), (2, 0), (2, 1)], ("d", "c")),
+        ([(7, 0), (1, 1), (2,)], ()),
+    ],
+)
+def test_few_are_cut_off_so_that_the_others_reach_each_other(unreachable, chosen) -> None:
+    assert cut_off(("a", "b", "c", "d"), unreachable) == chosen

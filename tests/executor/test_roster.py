@@ -69,3 +69,22 @@ def test_a_block_loses_its_nodes_at_its_walltime_or_its_windows_close_whichever_
     assert block.loses_nodes_at(90.0) == 150.0
     block.start(10.0, ("n",), 110.0)
     assert block.loses_nodes_at(90.0) == 110.0
+
+
+def test_a_node_set_aside_is_not_complete_until_its_time_is_over_each_time_twice_as_long() -> None:
+    roster = Roster(slots_per_node=1)
+    first = slot("1", "n")
+    assert add(roster, first)
+    assert roster.set_aside("n", now=0.0, pause=10.0) == 10.0
+    assert roster.incomplete(first)
+    assert not add(roster, slot("2", "n")), "nor with a new slot"
+    del roster.slots["2"]
+    assert roster.returning(9.0) == []
+    assert roster.returning(10.0) == [first]
+    assert roster.completes(first)
+    assert roster.set_aside("n", now=20.0, pause=10.0) == 20.0
+    assert roster.set_aside("m", now=20.0, pause=10.0) == 10.0
+    for _ in range(20):
+        longest = roster.set_aside("n", now=20.0, pause=10.0)
+    assert longest == 1800.0
+    assert roster.returning(20.0 + 1800.0) == [first]

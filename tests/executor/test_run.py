@@ -204,7 +204,8 @@ def test_nothing_is_lost_with_who_has_not_joined_or_is_stranded_or_has_made_no_s
     assert not slot.run.expendable
     slot.plays(report(Stranded("connection closed")))
     assert slot.run.expendable
-    assert slot.sent[-1].header == {"trainer": "t", "run": 3, "generation": 7, "reason": "connection closed"}
+    told = {"trainer": "t", "run": 3, "generation": 7, "reason": "connection closed", "unreachable": ()}
+    assert slot.sent[-1].header == told
     slot.plays(report(Regrouped(9, 0.0, 0.0)))
     assert not slot.run.expendable
     slot.ordered(joining=True)

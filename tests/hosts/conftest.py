@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 
 from freetrain_parsl.testing.hosts import Hosts
 from tests.conftest import REQUIRED
+from tests.hosts.login import Login
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,3 +23,17 @@ def hosts_are_here() -> None:
         pytest.fail(missing)
     if missing is not None:
         pytest.skip(missing)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Iterator[Callable[..., Login]]:
+    """Start a driver on the host ``login`` of these hosts; it ends with the module's last test."""
+    started: list[Login] = []
+
+    def on(hosts: Hosts, **settings) -> Login:
+        started.append(Login(hosts, tmp_path_factory.mktemp("login"), **settings))
+        return started[-1]
+
+    yield on
+    for login in started:
+        login.close()

@@ -1,0 +1,91 @@
+"""Whether the members of a group reach each other over the network, found out before the group forms.
+
+A member may reach the driver and not the others: a link or a switch of the second network is down. gloo then waits for
+as long as members may take to come, and its error does not name the culprit. Here every member listens on a port and
+connects to all members of lower rank. Then all learn which pairs failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import selectors
+import socket
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import PeerLost
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["check_reachable"]
+
+_PATIENCE = 5.0  # seconds for a connection: two lost packets are sent again after one and three
+_DONE = (0, errno.EISCONN, errno.ECONNREFUSED)  # refused: the host is reached, the process has left
+
+
+def check_reachable(store: Store, rank: int, world_size: int, address: str) -> None:
+    """Check that every two members reach each other; all members call it, and all get the same answer.
+
+    Parameters
+    ----------
+    store
+        Of this group alone.
+    rank, world_size
+        This member's number, and how many there are.
+    address
+        This member's IP address, at which the others reach it.
+
+    Raises
+    ------
+    PeerLost
+        Some do not; `PeerLost.unreachable` has the pairs of ranks.
+    TimeoutError
+        A member did not come in time.
+    """
+    with ExitStack() as sockets:
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = sockets.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
+            place = listener.getsockname()[:2]
+        except OSError:  # the address has gone: nobody reaches this member
+            place = None
+        store.set(f"reachable/{rank}", json.dumps(place))
+        others = {other: json.loads(store.get(f"reachable/{other}")) for other in range(rank)}
+        failed = sorted(_unreached({other: tuple(told) if told else None for other, told in others.items()}))
+        store.set(f"unreached/{rank}", json.dumps(failed))
+        if rank == 0:
+            answers = {member: json.loads(store.get(f"unreached/{member}")) for member in range(1, world_size)}
+            store.set("unreached", json.dumps([[member, other] for member in answers for other in answers[member]]))
+        pairs = tuple((int(member), int(other)) for member, other in json.loads(store.get("unreached")))
+    if pairs:
+        told = ", ".join(f"{member} does not reach {other}" for member, other in pairs)
+        raise PeerLost(f"in a group of {world_size}, rank {told} at its network interface", unreachable=pairs)
+
+
+def _unreached(places: Mapping[int, tuple[str, int] | None]) -> set[int]:
+    """Connect to all of these at once, and return those to which no connection came about."""
+    waiting = set(places)
+    deadline = time.monotonic() + _PATIENCE
+    with ExitStack() as sockets, selectors.DefaultSelector() as selector:
+        for other, place in places.items():
+            if place is None:
+                continue
+            link = sockets.enter_context(socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET))
+            link.setblocking(False)  # noqa: FBT003 - the socket's own signature
+            code = link.connect_ex(place)
+            if code in _DONE:
+                waiting.discard(other)
+            elif code == errno.EINPROGRESS:
+                selector.register(link, selectors.EVENT_WRITE, other)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                selector.unregister(key.fileobj)
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _DONE:
+                    waiting.discard(key.data)
+    return waiting

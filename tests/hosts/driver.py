@@ -1,0 +1,94 @@
+"""A FreeTrainExecutor on the login host: takes trainings from its standard input, writes their results to its output.
+
+Its argument is a JSON object: ``directory``, ``provider`` (``embedded`` or ``slurm``), ``nodes`` and ``enter`` (shell
+code that enters a node's host) for the embedded cluster, and ``settings`` of the executor. The first line of output has
+the path of the journal, or the error of the start. A line of input is a training: ``name``, ``nodes``, ``epochs``,
+``slow``; its answer has ``name`` and ``result`` or ``error``. The end of the input ends the program.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import parsl
+from parsl.config import Config
+from parsl.launchers import SrunLauncher
+from parsl.providers import SlurmProvider
+
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
+from tests.batch_systems.backends import WORKER_INIT
+from tests.executor.scenario import PLANNER, ScriptedPolicy, make_app
+
+
+class _HostsProvider(EmbeddedClusterProvider):
+    """An embedded cluster whose nodes are hosts: they do not reach the driver over the loopback."""
+
+    driver_address = None
+
+
+def _provider(plan):
+    if plan["provider"] == "slurm":
+        return SlurmProvider(partition="preemptible", launcher=SrunLauncher(), worker_init=WORKER_INIT, cmd_timeout=10)
+    directory = str(Path(plan["directory"], "cluster"))
+    return _HostsProvider(nodes=plan["nodes"], cluster_dir=directory, worker_init=plan["enter"], grace=4.0)
+
+
+def _say(**words) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def _tell(name, done) -> None:
+    error = done.exception()
+    if error is None:
+        _say(name=name, result=done.result())
+    else:
+        _say(name=name, error=f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    directory = Path(plan["directory"])
+    settings = {
+        name: timedelta(seconds=value) if name in ("silence", "loss_timeout") else value
+        for name, value in plan["settings"].items()
+    }
+    policy = ScriptedPolicy(1)
+    try:
+        executor = FreeTrainExecutor(
+            provider=_provider(plan),
+            policy=policy,
+            planner=replace(
+                PLANNER,
+                max_nodes_per_block=plan["nodes_per_block"],
+                join_timeout=180,
+                idle_timeout=300,
+                max_walltime=900,
+            ),
+            poll_interval=timedelta(seconds=0.5),
+            submissions_per_minute=100,
+            checkpoint_dir=directory / "checkpoints",
+            checkpoint_interval=timedelta(seconds=2),
+            threads_per_slot=1,
+            **settings,
+        )
+        run_dir = str(directory / "runinfo")
+        parsl.load(Config(executors=[executor], run_dir=run_dir, strategy="none", initialize_logging=False))
+    except Exception as error:  # noqa: BLE001 - any error of the start is the test's to see
+        _say(error=f"{type(error).__name__}: {error}")
+        return
+    _say(journal=str(executor.journal_path), addresses=sorted(executor.all_addresses))
+    for line in sys.stdin:
+        order = json.loads(line)
+        policy.nodes = order["nodes"]
+        app = make_app(max_nodes=order["nodes"]).options(name=order["name"])
+        app(epochs=order["epochs"], slow=order["slow"], pause=0.6).add_done_callback(partial(_tell, order["name"]))
+    parsl.dfk().cleanup()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Real trainings on hosts that are apart: a login host with a second network, a network for the trainings, its faults.
+
+The driver offers two addresses, one of which leads nowhere and does so silently. The nodes do not resolve its name. The
+network of the trainings is not the driver's, and its interface has another name on each node.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from freetrain_parsl.testing.hosts import Hosts
+
+pytestmark = pytest.mark.hosts
+
+SITE = {
+    "login": {"eth0": "10.77.0.1/24", "ext0": "10.99.0.1/24"},
+    "n00": {"eth0": "10.77.0.10/24", "ib0": "10.78.0.10/24"},
+    "n01": {"eth0": "10.77.0.11/24", "ib1": "10.78.0.11/24"},
+    "n02": {"eth0": "10.77.0.12/24", "ib2": "10.78.0.12/24"},
+}
+NODES = [name for name in SITE if name != "login"]
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with Hosts(SITE, unresolved=["login"]) as hosts:
+        for node in NODES:
+            hosts.lead_nowhere(node, "10.77.0.254")
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def login(hosts, start):
+    return start(hosts, interface="10.78.0.0/24")
+
+
+def set_aside(login) -> list[str]:
+    """List the nodes that were set aside so far."""
+    return [entry.subject for entry in login.journal() if entry.kind == "node_set_aside"]
+
+
+def test_nodes_find_the_driver_and_each_other(hosts, login):
+    assert login.started["addresses"] == ["10.77.0.1", "10.99.0.1"]
+    training = login.train("whole", 3)
+    training.until(3)
+    before = {node: hosts[node].bytes_sent(f"ib{node[-1]}") for node in NODES}
+    training.until_steps(steps=5)
+    assert all(hosts[node].bytes_sent(f"ib{node[-1]}") - before[node] > 10_000 for node in NODES)
+    training.finish()
+
+
+def test_a_node_without_its_link_to_the_driver_is_given_up_and_comes_back_with_it(hosts, login):
+    training = login.train("cut", 3)
+    training.until(3)
+    with hosts.cut("n01"):
+        training.until(2)
+        assert training.run.nodes == ("n00", "n02")
+    training.until(3)
+    training.finish()
+    assert training.run.resumes == 0
+
+
+def test_a_short_interruption_costs_nothing_but_its_time(hosts, login):
+    training = login.train("short", 3)
+    training.until(3)
+    fragments = training.run.fragments
+    with hosts.cut("n01"):
+        training.until_steps(steps=4)
+    training.until_steps()
+    training.finish()
+    assert training.run.fragments == fragments
+
+
+def test_a_node_that_reaches_the_driver_but_not_the_others_is_set_aside_for_a_while(hosts, login):
+    """Before, the training ended after three minutes: "4 crashes without a step"."""
+    training = login.train("asymmetric", 3)
+    training.until(3)
+    with hosts.cut("n01", "ib1"):
+        training.until(2)
+        assert set_aside(login) == ["n01"]
+        assert "node n01 is set aside for 10 s: other nodes of training asymmetric do not reach it" in login.log
+    training.until(3)
+    training.finish()
+
+
+def test_of_two_nodes_that_do_not_reach_each_other_one_goes_on_with_the_others(hosts, login):
+    training = login.train("pair", 3)
+    training.until(3)
+    with hosts.isolated("n00", interface="ib0"), hosts.isolated("n01", interface="ib1"):
+        training.until(2)
+    training.finish()
+
+
+def test_a_slow_network_makes_a_training_slow_but_nothing_is_lost(hosts, login):
+    training = login.train("slow", 3)
+    training.until(3)
+    fragments = training.run.fragments
+    with hosts.slow("n01", "1mbit", "ib1"):
+        training.until_steps(steps=5)
+    training.finish()
+    assert training.run.fragments == fragments
