@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from parsl.providers.base import ExecutionProvider
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.executor.launch import Container
     from freetrain_parsl.windows.base import WindowSource
 
 __all__ = ["NodeShape", "Site", "shipped_sites"]
@@ -49,6 +50,10 @@ class NodeShape:
         How many, or their names, one a slot.
     exclusive
         Whether blocks take whole nodes.
+    python
+        The nodes' Python, by path or by a name that is on PATH after ``worker_init``; ``None``: the driver's.
+    container
+        What it runs in.
     """
 
     cores: int | None = None
@@ -57,6 +62,8 @@ class NodeShape:
     slots: int = 1
     accelerators: int | tuple[str, ...] = 0
     exclusive: bool = True
+    python: str | None = None
+    container: Container | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +230,9 @@ class Site:
         if self.driver_interface is not None:
             settings["address"] = driver_address(self.driver_interface, self.file)
         accelerators = self.node.accelerators
+        container = self.node.container
+        if container is not None and import_paths:
+            container = replace(container, binds=(*map(str, import_paths), *container.binds))
         checkpoints = self.checkpoint_dir or (None if run_dir is None else run_dir / "checkpoints")
         return FreeTrainExecutor(
             provider=self.provider(import_paths, run_dir),
@@ -231,6 +241,8 @@ class Site:
             checkpoint_dir=checkpoints,
             slots_per_node=self.node.slots,
             available_accelerators=accelerators if isinstance(accelerators, int) else list(accelerators),
+            node_python=self.node.python,
+            container=container,
             job_tag=run_id,
             **settings,
         )
@@ -321,8 +333,9 @@ def _word(section: Section, key: str) -> str | None:
 def _read_node(section: Section, system: str) -> NodeShape:
     if system == "local":
         slots = section.count("slots", most=_MOST_SLOTS)
+        shape = NodeShape(slots=slots or 1, python=_read_python(section), container=_read_container(section))
         section.done()
-        return NodeShape(slots=slots or 1)
+        return shape
     gpus = section.count("gpus", least=0, most=_MOST_SLOTS)
     accelerators: int | tuple[str, ...] = gpus or 0
     names = section.value("accelerators")
@@ -343,6 +356,8 @@ def _read_node(section: Section, system: str) -> NodeShape:
         slots=slots or number or 1,
         accelerators=accelerators,
         exclusive=section.flag("exclusive") is not False,
+        python=_read_python(section),
+        container=_read_container(section),
     )
     section.done()
     return shape
@@ -351,6 +366,34 @@ def _read_node(section: Section, system: str) -> NodeShape:
 def _names_accelerator(name: object) -> bool:
     """Whether it can be a device's name, such as ``0.1`` or a UUID, in the command that starts the workers."""
     return isinstance(name, str | int) and re.fullmatch(_NAME, str(name)) is not None
+
+
+def _read_python(section: Section) -> str | None:
+    from freetrain_parsl.executor.launch import check_node_python
+
+    python = section.text("python")
+    if python is not None:
+        section.checked(check_node_python, python, key="python")
+    return python
+
+
+def _read_container(section: Section) -> Container | None:
+    """Read ``node.container``: the image, and lists of directories and options."""
+    if not section.has("container"):
+        return None
+    from freetrain_parsl.executor.launch import Container
+
+    keys = section.section("container")
+    lists = {}
+    for key in ("binds", "options"):
+        values = keys.value(key)
+        if values is not None and not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
+            raise keys.refusal("should be a list, such as ['--nv']", key)
+        lists[key] = tuple(values or ())
+    given = _given(image=keys.required("image", "/images/torch.sif"), command=keys.text("command"), **lists)
+    container = keys.checked(Container, **given)
+    keys.done()
+    return container
 
 
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:

@@ -22,6 +22,7 @@ from freetrain_parsl.executor.batch_systems import BlockSpec
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed, StartsFailed
 from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.conductor import Conductor
+from freetrain_parsl.executor.environment import compare, describe_environment
 from freetrain_parsl.executor.protocol import Message, ProtocolError
 from freetrain_parsl.executor.roster import Block, Roster, Slot
 from freetrain_parsl.executor.slots import INVALID
@@ -167,6 +168,9 @@ class Driver(threading.Thread):
         self._known: set[str] = set()
         """Names of all slots that ever joined: none joins twice."""
         self._failed_starts = 0
+        self._versions = describe_environment()
+        self._differences: set[str] = set()
+        self._environment_fits = False
 
     # Other threads.
 
@@ -487,6 +491,8 @@ class Driver(threading.Thread):
             for _ in range(self._roster.missing_tasks()):
                 self._order_slot()
             return
+        if self._refuse_environment(name, message, block):
+            return
         slot = Slot(name, message["token"], block.node_of(message["node"]), block.name, heard=self._clock())
         self._roster.slots[name] = slot
         if block.joined is None:
@@ -517,6 +523,27 @@ class Driver(threading.Thread):
         for slot in self._roster.returning(self._clock()):
             if (block := self._roster.blocks.get(slot.block)) is not None and self._roster.completes(slot):
                 self._join_node(slot, block)
+
+    def _refuse_environment(self, name: str, message: Message, block: Block) -> bool:
+        """Compare a new slot's Python and packages with the driver's; whether its node cannot run our trainings."""
+        difference = compare(message["node"], message.header.get("versions", {}), self._versions)
+        if difference is None:
+            self._environment_fits = True
+            return False
+        if difference.text not in self._differences:  # once, not for each slot of a node
+            self._differences.add(difference.text)
+            logger.warning("%s", difference.text)
+            self._write("environment_differs", message["node"], difference=difference.text, refused=difference.refused)
+        if not difference.refused:
+            self._environment_fits = True
+            return False
+        self._server.send(name, Message("exit", {"now": True, "node": True}))
+        block.releasing = difference.text
+        self._desk.reject(block.name, difference.text)
+        if not self._environment_fits:
+            # No node has fitted so far: this is the site's configuration, and further blocks would be wasted.
+            self._fail_all(BatchSystemError(difference.text))
+        return True
 
     def _on_notice(self, slot: Slot, closes_in: float, *, gone: bool) -> None:
         slot.leaving = True

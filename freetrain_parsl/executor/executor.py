@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import shlex
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typeguard
 from parsl.executors.errors import InvalidResourceSpecification, ScalingFailed
-from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD, HighThroughputExecutor
+from parsl.executors.high_throughput.executor import HighThroughputExecutor
 from parsl.jobs.error_handlers import noop_error_handler
 from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
@@ -33,6 +32,7 @@ from freetrain_parsl.executor.driver import CancelTraining, Driver, SlotTaskEnde
 from freetrain_parsl.executor.exits import OrderlyExit
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.last_words import last_words
+from freetrain_parsl.executor.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.packing import pack_or_refuse
 from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
@@ -56,16 +56,6 @@ __all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
 SPECIFICATION_KEY = "freetrain"
 """Where a training app puts its `TrainingRequest` in Parsl's resource specification."""
 
-_PYTHON = shlex.quote(sys.executable)
-
-# HTEX starts its programs by name from PATH, which fails in an environment that is not activated.
-# The shell makes way for the pilot, since a shell would die of the batch system's signal.
-_LAUNCH_COMMAND = DEFAULT_LAUNCH_CMD.replace(
-    "process_worker_pool.py",
-    f"exec {_PYTHON} -m freetrain_parsl.executor.pilot "
-    f"{_PYTHON} -m parsl.executors.high_throughput.process_worker_pool",
-    1,
-)
 _INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.interchange")
 
 _HTEX_HEARTBEAT = 2  # seconds; also how soon HTEX notices a worker process that died
@@ -132,6 +122,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
     interface
         Network interface for the traffic among the members of a training: its name, or, where names differ between
         nodes, the network that it is in (``10.1.0.0/16``). Default: the one that reaches the driver.
+    node_python
+        The Python of the nodes: a path, or a command name such as ``python``, which is looked up on PATH after the
+        provider's ``worker_init``. Its versions of Python, Parsl and FreeTrain must be the driver's. Default: the
+        driver's own interpreter, by its path.
+    container
+        The container that the nodes' worker pools run in. Default: none.
     job_tag
         Part of the names of this run's jobs, by which those of a driver that was killed are found. Default: random.
 
@@ -169,6 +165,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         worker_port_range: tuple[int, int] = (54000, 55000),
         worker_debug: bool = False,
         encrypted: bool = True,
+        node_python: str | None = None,
+        container: Container | None = None,
         job_tag: str | None = None,
     ) -> None:
         if provider is None:
@@ -203,6 +201,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if interface is not None:
             check_interface(interface)
         reached_at = getattr(provider, "driver_address", None) if address is None else resolved(address)
+        if node_python is not None:
+            check_node_python(node_python)
         self.policy = policy
         self._policy = resolve_policy(policy)
         self.windows = windows
@@ -221,11 +221,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.loss_timeout = loss_timeout
         self.max_restarts = max_restarts
         self.interface = interface
+        self.node_python = node_python
+        self.container = container
         self.job_tag = job_tag or secrets.token_hex(4)
         super().__init__(
             label=label,
             provider=provider,
-            launch_cmd=_LAUNCH_COMMAND,
+            launch_cmd=node_command(node_python, container, ()),
             interchange_launch_cmd=_INTERCHANGE_COMMAND,
             address=reached_at or "127.0.0.1",  # else HTEX looks for addresses, among others on the internet
             worker_port_range=worker_port_range,
@@ -240,6 +242,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         )
         self.address = reached_at
         self.all_addresses = driver_addresses() if reached_at is None else {reached_at}
+        # HTEX ends the whole executor for one node of another Python; the driver compares at each slot's first message.
+        self._check_python_mismatch = False
         self._driver: Driver | None = None
         self._log_handler: logging.Handler | None = None
         self._desk: BatchDesk | None = None
@@ -286,6 +290,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_writable(root)
         self._log_handler = _log_to(Path(self.logdir) / "freetrain.log")
+        self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or window_source_for(provider)
         source.check(least_walltime(self.planner))

@@ -19,6 +19,7 @@ __all__ = ["TO_DRIVER", "TO_SLOT", "fault_in", "is_name"]
 _LONGEST_NAME = 1024
 _LONGEST_TEXT = 1 << 16
 _LARGEST_INTEGER = 1 << 53  # exact in JSON and in SQLite
+_MOST_VERSIONS = 32
 _LONGEST_TIME = 1e12  # seconds
 
 
@@ -65,6 +66,13 @@ def _is_seed(value: Any) -> bool:
 
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
+
+
+def _is_versions(value: Any) -> bool:
+    """Few names with a name each: see `executor.environment`."""
+    if not isinstance(value, dict) or len(value) > _MOST_VERSIONS:
+        return False
+    return all(map(is_name, value)) and all(map(is_name, value.values()))
 
 
 def _is_progress(value: Any) -> bool:
@@ -117,7 +125,13 @@ _OF_RUN: Fields = {"trainer": is_name, "run": _is_count}
 _UNREACHABLE = _Optional(_list_of(_list_of(_is_count)))  # pairs of ranks
 
 TO_DRIVER: Mapping[str, Fields] = {
-    "hello": {"token": is_name, "node": is_name, "block": is_name, "pid": _is_count},
+    "hello": {
+        "token": is_name,
+        "node": is_name,
+        "block": is_name,
+        "pid": _is_count,
+        "versions": _Optional(_is_versions),
+    },
     "beat": {
         "waited": _Optional(_is_duration),
         "run": _Optional(_or_none(_is_count)),

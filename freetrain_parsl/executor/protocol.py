@@ -6,7 +6,8 @@ serialisation, the same trust as HTEX's own task and result messages; nothing el
 ====================  ================================================================================
 slot -> driver
 ====================  ================================================================================
-``hello``             I exist: token, node, block, pid
+``hello``             I exist: token, node, block, pid; ``versions`` (optional): of this slot's Python and packages,
+                      see `executor.environment`
 ``beat``              I am alive (answered by ``beat``); ``run``, ``task``: numbers of what I have to do, or null;
                       ``waited``: if I train, seconds for which I have done nothing but wait for the other members
 ``notice``            my node will be taken in ``closes_in`` seconds (a signal of the batch system); ``gone``: I

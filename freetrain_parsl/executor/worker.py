@@ -25,6 +25,7 @@ from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.addresses import interface_for
+from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.pilot import call_yourself_a_slot, end_node
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.run import Run, serialized_exception
@@ -129,6 +130,7 @@ class _Slot:
                     "node": self._node,
                     "block": os.environ.get("PARSL_WORKER_BLOCK_ID", ""),
                     "pid": os.getpid(),
+                    "versions": describe_environment(),
                 },
             )
         )

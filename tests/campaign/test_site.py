@@ -230,3 +230,42 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidInput, match="it is not text in UTF-8"):
         Site.load(tmp_path / "bytes.yaml")
+
+
+@pytest.mark.parametrize("name", ["aurora", "frontier", "perlmutter", "polaris"])
+def test_a_shipped_site_that_activates_an_environment_runs_its_python(name: str) -> None:
+    read = Site.load(name, Variables(VALUES, {}))
+    assert "/bin/activate" in read.block["worker_init"]
+    assert read.node.python == "python"
+
+
+@pytest.mark.parametrize("system", ["local", "slurm", "pbs"])
+def test_python_and_container_reach_the_executor_with_the_directories_of_the_apps(system: str, tmp_path: Path) -> None:
+    read = site(
+        f"system: {system}\nnode:\n  python: python3.11\n"
+        "  container: {image: /i/torch.sif, binds: ['/data:/d:ro'], options: ['--nv'], command: singularity}"
+    )
+    assert (read.node.python, read.node.container.options) == ("python3.11", ("--nv",))
+    if system == "local":
+        executor = read.executor(run_dir=tmp_path, import_paths=[Path("/my/apps")])
+        assert executor.node_python == "python3.11"
+        assert executor.container.words() == [
+            *("singularity", "exec", "--nv", "--bind=/my/apps", "--bind=/data:/d:ro", "/i/torch.sif"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ("python: 'python; rm -rf ~'", "site.yaml:2: node.python: node_python 'python; rm -rf ~' may hold letters"),
+        ("container: {binds: [/a]}", "node.container.image: is missing; give it like 'image: /images/torch.sif'"),
+        ("container: {image: '/my images/t.sif'}", "container image '/my images/t.sif' may hold letters"),
+        ("container: {image: /t.sif, options: --nv}", "node.container.options: should be a list"),
+        ("container: {image: /t.sif, options: [nv]}", "container option 'nv'"),
+        ("container: {image: /t.sif, gpu: yes}", "unknown key 'node.container.gpu'"),
+    ],
+)
+def test_a_python_or_container_that_cannot_be_started_is_refused(node: str, message: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        site(f"system: slurm\nnode: {{{node}}}")
+    assert message in str(caught.value)

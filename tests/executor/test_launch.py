@@ -1,0 +1,80 @@
+"""The command that starts a node's worker pool, as a shell takes it apart."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.executor.launch import Container, check_node_python, node_command
+
+PILOT = ["-m", "freetrain_parsl.executor.pilot"]
+POOL = ["-m", "parsl.executors.high_throughput.process_worker_pool"]
+SPECIAL = ["a b", "a;b", "$HOME", "`id`", "a'b", 'a"b', "a\nb", "a\\b", "a|b", "a>b", "{debug}", "", "a*"]
+
+
+def words(*arguments) -> list[str]:
+    """Take the command apart, up to HTEX's own arguments."""
+    command = shlex.split(node_command(*arguments))
+    return command[: command.index(POOL[1]) + 1]
+
+
+def test_without_settings_the_nodes_run_the_drivers_interpreter() -> None:
+    assert words(None, None, ()) == ["exec", sys.executable, *PILOT, sys.executable, *POOL]
+
+
+def test_a_name_is_left_to_the_path_that_worker_init_makes() -> None:
+    assert words("python", None, ()) == ["exec", "python", *PILOT, "python", *POOL]
+
+
+def test_a_container_sees_the_run_directory_and_the_checkpoints() -> None:
+    container = Container("/i/torch.sif", binds=("/data:/data:ro",), options=("--nv",))
+    assert words("python", container, (Path("/run"), Path("/ckpt"))) == [
+        *("exec", "apptainer", "exec", "--nv", "--bind=/run", "--bind=/ckpt", "--bind=/data:/data:ro", "/i/torch.sif"),
+        *("python", *PILOT, "python", *POOL),
+    ]
+
+
+def test_a_containers_own_python_is_the_default_in_it() -> None:
+    assert words(None, Container("/i.sif"), ())[-5:] == [*PILOT, "python3", *POOL]
+
+
+@pytest.mark.parametrize("word", SPECIAL)
+def test_nothing_that_is_special_to_a_shell_is_put_into_the_command(word) -> None:
+    """Launchers put the command into here-documents, in which quotes do not protect."""
+    with pytest.raises(InvalidSettings, match="may hold"):
+        check_node_python(word)
+    for settings in ({"image": word}, {"command": word}, {"binds": (word,)}, {"options": (f"--x={word}",)}):
+        if word or "options" not in settings:
+            with pytest.raises(InvalidSettings, match="may hold"):
+                Container(**{"image": "/i.sif", **settings})
+
+
+def test_several_directories_in_one_bind_are_refused() -> None:
+    """Apptainer takes a comma for the end of one."""
+    with pytest.raises(InvalidSettings, match="an item of its own"):
+        Container("/i.sif", binds=("/a,/b",))
+
+
+def test_a_word_that_would_be_taken_for_the_image_is_refused() -> None:
+    with pytest.raises(InvalidSettings, match="--name=value"):
+        Container("/i.sif", options=("--env", "A"))
+
+
+def test_a_directory_that_cannot_be_bound_is_named() -> None:
+    with pytest.raises(InvalidSettings, match="my run"):
+        node_command(None, Container("/i.sif"), (Path("/my run"),))
+
+
+def test_an_interpreter_of_any_name_is_quoted(monkeypatch, tmp_path) -> None:
+    """The driver's own path is not the user's to choose."""
+    python = tmp_path / "it's {my} python"
+    python.write_text('#!/bin/sh\necho "$0"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    command = node_command(None, None, ()).partition(" {debug}")[0].format()
+    assert subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True).stdout == f"{python}\n"
