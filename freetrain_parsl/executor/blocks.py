@@ -395,7 +395,7 @@ class BatchDesk(threading.Thread):
             if any(status.state is BlockState.RUNNING for status in survey.blocks.values()):
                 self._pauses = self._refusals = 0
             took = self._clock() - begin
-            pause = max(self._interval, took / self._SHARE_OF_TIME)
+            pause = max(self._interval * survey.effort, took / self._SHARE_OF_TIME)
             self._post(replace(survey, took=took))
         with self._condition:
             self._survey_at = self._clock() + pause

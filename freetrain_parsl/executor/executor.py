@@ -149,7 +149,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         checkpoint_interval: timedelta | None = None,
         rescale_costs: RescaleCosts = DEFAULT_COSTS,
         planner: PlannerSettings | None = None,
-        poll_interval: timedelta = timedelta(seconds=10),
+        poll_interval: timedelta = timedelta(seconds=15),
         submissions_per_minute: int = 20,
         max_refusals: int = 5,
         max_failed_blocks: int = 5,

@@ -14,7 +14,8 @@ __all__ = ["block_size", "block_walltime", "format_span", "least_walltime", "why
 
 def block_walltime(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> float:
     """Walltime of a block that ends before the window closes even if it starts late; zero if there is none, s."""
-    longest = min(settings.max_walltime, terms.max_walltime, window.remaining(now) - terms.start_delay)
+    most = settings.hidden_jobs_walltime if terms.hides_waiting else settings.max_walltime
+    longest = min(most, settings.max_walltime, terms.max_walltime, window.remaining(now) - terms.start_delay)
     return max(0.0, math.floor(longest / terms.walltime_step) * terms.walltime_step)
 
 

@@ -177,7 +177,8 @@ class Holdings:
                 seconds = block_walltime(window, self.settings, self.terms, now)
                 name = str(self._count)
                 self._count += 1
-                pinned = shortest < self.terms.start_delay + seconds
+                # Where the jobs of others are hidden, it could start on a node that is planned for one of them.
+                pinned = self.terms.hides_waiting or shortest < self.terms.start_delay + seconds
                 self._blocks[name] = _Block(nodes, now + seconds, now, pinned)
                 actions.append(ev.RequestBlock(name, nodes, seconds, window, pinned))
                 left -= 1

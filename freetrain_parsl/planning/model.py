@@ -75,6 +75,8 @@ class BlockTerms:
         Walltimes are multiples of this.
     max_walltime, min_nodes, max_nodes
         Limits of one block; ``None`` nodes without a limit.
+    hides_waiting
+        Nobody preempts blocks, and jobs of others that wait for their nodes are not shown.
     """
 
     start_delay: float = 0.0
@@ -82,6 +84,7 @@ class BlockTerms:
     max_walltime: float = math.inf
     min_nodes: int = 1
     max_nodes: int | None = None
+    hides_waiting: bool = False
 
 
 @dataclass(frozen=True)

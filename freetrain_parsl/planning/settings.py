@@ -24,6 +24,9 @@ class PlannerSettings:
         A node is vacated this long before it closes.
     max_walltime
         Longest block, and the length of one in a window of unknown closing.
+    hidden_jobs_walltime
+        Longest block where the batch system hides the jobs of others and cannot preempt ours: the longest that a job
+        which nobody sees may wait for one.
     idle_timeout
         A block that nothing wants for this long is released.
     join_timeout
@@ -42,6 +45,7 @@ class PlannerSettings:
     min_useful: float = 60.0
     closing_margin: float = 10.0
     max_walltime: float = 3600.0
+    hidden_jobs_walltime: float = 900.0
     idle_timeout: float = 30.0
     join_timeout: float = 180.0
     replan_interval: float = 30.0

@@ -67,6 +67,7 @@ _LONGEST_PATH = 80  # a socket's path may have 107 bytes
 _PERIOD = 0.02
 _NODE_MARK = "FREETRAIN_LOOPBACK_NODE"  # environment variable of a node's daemon and of its job steps
 _JOB_NODE = "SLURMD_NODENAME"  # the same of its jobs, by Slurm itself
+_READ_ALL = ["setpriv", "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 _FOREIGN = ("SLURM", "SBATCH", "SQUEUE", "SINFO", "SALLOC", "SRUN")  # another cluster's settings
 
 
@@ -93,6 +94,9 @@ class LoopbackSlurm:
         Whether there is a slurmdbd, and with it ``sacct`` and QOS; takes some seconds.
     warn_preempted
         Whether preempted jobs get the signal that they asked for with ``--signal``.
+    jobs_read_all
+        Jobs of users other than root may read every file: a test's interpreter and code are often below a private
+        home directory. Needs root; `as_user` gives clients the same.
     scheduler_parameters, extra
         Further words of SchedulerParameters, and lines of ``slurm.conf``.
 
@@ -122,6 +126,7 @@ class LoopbackSlurm:
         slurmd_timeout: int = 10,
         accounting: bool = False,
         warn_preempted: bool = True,
+        jobs_read_all: bool = False,
         scheduler_parameters: Sequence[str] = (),
         extra: Sequence[str] = (),
     ) -> None:
@@ -158,6 +163,7 @@ class LoopbackSlurm:
         )
         own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         self.environment = own | {"PATH": PATH, "SLURM_CONF": str(self._conf), sweeper.MARK: self._plan.name}
+        self._jobs_read_all = jobs_read_all
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._lost: set[str] = set()
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -259,6 +265,12 @@ class LoopbackSlurm:
         printed = self.run("sbatch", "--parsable", *output, *options, f"--wrap={command}", user=user)
         return printed.strip().partition(";")[0]
 
+    @staticmethod
+    def as_user(user: str, *command: str) -> list[str]:
+        """Make a command line that runs a command as another user who may read every file; needs root."""
+        entry = pwd.getpwnam(user)
+        return [*_READ_ALL, f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups", *command]
+
     def describe(self, job: str) -> dict[str, str]:
         """Get what ``scontrol show job`` tells of a job, field by field; of its first task if it is an array."""
         text = self.run("scontrol", "--oneliner", "show", "job", job).partition("\n")[0]
@@ -331,7 +343,10 @@ class LoopbackSlurm:
         if not self._runs(name):
             boot = ["-b"] if name in self._lost else []  # the controller then knows that the jobs there are gone
             self._lost.discard(name)
-            self._start(name, "slurmd", "-D", "-N", name, "-f", str(self._conf), *boot, extra={_NODE_MARK: name})
+            command = ["slurmd", "-D", "-N", name, "-f", str(self._conf), *boot]
+            if self._jobs_read_all:
+                command = [*_READ_ALL, "--securebits=+no_setuid_fixup", *command]
+            self._start(name, *command, extra={_NODE_MARK: name})
 
     def stop_controller(self) -> None:
         """End slurmctld; jobs go on, clients get no answer."""

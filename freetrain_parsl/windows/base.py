@@ -104,6 +104,9 @@ class Survey:
         Nodes that are in no window -> why, in plain English, as far as the batch system tells.
     took
         How long the round of queries took, seconds; `time` lies within it.
+    effort
+        What such a round costs the batch system, compared to an ordinary one: the pause until the next is that much
+        longer.
     """
 
     time: float
@@ -114,6 +117,7 @@ class Survey:
     notes: tuple[str, ...] = ()
     unused: Mapping[str, str] = field(default_factory=dict)
     took: float = 0.0
+    effort: float = 1.0
 
     def shifted(self, seconds: float) -> Survey:
         """Return the same survey on a clock that is ahead by so many seconds."""

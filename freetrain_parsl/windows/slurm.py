@@ -12,6 +12,8 @@ from freetrain_parsl.errors import BatchSystemError, InvalidSettings, did_you_me
 from freetrain_parsl.planning.model import BlockTerms
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 from freetrain_parsl.windows.commands import Commands
+from freetrain_parsl.windows.hidden_queue import hides_jobs
+from freetrain_parsl.windows.known_nodes import KnownNodes
 from freetrain_parsl.windows.slurm_jobs import block_status, plain_features, sort_jobs
 from freetrain_parsl.windows.slurm_queries import SlurmQueries
 from freetrain_parsl.windows.slurm_words import block_state, explain_complaint
@@ -25,11 +27,19 @@ if TYPE_CHECKING:
     from freetrain_parsl.windows.commands import Runner
     from freetrain_parsl.windows.slurm_jobs import JobRecord
     from freetrain_parsl.windows.staircase import Staircase
-    from freetrain_parsl.windows.state import Partition
+    from freetrain_parsl.windows.state import Node, Partition, RunningJob
 
 __all__ = ["SlurmWindowSource"]
 
 _MINUTE = 60.0
+_MARKS_PLANNED = (21, 8)
+"""The first version that marks idle nodes as planned."""
+
+_EFFORT_WITHOUT_QUEUE = 1.5
+"""Of a round in which nodes must be asked for too, against one of the queue alone: keeps both below 12 a minute."""
+
+_PLAIN_ENDS = frozenset(("CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"))
+"""States of a job that has ended and whose nodes are as good as before."""
 
 
 class SlurmWindowSource(WindowSource):
@@ -90,6 +100,8 @@ class SlurmWindowSource(WindowSource):
         self._clock = clock
         self._queries = SlurmQueries(run or Commands(), clock)
         self._cancelled: set[str] = set()
+        self._known = KnownNodes()
+        self._described: Mapping[str, Node] | None = None
 
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
         """Ask for jobs and nodes, and seldom for more."""
@@ -106,10 +118,12 @@ class SlurmWindowSource(WindowSource):
                 max_walltime=partition.max_walltime,
                 min_nodes=partition.min_nodes,
                 max_nodes=partition.max_nodes,
+                hides_waiting=state.hides_jobs and not partition.preemptible,
             ),
             wanted=staircase.wanted,
             notes=(*self._notes(), *staircase.notes),
             unused=staircase.unused,
+            effort=_EFFORT_WITHOUT_QUEUE if state.hides_jobs else 1.0,
         )
 
     def state(self) -> BatchState:
@@ -131,8 +145,26 @@ class SlurmWindowSource(WindowSource):
             running, pending = sort_jobs(records, partitions)
         except ValueError as error:
             raise BatchSystemError(f"squeue answered what cannot be understood: {error}") from None
-        nodes = self._queries.nodes()
-        return BatchState(now, scheduling, nodes, running, pending, reservations, partitions), records
+        hidden = self._hides_jobs()
+        nodes = self._current_nodes(records, running, now, hidden=hidden)
+        return BatchState(now, scheduling, nodes, running, pending, reservations, partitions, hidden), records
+
+    def _current_nodes(
+        self, records: Sequence[JobRecord], running: Sequence[RunningJob], now: float, *, hidden: bool
+    ) -> Mapping[str, Node]:
+        """Describe the nodes: from the queue, or by asking where the queue does not say enough."""
+        plain = {record.job for record in records if record.state in _PLAIN_ENDS}
+        nodes = self._queries.nodes(afresh=hidden or not plain.issuperset(self._known.ended(running)))
+        if nodes is not self._described:
+            self._described = nodes
+            self._known.describe(nodes, running)
+        if hidden and self._queries.version() < _MARKS_PLANNED:
+            return {name: replace(node, planned=node.idle) for name, node in nodes.items()}
+        return self._known.with_jobs(running, now)
+
+    def _hides_jobs(self) -> bool:
+        config = self._queries.config()
+        return hides_jobs(config.get("PrivateData", ""), self.user, config.get("SlurmUser", ""))
 
     def _with_qos(self, partitions: dict[str, Partition]) -> dict[str, Partition]:
         """Mark our partition as preemptible if our QOS is."""
@@ -229,6 +261,11 @@ class SlurmWindowSource(WindowSource):
         ):
             if mine is not None and allowed and mine not in allowed:
                 raise InvalidSettings(f"{what} {mine!r} may not use {who}; it is for {', '.join(sorted(allowed))}")
+        if self._hides_jobs() and self._queries.version() < _MARKS_PLANNED and not partition.preemptible:
+            raise InvalidSettings(
+                f"this Slurm hides the jobs of others and does not mark planned nodes, so nobody can tell which idle "
+                f"nodes of {who} are free: use a partition whose jobs may be preempted"
+            )
         self._check_association()
         self._check_needs(partition)
 
@@ -253,7 +290,7 @@ class SlurmWindowSource(WindowSource):
             )
 
     def _check_needs(self, partition: Partition) -> None:
-        nodes = self._queries.nodes()
+        nodes = self._queries.nodes(afresh=False)
         needs = self._needs
         known = [nodes[name] for name in partition.nodes if name in nodes]
         for feature in sorted(needs.features):

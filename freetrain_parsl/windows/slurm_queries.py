@@ -1,8 +1,8 @@
 """The commands that Slurm is asked with: as few as possible, each answer kept as long as it holds.
 
-A round costs the controller four requests: jobs and partitions for one ``squeue``, nodes and partitions for one
-``scontrol show nodes`` (counted with ``sdiag`` on 22.05). Partitions, reservations and the configuration are asked
-for once in minutes, and again after any error.
+A round costs the controller two requests: jobs and partitions, for one ``squeue``. Nodes are asked for once a minute,
+which costs two more, nodes and partitions for one ``scontrol show nodes`` (counted with ``sdiag`` on 22.05).
+Partitions, reservations and the configuration are asked for once in minutes; all of it again after any error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _JSON_SINCE = (24, 11)
 
 _NO_JSON = re.compile(r"json|serializer|unrecognized option|invalid option", re.IGNORECASE)
 
-_KEEP_CONFIG, _KEEP_PARTITIONS, _KEEP_RESERVATIONS = 600.0, 300.0, 60.0
+_KEEP_CONFIG, _KEEP_PARTITIONS, _KEEP_RESERVATIONS, _KEEP_NODES = 600.0, 300.0, 120.0, 60.0
 _REST_AFTER_FAILURE = 600.0
 
 # What Slurm takes where SchedulerParameters does not say.
@@ -93,8 +93,13 @@ class SlurmQueries:
                 self._give_up_json(error)
         return self._ask(parse_jobs, "squeue", "--noheader", "--all", "--states=all", "--Format", JOB_FORMAT)
 
-    def nodes(self) -> dict[str, Node]:
-        """Ask for all nodes."""
+    def nodes(self, *, afresh: bool) -> dict[str, Node]:
+        """Ask for all nodes; the same object as the last time if they are not asked for `afresh` within a minute."""
+        if afresh:
+            self._kept.pop("nodes", None)
+        return self._keep("nodes", _KEEP_NODES, self._nodes)
+
+    def _nodes(self) -> dict[str, Node]:
         if self._prefers_json():
             try:
                 return self._ask(parse_json_nodes, "scontrol", "--all", "--json", "show", "nodes")

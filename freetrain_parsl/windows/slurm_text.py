@@ -252,6 +252,7 @@ def make_node(
         memory[0] - memory[1],
         frozenset(filter(None, features)),
         idle_since if idle else None,
+        idle and "PLANNED" in words,
     )
 
 

@@ -14,6 +14,8 @@ the worst is assumed and noted:
 - A job that is not eligible (held, waiting for another) matters only if it has a planned start.
 
 In a preemptible partition the jobs of a larger tier take nodes when they want, so the unplanned ones close nothing.
+
+Where the jobs of others are hidden there is no such plan: see `windows.hidden_queue`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.windows.claims import find_claims
+from freetrain_parsl.windows.hidden_queue import HiddenQueue
 from freetrain_parsl.windows.hostlist import natural_order
 from freetrain_parsl.windows.occupancy import Occupancy
 
@@ -116,6 +119,8 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
         return Staircase(notes=(why,), unused=dict.fromkeys(partition.nodes, why))
     occupancy = Occupancy(state, ours)
     closings = _Closings(occupancy, partition)
+    hidden = HiddenQueue(occupancy, partition) if state.hides_jobs else None
+    withheld = {} if hidden is None else hidden.unused
     unused: dict[str, str] = {}
     groups: defaultdict[float, list[Node]] = defaultdict(list)
     for name in partition.nodes:
@@ -123,6 +128,8 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
         why = "the batch system tells nothing of it" if node is None else _why_not(node, needs, occupancy)
         if node is None or why:
             unused[name] = why
+        elif name in withheld:
+            unused[name] = withheld[name]
         elif closings.closes[name] <= state.time:
             unused[name] = closings.why[name]
         else:
@@ -140,7 +147,10 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
     ]
     windows.sort(key=lambda window: (-len(window.nodes), natural_order(window.nodes[0])))
     wanted = {} if partition.preemptible else find_claims(occupancy)
-    return Staircase(tuple(windows), wanted, tuple(closings.notes), unused)
+    notes = closings.notes
+    if hidden is not None:
+        wanted, notes = {**wanted, **hidden.wanted()}, [*hidden.notes, *notes]
+    return Staircase(tuple(windows), wanted, tuple(notes), unused)
 
 
 class _Closings:

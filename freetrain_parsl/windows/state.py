@@ -37,6 +37,8 @@ class Node:
         The words that ``--constraint`` knows.
     idle_since
         Since when nothing runs on it, if the batch system tells.
+    planned
+        The batch system has planned a job on it; told of idle nodes only.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Node:
     memory_free: int = 0
     features: frozenset[str] = frozenset()
     idle_since: float | None = None
+    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,10 @@ class Scheduling:
 
 @dataclass(frozen=True)
 class BatchState:
-    """Everything that one round of queries has told."""
+    """Everything that one round of queries has told.
+
+    `hides_jobs`: the jobs of others are not among `running` and `pending`.
+    """
 
     time: float
     scheduling: Scheduling
@@ -193,3 +199,4 @@ class BatchState:
     pending: tuple[PendingJob, ...] = ()
     reservations: tuple[Reservation, ...] = ()
     partitions: Mapping[str, Partition] = field(default_factory=dict)
+    hides_jobs: bool = False

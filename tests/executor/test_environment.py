@@ -31,7 +31,9 @@ def test_what_a_node_does_not_tell_is_not_compared() -> None:
     assert compare("n1", {}, OURS) is None
 
 
-@pytest.mark.parametrize("change", [{"python": "3.12.1"}, {"python": "2.11.7"}, {"freetrain": "0.2"}, {"parsl": "2027"}])
+@pytest.mark.parametrize(
+    "change", [{"python": "3.12.1"}, {"python": "2.11.7"}, {"freetrain": "0.2"}, {"parsl": "2027"}]
+)
 def test_what_keeps_functions_and_messages_from_being_read_is_refused(change) -> None:
     assert compare("n1", {**OURS, **change}, OURS).refused
 

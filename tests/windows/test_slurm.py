@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from freetrain_parsl import FreeTrainExecutor
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
 from freetrain_parsl.planning.model import WindowKind
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
@@ -12,6 +15,16 @@ from freetrain_parsl.windows.slurm import SlurmWindowSource
 from tests.windows.slurm_replies import FIXTURES, NOW, Replies
 
 HEAD_START = 1795263904.0
+CONFIG = (FIXTURES / "slurm-22.05.8" / "scontrol_show_config.txt").read_text()
+POLL_INTERVAL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
+
+
+def requests_of(command: str) -> int:
+    """Count what a command asks of slurmctld."""
+    words = command.split()
+    if "--version" in words:
+        return 0
+    return 2 if words[0] == "squeue" or words[-1] in ("nodes", "config") else 1
 
 
 def source(replies: Replies, **settings) -> SlurmWindowSource:
@@ -95,7 +108,7 @@ class TestWindows:
             source(replies).survey()
         assert not any("--Format" in command for command in replies.commands)
 
-    def test_a_round_is_two_commands(self):
+    def test_a_round_is_one_command(self):
         """What seldom changes is asked for seldom, but again after an error."""
         replies = Replies()
         now = [NOW]
@@ -104,7 +117,7 @@ class TestWindows:
         first = len(replies.commands)
         replies.commands.clear()
         asked.survey(["15"])
-        assert [command.split()[0] for command in replies.commands] == ["squeue", "scontrol"]
+        assert [command.split()[0] for command in replies.commands] == ["squeue"]
         replies.change["squeue --noheader"] = BatchSystemError("squeue failed")
         with pytest.raises(BatchSystemError):
             asked.survey()
@@ -116,6 +129,46 @@ class TestWindows:
         now[0] += 3600
         asked.survey(["15"])
         assert len(replies.commands) == first
+
+    @pytest.mark.parametrize("hidden", [False, True])
+    def test_an_hour_at_the_default_interval_takes_at_most_twelve_requests_a_minute(self, hidden):
+        """Counted as slurmctld 22.05 does; with two blocks that are watched, of which one comes and goes."""
+        hides = {"scontrol show config": CONFIG + "PrivateData = jobs\n"} if hidden else {}
+        replies = Replies(change=hides)
+        now = [NOW]
+        asked = source(replies, clock=lambda: now[0])
+        while now[0] < NOW + 3600:
+            survey = asked.survey(["15", "24"])
+            now[0] += survey.effort * POLL_INTERVAL
+        requests = sum(map(requests_of, replies.commands))
+        assert 4 < requests / 60 <= 12
+
+    def test_nodes_are_asked_again_when_a_job_has_left_its_nodes_in_no_ordinary_way(self):
+        """Its node may be down: the queue does not tell."""
+        replies = Replies()
+        asked = source(replies)
+        asked.survey()
+        replies.commands.clear()
+        running = replies.answers["squeue --noheader --all"]
+        assert "RUNNING" in running
+        replies.change["squeue --noheader --all"] = running.replace("RUNNING", "COMPLETED")
+        asked.survey()
+        assert [command.split()[0] for command in replies.commands] == ["squeue"]
+        replies.change["squeue --noheader --all"] = running.replace("RUNNING", "NODE_FAIL")
+        asked.survey()
+        assert [command.split()[0] for command in replies.commands[1:]] == ["squeue", "scontrol"]
+
+    def test_a_node_whose_job_has_ended_is_a_window_at_the_next_look(self):
+        """Though nodes are not asked for."""
+        replies = Replies()
+        asked = source(replies)
+        before = {name for window in asked.survey().windows for name in window.nodes}
+        assert "node08" not in before
+        lines = replies.answers["squeue --noheader --all"].splitlines(keepends=True)
+        replies.change["squeue --noheader --all"] = "".join(
+            line.replace("RUNNING", "COMPLETED") if line.startswith("17\t") else line for line in lines
+        )
+        assert "node08" in {name for window in asked.survey().windows for name in window.nodes}
 
     def test_constraint_that_is_no_plain_and_is_refused(self):
         """Rather than windows on the wrong nodes."""

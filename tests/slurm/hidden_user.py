@@ -1,0 +1,32 @@
+"""Run by test_hidden_jobs.py as an ordinary user, who is shown no jobs of others: trains until the word to finish."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import parsl
+from parsl.launchers import SrunLauncher
+from parsl.providers import SlurmProvider
+
+from tests.batch_systems.backends import WORKER_INIT
+from tests.batch_systems.driving import PLANNER, Driver
+
+
+def main(directory: str, partition: str) -> None:
+    """Load Parsl, train, finish at a line on standard input, and tell what came of it."""
+    provider = SlurmProvider(partition=partition, launcher=SrunLauncher(), worker_init=WORKER_INIT, cmd_timeout=10)
+    planner = replace(PLANNER, join_timeout=120)
+    driver = Driver(provider, Path(directory), planner=planner).load()
+    future = driver.train(nodes=1, epochs=60)
+    driver.until(lambda run: "t" in run.trainings and run.trainings["t"].progress.get("step", 0) >= 5, seconds=150)
+    print("trains", flush=True)
+    print(driver.until_block_ended("made way", seconds=60), flush=True)
+    sys.stdin.readline()
+    driver.finish(future)
+    parsl.dfk().cleanup()
+    print(json.dumps(future.result()["metrics"]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
