@@ -331,7 +331,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 max_restarts=self.max_restarts,
             ),
             slots_per_node=self.slots_per_node,
-            outdated=2 * self.poll_interval.total_seconds(),
+            outdated=3 * self.poll_interval.total_seconds(),
             silence=self.silence.total_seconds(),
             submit_slot=self._submit_slot,
             fail_all=self._fail_all,

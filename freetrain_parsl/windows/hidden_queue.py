@@ -1,29 +1,22 @@
-"""What can be known where the batch system hides the jobs of others, but marks the idle nodes that it has planned.
+"""What can be known where the batch system hides the jobs of others.
 
-Nobody can read there which job is planned where and when. What shows is one mark, ``planned``, on idle nodes. So:
+Nobody can read there which job is planned where and when, or waits for a node of ours. Two signs are left: idle nodes
+that the scheduler has planned for somebody are marked ``planned``, and its statistics tell how many jobs wait. So:
 
 - An idle node that is planned, and not for a job of ours, is somebody's: it is in no window.
-- In a partition whose jobs cannot be preempted one idle, unplanned node, the *guard*, is left free. A job that waits
-  for nodes takes idle ones first: it starts on the guard, or the guard becomes planned. As long as there is one,
-  nobody waits for ours.
-- Without a guard, while idle nodes are planned, somebody waits, perhaps for ours: all our blocks make way.
-- Without a guard and without any idle node nobody can tell: the smallest of our blocks makes way, and its nodes show
-  who waits.
+- In a partition whose jobs cannot be preempted, nodes are used only while nobody else waits: as soon as a job of
+  somebody does, there are no windows, and all our blocks make way.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.windows.hostlist import natural_order
-
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from freetrain_parsl.windows.occupancy import Occupancy
     from freetrain_parsl.windows.state import Partition
 
-__all__ = ["HiddenQueue"]
+__all__ = ["HiddenQueue", "hides_jobs"]
 
 
 class HiddenQueue:
@@ -39,38 +32,35 @@ class HiddenQueue:
     Attributes
     ----------
     unused
-        Node that must not be used -> why.
+        Idle node that must not be used -> why.
+    wanted
+        Nodes of our running jobs that are given back -> now, seconds.
     notes
         What is assumed, one line each.
     """
 
     def __init__(self, occupancy: Occupancy, partition: Partition) -> None:
-        self._occupancy = occupancy
-        self._preemptible = partition.preemptible
         state = occupancy.state
         ours = {name for job in state.pending if job.job in occupancy.ours for name in job.planned_nodes}
         idle = [name for name in partition.nodes if name in state.nodes and occupancy.is_free(state.nodes[name])]
-        self._claimed = [name for name in idle if state.nodes[name].planned and name not in ours]
-        self.unused = dict.fromkeys(self._claimed, "planned for a job that this site does not show")
+        self.unused = {
+            name: "planned for a job that this site does not show"
+            for name in idle
+            if state.nodes[name].planned and name not in ours
+        }
+        self.wanted: dict[str, float] = {}
         self.notes = ["this site hides the jobs of others: idle nodes that are planned for somebody are left alone"]
-        self._guard: str | None = None
-        if not partition.preemptible:
-            self.notes.append(
-                "this site hides the jobs of others, and ours cannot be preempted here: blocks are short, and one idle "
-                "node is left free; when it is taken or planned, blocks make way"
-            )
-            self._guard = max((name for name in idle if name not in self.unused), key=natural_order, default=None)
-            if self._guard is not None:
-                self.unused[self._guard] = "left free: it shows whether somebody waits, whose jobs this site hides"
-
-    def wanted(self) -> dict[str, float]:
-        """Tell which nodes of our running jobs are given back: node -> now."""
-        if self._preemptible or self._guard is not None:
-            return {}
-        blocks = [job for job in self._occupancy.state.running if job.job in self._occupancy.ours and job.nodes]
-        if not self._claimed:
-            blocks = sorted(blocks, key=lambda job: (len(job.nodes), natural_order(job.job)))[:1]
-        return {name: self._occupancy.now for job in blocks for name in job.nodes}
+        if partition.preemptible:
+            return
+        self.notes.append(
+            "this site hides the jobs of others, and ours cannot be preempted here: nodes are used for short blocks "
+            "only while nobody else waits; a preemptible partition has no such limits"
+        )
+        if state.others_waiting:
+            why = "left alone: jobs of others wait, and this site does not show for what"
+            self.unused = {**dict.fromkeys(idle, why), **self.unused}
+            running = (job for job in state.running if job.job in occupancy.ours)
+            self.wanted = {name: state.time for job in running for name in job.nodes}
 
 
 def hides_jobs(private_data: str, user: str, slurm_user: str) -> bool:
@@ -78,5 +68,5 @@ def hides_jobs(private_data: str, user: str, slurm_user: str) -> bool:
 
     Users whom the accounting database makes operators see all jobs nevertheless; for them this is too careful.
     """
-    words: Collection[str] = private_data.replace(" ", "").lower().split(",")
+    words = private_data.replace(" ", "").lower().split(",")
     return ("jobs" in words or "all" in words) and user not in ("root", slurm_user.partition("(")[0])

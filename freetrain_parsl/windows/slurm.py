@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import BatchSystemError, InvalidSettings, did_you_mean
+from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings, did_you_mean
 from freetrain_parsl.planning.model import BlockTerms
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 from freetrain_parsl.windows.commands import Commands
@@ -16,7 +16,7 @@ from freetrain_parsl.windows.hidden_queue import hides_jobs
 from freetrain_parsl.windows.known_nodes import KnownNodes
 from freetrain_parsl.windows.slurm_jobs import block_status, plain_features, sort_jobs
 from freetrain_parsl.windows.slurm_queries import SlurmQueries
-from freetrain_parsl.windows.slurm_words import block_state, explain_complaint
+from freetrain_parsl.windows.slurm_words import HOLDS_NODES, block_state, explain_complaint
 from freetrain_parsl.windows.staircase import NodeNeeds, find_windows
 from freetrain_parsl.windows.state import BatchState
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.windows.commands import Runner
     from freetrain_parsl.windows.slurm_jobs import JobRecord
     from freetrain_parsl.windows.staircase import Staircase
-    from freetrain_parsl.windows.state import Node, Partition, RunningJob
+    from freetrain_parsl.windows.state import Node, Partition, PendingJob, RunningJob
 
 __all__ = ["SlurmWindowSource"]
 
@@ -35,8 +35,9 @@ _MINUTE = 60.0
 _MARKS_PLANNED = (21, 8)
 """The first version that marks idle nodes as planned."""
 
-_EFFORT_WITHOUT_QUEUE = 1.5
-"""Of a round in which nodes must be asked for too, against one of the queue alone: keeps both below 12 a minute."""
+_EFFORT_WITH_NODES, _EFFORT_WITH_STATISTICS = 1.5, 2.0
+"""Of a round in which nodes, or statistics too, are asked for, against one of the queue alone: keeps all below 12
+requests a minute."""
 
 _PLAIN_ENDS = frozenset(("CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"))
 """States of a job that has ended and whose nodes are as good as before."""
@@ -123,7 +124,7 @@ class SlurmWindowSource(WindowSource):
             wanted=staircase.wanted,
             notes=(*self._notes(), *staircase.notes),
             unused=staircase.unused,
-            effort=_EFFORT_WITHOUT_QUEUE if state.hides_jobs else 1.0,
+            effort=self._effort(partition) if state.hides_jobs else 1.0,
         )
 
     def state(self) -> BatchState:
@@ -147,7 +148,29 @@ class SlurmWindowSource(WindowSource):
             raise BatchSystemError(f"squeue answered what cannot be understood: {error}") from None
         hidden = self._hides_jobs()
         nodes = self._current_nodes(records, running, now, hidden=hidden)
-        return BatchState(now, scheduling, nodes, running, pending, reservations, partitions, hidden), records
+        yields = self._own_partition(partitions).preemptible if hidden else True
+        waiting = 0 if yields else self._others_waiting(records, pending, now)
+        state = BatchState(now, scheduling, nodes, running, pending, reservations, partitions, hidden, waiting)
+        return state, records
+
+    def _others_waiting(self, records: Sequence[JobRecord], pending: Sequence[PendingJob], now: float) -> int:
+        """Count the jobs of others that wait, from the scheduler's statistics and our own jobs.
+
+        The statistics are as old as the main scheduler's last pass, so jobs of ours that have left the queue since are
+        still counted there.
+        """
+        since = now - self._queries.scheduling_interval
+        ours = sum(job.eligible for job in pending)
+        for record in records:
+            if record.state in _PLAIN_ENDS:
+                ours += record.ends is not None and record.ends >= since
+            elif record.state in HOLDS_NODES:
+                ours += record.start is not None and record.start >= since
+        return max(0, self._queries.queue_length() - ours)
+
+    @staticmethod
+    def _effort(partition: Partition) -> float:
+        return _EFFORT_WITH_NODES if partition.preemptible else _EFFORT_WITH_STATISTICS
 
     def _current_nodes(
         self, records: Sequence[JobRecord], running: Sequence[RunningJob], now: float, *, hidden: bool
@@ -261,13 +284,23 @@ class SlurmWindowSource(WindowSource):
         ):
             if mine is not None and allowed and mine not in allowed:
                 raise InvalidSettings(f"{what} {mine!r} may not use {who}; it is for {', '.join(sorted(allowed))}")
-        if self._hides_jobs() and self._queries.version() < _MARKS_PLANNED and not partition.preemptible:
-            raise InvalidSettings(
-                f"this Slurm hides the jobs of others and does not mark planned nodes, so nobody can tell which idle "
-                f"nodes of {who} are free: use a partition whose jobs may be preempted"
-            )
+        if self._hides_jobs() and not partition.preemptible:
+            self._check_signs(who)
         self._check_association()
         self._check_needs(partition)
+
+    def _check_signs(self, who: str) -> None:
+        """Refuse a site that hides the jobs of others so well that nobody can tell which idle nodes are free."""
+        why = "does not mark planned nodes" if self._queries.version() < _MARKS_PLANNED else ""
+        try:
+            self._queries.queue_length()
+        except (BatchSystemError, CommandNotFound) as error:
+            why = f"does not tell how many wait ({error})"
+        if why:
+            raise InvalidSettings(
+                f"this Slurm hides the jobs of others and {why}, so nobody can tell which idle nodes of {who} are "
+                f"free: use a partition whose jobs may be preempted"
+            )
 
     def _check_association(self) -> None:
         """Ask the database, where there is one, whether the user may use the account and the QOS."""

@@ -145,11 +145,23 @@ class SlurmQueries:
             lambda: self._ask(parse_reservations, "scontrol", "--all", "show", "reservation"),
         )
 
+    def queue_length(self) -> int:
+        """Tell how many jobs, of all users, the main scheduler found waiting at its last pass."""
+        return self._ask(_queue_length, "sdiag")
+
+    @property
+    def scheduling_interval(self) -> float:
+        """Longest time between two passes of the main scheduler, seconds."""
+        return float(_whole(self._scheduler_words(), "sched_interval", _SCHED_INTERVAL))
+
+    def _scheduler_words(self) -> dict[str, str]:
+        pairs = (item.partition("=") for item in self.config().get("SchedulerParameters", "").split(","))
+        return {key.strip(): value for key, _, value in pairs}
+
     def scheduling(self) -> Scheduling:
         """Tell how the scheduler works, by its configuration."""
         config = self.config()
-        pairs = (item.partition("=") for item in config.get("SchedulerParameters", "").split(","))
-        words = {key.strip(): value for key, _, value in pairs}
+        words = self._scheduler_words()
         major, minor = self.version()
         version = f"{major}.{minor:02}"
         if config.get("SchedulerType") == "sched/builtin":
@@ -234,6 +246,13 @@ def _config(text: str) -> dict[str, str]:
 def _whole(words: dict[str, str], key: str, default: int) -> int:
     value = words.get(key, "")
     return int(value) if value.isdecimal() and int(value) > 0 else default
+
+
+def _queue_length(text: str) -> int:
+    match = re.search(r"Main schedule.*?Last queue length:\s*(\d+)", text, re.DOTALL)
+    if match is None:
+        raise ValueError("it does not tell the main scheduler's last queue length")
+    return int(match[1])
 
 
 def _rows(text: str) -> list[list[str]]:

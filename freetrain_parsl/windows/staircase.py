@@ -149,7 +149,7 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
     wanted = {} if partition.preemptible else find_claims(occupancy)
     notes = closings.notes
     if hidden is not None:
-        wanted, notes = {**wanted, **hidden.wanted()}, [*hidden.notes, *notes]
+        wanted, notes = {**wanted, **hidden.wanted}, [*hidden.notes, *notes]
     return Staircase(tuple(windows), wanted, tuple(notes), unused)
 
 

@@ -189,7 +189,8 @@ class Scheduling:
 class BatchState:
     """Everything that one round of queries has told.
 
-    `hides_jobs`: the jobs of others are not among `running` and `pending`.
+    `hides_jobs`: the jobs of others are not among `running` and `pending`; `others_waiting`: how many of them wait,
+    where that is asked for.
     """
 
     time: float
@@ -200,3 +201,4 @@ class BatchState:
     reservations: tuple[Reservation, ...] = ()
     partitions: Mapping[str, Partition] = field(default_factory=dict)
     hides_jobs: bool = False
+    others_waiting: int = 0

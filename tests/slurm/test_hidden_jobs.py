@@ -89,14 +89,14 @@ def test_nodes_that_are_planned_for_hidden_jobs_are_no_windows(cluster) -> None:
     until_marked(cluster, 3)
     for partition, left in (("backfill", 0), ("preemptible", 1)):
         windows, unused, notes = survey(cluster, partition)
-        assert sum(map(len, windows)) == left
+        assert sum(map(len, windows)) == left, "somebody waits, and backfill is not preemptible"
         assert list(unused.values()).count("planned for a job that this site does not show") == 3
         assert sum("hides" in note for note in notes) == len(notes) >= 1
     assert cluster.state_of(head) == "PENDING"
 
 
 def test_blocks_make_way_for_jobs_that_they_cannot_see(cluster) -> None:
-    """In a partition without preemption: the idle node that we left is planned, so somebody waits."""
+    """In a partition without preemption: the scheduler's statistics say that somebody waits."""
     busy = main_job(cluster, 4, 1000, minutes=10)
     cluster.wait_for_state(busy, "RUNNING")
     (cluster.work / "run").mkdir()

@@ -11,7 +11,7 @@ from freetrain_parsl.windows.state import Node, PendingJob
 from tests.windows.test_staircase import NOW, cluster, find, steps
 
 
-def hidden(count: int, planned: str = "", busy: str = "", running: str = "", pending=(), **partition):
+def hidden(count: int, planned: str = "", busy: str = "", running: str = "", waiting: int = 0, pending=(), **partition):
     """Make a cluster, some nodes planned, some busy with hidden jobs; `running` is ours: ``a=n1,n2 b=n3``."""
     held = dict(word.split("=") for word in running.split())
     state = cluster(
@@ -25,49 +25,36 @@ def hidden(count: int, planned: str = "", busy: str = "", running: str = "", pen
         nodes[name] = replace(nodes[name], planned=True)
     for name in busy.split():
         nodes[name] = replace(nodes[name], idle=False)
-    return replace(state, nodes=nodes, hides_jobs=True)
+    return replace(state, nodes=nodes, hides_jobs=True, others_waiting=waiting)
 
 
-def test_planned_nodes_are_somebodys_and_one_idle_node_is_left_free() -> None:
-    found = find(hidden(5, planned="n1 n2"))
+def test_planned_nodes_are_somebodys() -> None:
+    found = find(hidden(4, planned="n1 n2"))
     assert set(steps(found)) == {"n3", "n4"}
     assert "planned" in found.unused["n1"]
-    assert "left free" in found.unused["n5"]
-    assert any("hides" in note for note in found.notes)
-
-
-def test_with_a_single_unplanned_node_there_is_no_window() -> None:
-    assert find(hidden(4, planned="n1 n2 n3")).windows == ()
-
-
-def test_in_a_preemptible_partition_every_unplanned_node_is_used_and_nobody_makes_way() -> None:
-    found = find(hidden(4, planned="n1", running="a=n2", preemptible=True), "a")
-    assert (set(steps(found)), found.wanted) == ({"n3", "n4"}, {})
+    assert all("hides" in note for note in found.notes)
 
 
 def test_nodes_that_our_own_pending_job_is_planned_on_count_as_free() -> None:
     ours = PendingJob("a", "a", "ada", "main", 1, 60.0, start=NOW + 9, planned_nodes=("n1",))
-    assert "n1" in steps(find(hidden(3, planned="n1 n2", pending=(ours,)), "a"))
+    assert set(steps(find(hidden(3, planned="n1 n2", pending=(ours,)), "a"))) == {"n1", "n3"}
 
 
-def test_while_an_idle_node_is_unplanned_nobody_waits_for_ours() -> None:
-    assert find(hidden(4, planned="n3", running="a=n1"), "a").wanted == {}
+def test_while_nobody_waits_nothing_makes_way() -> None:
+    assert find(hidden(4, running="a=n1"), "a").wanted == {}
 
 
-def test_when_all_idle_nodes_are_planned_all_blocks_make_way() -> None:
-    """A job that needs more than is idle may wait for any of them."""
-    wanted = find(hidden(5, planned="n5", running="a=n1,n2 b=n3", busy="n4"), "a", "b").wanted
-    assert wanted == {"n1": NOW, "n2": NOW, "n3": NOW}
+def test_when_somebody_waits_there_are_no_windows_and_all_blocks_make_way() -> None:
+    """Nobody can tell for which nodes."""
+    found = find(hidden(5, planned="n5", running="a=n1,n2 b=n3", waiting=1), "a", "b")
+    assert found.windows == ()
+    assert found.wanted == {"n1": NOW, "n2": NOW, "n3": NOW}
+    assert ("others wait" in found.unused["n4"], "planned" in found.unused["n5"]) == (True, True)
 
 
-def test_when_no_node_is_idle_the_smallest_block_makes_way() -> None:
-    """The same at the next look, while it is still leaving."""
-    state = hidden(4, running="a=n1,n2 b=n3", busy="n4")
-    assert find(state, "a", "b").wanted == {"n3": NOW} == find(state, "a", "b").wanted
-
-
-def test_nothing_makes_way_where_nothing_is_held() -> None:
-    assert find(hidden(2, busy="n1 n2")).wanted == {}
+def test_in_a_preemptible_partition_every_unplanned_node_is_used_whoever_waits() -> None:
+    found = find(hidden(4, planned="n1", running="a=n2", waiting=7, preemptible=True), "a")
+    assert (set(steps(found)), found.wanted) == ({"n3", "n4"}, {})
 
 
 @pytest.mark.parametrize(

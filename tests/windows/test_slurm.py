@@ -19,6 +19,12 @@ CONFIG = (FIXTURES / "slurm-22.05.8" / "scontrol_show_config.txt").read_text()
 POLL_INTERVAL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
 
 
+def hiding(waiting: int = 0) -> Replies:
+    """Answer as a site that hides the jobs of others, of whom so many wait."""
+    statistics = f"Main schedule statistics (microseconds):\n\tLast queue length: {waiting}\n"
+    return Replies(change={"scontrol show config": CONFIG + "PrivateData = jobs\n", "sdiag": statistics})
+
+
 def requests_of(command: str) -> int:
     """Count what a command asks of slurmctld."""
     words = command.split()
@@ -133,8 +139,7 @@ class TestWindows:
     @pytest.mark.parametrize("hidden", [False, True])
     def test_an_hour_at_the_default_interval_takes_at_most_twelve_requests_a_minute(self, hidden):
         """Counted as slurmctld 22.05 does; with two blocks that are watched, of which one comes and goes."""
-        hides = {"scontrol show config": CONFIG + "PrivateData = jobs\n"} if hidden else {}
-        replies = Replies(change=hides)
+        replies = hiding() if hidden else Replies()
         now = [NOW]
         asked = source(replies, clock=lambda: now[0])
         while now[0] < NOW + 3600:
@@ -142,6 +147,24 @@ class TestWindows:
             now[0] += survey.effort * POLL_INTERVAL
         requests = sum(map(requests_of, replies.commands))
         assert 4 < requests / 60 <= 12
+
+    def test_jobs_of_others_wait_where_more_wait_than_are_shown(self):
+        """The jobs that are shown are ours: the scheduler's statistics count them too."""
+        ours = sum(job.eligible for job in source(Replies()).state().pending)
+        assert ours > 0
+        for partition, waiting, windows in (("main", ours, 1), ("main", ours + 1, 0), ("backfill", ours + 1, 1)):
+            replies = hiding(waiting)
+            nodes = replies.answers["scontrol --all --details show nodes"]
+            replies.change["scontrol --all --details show nodes"] = nodes.replace("IDLE+PLANNED", "IDLE")
+            assert len(source(replies, partition=partition).survey().windows) == windows
+
+    def test_a_site_that_hides_jobs_and_tells_no_statistics_is_refused_unless_preemptible(self):
+        """Nothing shows whether somebody waits."""
+        replies = hiding()
+        replies.change["sdiag"] = BatchSystemError("sdiag failed: Access/permission denied")
+        with pytest.raises(InvalidSettings, match=r"does not tell how many wait .*may be preempted"):
+            source(replies).check(60.0)
+        source(replies, partition="backfill").check(60.0)
 
     def test_nodes_are_asked_again_when_a_job_has_left_its_nodes_in_no_ordinary_way(self):
         """Its node may be down: the queue does not tell."""
