@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from freetrain_parsl.executor.environment import compare, describe_environment
+from freetrain_parsl.executor.headers import TO_DRIVER, fault_in
 
 OURS = {"python": "3.11.7", "freetrain": "0.1.0", "parsl": "2026.7.27", "torch": "2.6.0+cpu", "dill": "0.4.0"}
 
@@ -50,3 +51,20 @@ def test_the_message_is_one_line_with_the_node_all_differences_and_the_remedy() 
         "0.4.0) in /sw/bin/python; set `node.python` (in Python: `node_python=`) to an interpreter with the driver's "
         "versions"
     )
+
+
+@pytest.mark.parametrize(
+    ("versions", "valid"),
+    [
+        (describe_environment(), True),
+        ({}, True),
+        ([], False),
+        ({"python": 3}, False),
+        ({"python": "3\n"}, False),
+        (dict.fromkeys(map(str, range(99)), ""), False),
+    ],
+)
+def test_what_a_slot_tells_of_its_environment_is_checked(versions, valid) -> None:
+    hello = {"token": "t", "node": "n", "block": "0", "pid": 1}
+    assert fault_in(hello, TO_DRIVER["hello"]) is None, "it may be left out"
+    assert (fault_in({**hello, "versions": versions}, TO_DRIVER["hello"]) is None) is valid
