@@ -11,7 +11,10 @@
     ├── PlanningError           a policy broke its contract
     ├── CheckpointError
     │   ├── DamagedCheckpoint   a checkpoint's bytes are not what was written
-    │   └── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
+    │   ├── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
+    │   ├── CodeChanged         it is intact, but was written by other code
+    │   ├── ForeignCheckpoint   another user owns it, or could have changed it
+    │   └── StorageUnavailable  its directory is full, over quota, gone, failing  (retry helps)
     ├── TrainingError           a training ended for a reason that is not the user's own exception
     │   ├── TrainingInterrupted the run ended before the training, by no fault of its own (resuming helps)
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
@@ -39,8 +42,10 @@ __all__ = [
     "CheckpointError",
     "CheckpointMismatch",
     "ClusterGone",
+    "CodeChanged",
     "CommandNotFound",
     "DamagedCheckpoint",
+    "ForeignCheckpoint",
     "FreeTrainError",
     "InvalidInput",
     "InvalidSettings",
@@ -48,6 +53,7 @@ __all__ = [
     "NonFiniteLoss",
     "PeerLost",
     "PlanningError",
+    "StorageUnavailable",
     "TooManyRestarts",
     "TrainingCancelled",
     "TrainingError",
@@ -97,6 +103,32 @@ class DamagedCheckpoint(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint is intact but belongs to another model, optimizer or dataset."""
+
+
+class CodeChanged(CheckpointError):
+    """A checkpoint is intact, but the training's code has changed since it was written."""
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A checkpoint or its directory belongs to another user, or another user could have changed it."""
+
+
+class StorageUnavailable(CheckpointError):
+    """The checkpoint directory cannot be used for now: full, over quota, read-only, not mounted, failing.
+
+    Parameters
+    ----------
+    message
+        What could not be done.
+    condition
+        The condition of the directory alone; the message if it is not known.
+    """
+
+    transient = True
+
+    def __init__(self, message: str, condition: str = "") -> None:
+        super().__init__(message)
+        self.condition = condition or message
 
 
 class TrainingError(FreeTrainError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from freetrain_parsl.errors import DamagedCheckpoint, InvalidInput, did_you_mean
+from freetrain_parsl.errors import CheckpointError, InvalidInput, did_you_mean
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _look(training: str, entry: Entry, *, read: bool) -> Listed:
             entry.verify()
         else:
             entry.check_sizes()
-    except DamagedCheckpoint as error:
+    except CheckpointError as error:
         return Listed(training, entry, manifest, str(error))
     return Listed(training, entry, manifest)
 

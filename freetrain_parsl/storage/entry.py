@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import DamagedCheckpoint
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 from freetrain_parsl.storage.hashing import checksum
+from freetrain_parsl.storage.problems import is_unavailable, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+SHARDS = "shards"
+"""Folder for what the members of a sharded training write; all its files must be listed in the manifest."""
+
+FORMAT = 3
+"""Version of the layout and of the state's own; another one is refused by name, not guessed at."""
+
+_OWN = "manifest_sha256"
+_BLANK = "0" * 64
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of a file in a directory that is there
+
+
+def sign_manifest(manifest: Mapping[str, Any]) -> str:
+    """Return the text of a manifest, with the SHA-256 of this text as its last field.
+
+    The checksum is taken with zeros in its own place.
+    """
+    text = json.dumps({**manifest, _OWN: _BLANK}, indent=1) + "\n"
+    head, _, tail = text.rpartition(_BLANK)
+    return f"{head}{hashlib.sha256(text.encode()).hexdigest()}{tail}"
 
 
 @dataclass(frozen=True, order=True)
@@ -41,14 +62,30 @@ class Entry:
         Raises
         ------
         DamagedCheckpoint
-            It is missing, unreadable, or of another checkpoint.
+            It is missing, unreadable, or of another checkpoint, or not as it was written.
+        CheckpointMismatch
+            Another version of this package, with another format, wrote it.
+        StorageUnavailable
+            The file system refuses for now.
         """
         path = self.path / MANIFEST
         try:
-            manifest = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            text = path.read_bytes()
+            manifest = json.loads(text)
+        except OSError as error:
+            raise _unreadable(self, MANIFEST, error) from error
+        except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"damaged checkpoint {self.path}: unreadable {MANIFEST} ({error})") from error
-        if not isinstance(manifest, dict) or manifest.get("step") != self.step:
+        if not isinstance(manifest, dict):
+            raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} is no manifest")
+        if _OWN not in manifest and manifest.get("format") in range(1, FORMAT):  # those had no checksum of their own
+            raise CheckpointMismatch(
+                f"{self.path} has format {manifest['format']}, this version reads {FORMAT}; go on with the version "
+                f"that wrote it (freetrain {manifest.get('freetrain')}), or begin afresh in another directory"
+            )
+        if not _is_signed(text, manifest.pop(_OWN, None)):
+            raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} does not match its own SHA-256")
+        if manifest.get("step") != self.step:
             raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} does not tell step {self.step}")
         return manifest
 
@@ -69,6 +106,8 @@ class Entry:
         ------
         DamagedCheckpoint
             Bytes are missing or different; the message has the path.
+        CheckpointMismatch, StorageUnavailable
+            As from `manifest`.
         """
         manifest = self.manifest()
         files = _files(self, manifest)
@@ -94,28 +133,46 @@ class Entry:
             try:
                 size = (self.path / name).stat().st_size
             except OSError as error:
-                raise DamagedCheckpoint(f"damaged checkpoint {self.path}: unreadable {name} ({error})") from error
+                raise _unreadable(self, name, error) from error
             _compare(self, name, "bytes", size, facts)
         return manifest
 
 
+def _is_signed(text: bytes, own: object) -> bool:
+    """Whether a manifest's text is the one that was written."""
+    if not isinstance(own, str) or len(own) != len(_BLANK):
+        return False
+    head, found, tail = text.rpartition(own.encode(errors="replace"))
+    return bool(found) and hashlib.sha256(head + _BLANK.encode() + tail).hexdigest() == own
+
+
 def _files(entry: Entry, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files of a checkpoint; manifests of format 1 tell of one, without its name."""
-    files = manifest.get("files", {STATE: manifest})
+    """Return the files of a checkpoint: at least the state, and all that is in the folder of shards."""
+    files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} does not tell its files")
     for name in files:
         parts = PurePosixPath(name).parts
         if not parts or parts[0] == "/" or ".." in parts:
             raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} names a file outside, {name}")
+    there = {STATE, *(f"{SHARDS}/{file.name}" for file in (entry.path / SHARDS).glob("*"))}
+    if missing := sorted(there - files.keys()):
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} does not list {missing[0]}")
     return files
+
+
+def _unreadable(entry: Entry, name: str, error: OSError) -> CheckpointError:
+    """Tell a file that is damaged or gone from a file system that does not work, which is no reason to fall back."""
+    if is_unavailable(error) and not isinstance(error, _GONE):
+        return storage_error(f"cannot read {entry.path / name}", entry.path.parent.parent, error)
+    return DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {name} ({error})")
 
 
 def _verify(entry: Entry, name: str, facts: Mapping[str, Any]) -> None:
     try:
         found = checksum(entry.path / name)
     except OSError as error:
-        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {name} ({error})") from error
+        raise _unreadable(entry, name, error) from error
     _compare(entry, name, "bytes", found["bytes"], facts)
     _compare(entry, name, "sha256", found["sha256"], facts)
 

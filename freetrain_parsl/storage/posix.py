@@ -15,10 +15,13 @@ directory names and checksums only, not on ``latest``. There is one writer at a 
 
 from __future__ import annotations
 
-import json
+import contextlib
+import errno
 import os
 import re
+import secrets
 import shutil
+import socket
 import tempfile
 import time
 from contextlib import contextmanager
@@ -27,17 +30,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from freetrain_parsl.errors import CheckpointError, InvalidSettings
-from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry
+from freetrain_parsl.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    ForeignCheckpoint,
+    InvalidSettings,
+    StorageUnavailable,
+)
+from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry, sign_manifest
 from freetrain_parsl.storage.hashing import HashingSink, Sink
-from freetrain_parsl.storage.staging import TEMPORARY, Staging, sync, sync_directory, write_text
+from freetrain_parsl.storage.ownership import check_owned, check_root, check_tree, make_private
+from freetrain_parsl.storage.problems import condition_of, is_unavailable, storage_error
+from freetrain_parsl.storage.staging import TEMPORARY, Staging, open_private, sync, sync_directory, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _LATEST = "latest"
+_MARKER = ".freetrain-root"
+_PERMANENT_AT_FIRST = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)  # nobody has used it before
 _CHECKPOINT_NAME = re.compile(r"step-(\d{10,})(?:-([1-9]\d*))?")
-_PRIVATE = 0o700
 _LONGEST_NAME = 200  # leaves room for suffixes under the usual limit of 255 bytes
 
 
@@ -90,18 +102,64 @@ def check_writable(root: Path) -> None:
     Raises
     ------
     InvalidSettings
-        They cannot; the message says why.
+        They cannot, or other users could write there too; the message says why.
+    StorageUnavailable
+        They cannot for now: it is full, or its file system does not work.
     """
+    refusal = f"cannot write checkpoints in {root}"
     try:
-        root.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+        make_private(root)
+        check_root(root)
         with tempfile.NamedTemporaryFile(dir=root, prefix=TEMPORARY) as probe:
             probe.write(b"probe")
             probe.flush()
             os.fsync(probe.fileno())
+    except ForeignCheckpoint as error:
+        raise InvalidSettings(f"{refusal}: {error}") from error
     except OSError as error:
-        raise InvalidSettings(
-            f"cannot write checkpoints in {root} ({error.strerror or error}); give a writable directory"
-        ) from error
+        if is_unavailable(error) and error.errno not in _PERMANENT_AT_FIRST:
+            raise StorageUnavailable(f"{refusal}: {error.strerror}", condition_of(root, error)) from error
+        raise InvalidSettings(f"{refusal} ({error.strerror or error}); give a writable directory") from error
+
+
+def identify_root(root: Path) -> str:
+    """Return what tells this root from any other directory of the same name, such as a mount point without its mount.
+
+    Raises
+    ------
+    OSError
+        The file system refuses.
+    """
+    marker = root / _MARKER
+    if not marker.exists():
+        aside = root / f"{TEMPORARY}root-{secrets.token_hex(4)}"
+        write_text(aside, secrets.token_hex(16) + "\n")
+        try:
+            os.link(aside, marker)  # of several who do this at a time, one comes first
+            aside.unlink()
+        except FileExistsError:
+            aside.unlink()
+        except OSError:  # a file system without hard links
+            aside.replace(marker)
+    return marker.read_text(encoding="ascii").strip()
+
+
+def check_same_root(root: Path, identity: str) -> None:
+    """Make sure that `root` is, on this host, the directory that `identify_root` was asked about.
+
+    Raises
+    ------
+    StorageUnavailable
+        It is missing, or another one.
+    """
+    try:
+        found = (root / _MARKER).read_text(encoding="ascii", errors="replace").strip()
+    except OSError as error:
+        raise storage_error(f"cannot use the checkpoint directory {root} here", root, error) from error
+    if found != identity:
+        raise StorageUnavailable(
+            f"the checkpoint directory {root} is another one on host {socket.gethostname()}; is it mounted there?"
+        )
 
 
 class CheckpointDirectory:
@@ -119,6 +177,7 @@ class CheckpointDirectory:
 
     def __init__(self, root: Path, trainer: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = root / directory_name(trainer)
+        self._root = root
         self._clock = clock
         self._staging: Staging | None = None
 
@@ -137,17 +196,23 @@ class CheckpointDirectory:
 
         Raises
         ------
+        ForeignCheckpoint
+            The directory, or the root, is not ours alone.
+        StorageUnavailable
+            The file system refuses for now.
         CheckpointError
             The file system refuses.
         """
         self.close()
         try:
-            self.path.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+            make_private(self._root)
+            check_root(self._root)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            check_owned(self.path)
             self._staging = Staging(self.path, generation)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot prepare the checkpoint directory {self.path}: {error.strerror or error}"
-            ) from error
+            raise storage_error(f"cannot prepare the checkpoint directory {self.path}", self._root, error) from error
 
     def close(self) -> None:
         """Cease to be the writer."""
@@ -161,15 +226,45 @@ class CheckpointDirectory:
         return Entry(step, revision, self.path / name)
 
     def entries(self) -> list[Entry]:
-        """List the checkpoints, newest first; intact or not is found out by `Entry.verify`."""
-        if not self.path.is_dir():
+        """List the checkpoints, newest first; intact or not is found out by `Entry.verify`.
+
+        Raises
+        ------
+        StorageUnavailable
+            The file system refuses for now.
+        CheckpointError
+            The file system refuses.
+        """
+        try:
+            names = [path.name for path in self.path.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        found = []
-        for path in self.path.iterdir():
-            match = _CHECKPOINT_NAME.fullmatch(path.name)
-            if match:
-                found.append(Entry(int(match[1]), int(match[2] or 0), path))
+        except OSError as error:
+            raise storage_error(f"cannot list the checkpoints in {self.path}", self._root, error) from error
+        matches = (_CHECKPOINT_NAME.fullmatch(name) for name in names)
+        found = [Entry(int(match[1]), int(match[2] or 0), self.path / match[0]) for match in matches if match]
         return sorted(found, reverse=True)
+
+    def check_owned(self, entry: Entry) -> None:
+        """Make sure that a checkpoint, and all that leads to it from the root, is ours alone.
+
+        Raises
+        ------
+        ForeignCheckpoint
+            Another user owns it or could have changed it.
+        StorageUnavailable
+            The file system refuses for now.
+        DamagedCheckpoint
+            It is gone.
+        """
+        try:
+            check_root(self._root)
+            check_owned(self.path)
+            check_tree(entry.path)
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {error.strerror}") from error
+        except OSError as error:
+            raise storage_error(f"cannot look at {entry.path}", self._root, error) from error
 
     def begin(self, step: int) -> Draft:
         """Make room for a checkpoint that is to be written.
@@ -199,7 +294,7 @@ class CheckpointDirectory:
         CheckpointError
             The file system refuses (full, quota, read-only, gone), or another process writes now.
         """
-        with self._writing(f"write a checkpoint of step {draft.step}", draft), (draft.path / name).open("wb") as file:
+        with self._writing(f"write a checkpoint of step {draft.step}", draft), open_private(draft.path / name) as file:
             sink = HashingSink(file)
             sink.fill(write)
             sync(file)
@@ -233,7 +328,7 @@ class CheckpointDirectory:
                 "files": dict(sorted(draft.files.items())),
                 "write_seconds": round(self._clock() - draft.begun, 6),
             }
-            write_text(draft.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            write_text(draft.path / MANIFEST, sign_manifest(manifest))
             sync_directory(draft.path)
             entry = self._free_entry(draft.step)
             draft.path.rename(entry.path)
@@ -303,7 +398,7 @@ class CheckpointDirectory:
             entry.path.rename(doomed)  # a directory named step-… is never seen half removed
             shutil.rmtree(doomed)
         except OSError as error:
-            raise CheckpointError(f"cannot remove {entry.path}: {error.strerror or error}") from error
+            raise storage_error(f"cannot remove {entry.path}", self._root, error) from error
 
     def _free_entry(self, step: int) -> Entry:
         revisions = [entry.revision for entry in self.entries() if entry.step == step]
@@ -324,7 +419,7 @@ class CheckpointDirectory:
                 ) from error
             if draft is not None:
                 self.discard(draft)
-            raise CheckpointError(f"cannot {what} in {self.path}: {error.strerror or error}") from error
+            raise storage_error(f"cannot {what} in {self.path}", self._root, error) from error
         except Exception:
             if draft is not None:
                 self.discard(draft)

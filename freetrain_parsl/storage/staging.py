@@ -8,6 +8,7 @@ off, and comes back finds its own gone: each of its renames fails, without any c
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -20,6 +21,7 @@ TEMPORARY = ".tmp-"
 
 _WRITER = "writer"
 _PREFIX = f"{TEMPORARY}writer-"
+_PRIVATE = 0o600
 
 
 class Staging:
@@ -44,11 +46,19 @@ class Staging:
         for stale in parent.glob(f"{TEMPORARY}*"):
             if stale != self.path:
                 self._take_away(stale)
-        self.replace(_WRITER, f"generation {generation}, process {os.getpid()} on {socket.gethostname()}\n")
+        try:
+            self.replace(_WRITER, f"generation {generation}, process {os.getpid()} on {socket.gethostname()}\n")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # it is for people only: reading needs no room
+                raise
 
     @property
     def is_mine(self) -> bool:
-        """Whether no other writer has come since."""
+        """Whether no other writer has come since; also true if the file system does not tell."""
+        try:
+            self._parent.stat()
+        except OSError:  # the whole directory is gone, with the mount it is on perhaps: that is no other writer
+            return True
         try:
             return self.path.is_dir()
         except OSError:  # network file systems say so of a directory that another machine removed
@@ -88,9 +98,16 @@ class Staging:
                 doomed.unlink()
 
 
+def open_private(path: Path) -> IO[bytes]:
+    """Open a file for writing that only this user may read, whatever the umask."""
+    file = path.open("wb")
+    os.fchmod(file.fileno(), _PRIVATE)
+    return file
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a small file, durably."""
-    with path.open("wb") as file:
+    with open_private(path) as file:
         file.write(text.encode())
         sync(file)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import pickle
 import platform
 from collections import deque
@@ -15,7 +16,8 @@ import torch
 
 from freetrain_parsl._version import __version__
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
-from freetrain_parsl.storage.entry import STATE
+from freetrain_parsl.storage.entry import FORMAT, STATE
+from freetrain_parsl.storage.problems import is_unavailable, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 2
-"""Version of the layout and of the state's own; another one is refused by name, not guessed at."""
 
 State = dict[str, Any]
 """Tensors, numbers, strings, lists and dictionaries: what ``weights_only=True`` reads back."""
@@ -173,6 +172,10 @@ class Checkpoints:
             There are checkpoints, but none is intact.
         CheckpointMismatch
             The newest intact one was written by another version of this package, with another format.
+        ForeignCheckpoint
+            Another user owns it or could have changed it.
+        StorageUnavailable
+            The file system refuses for now: what cannot be read today is not passed over.
         """
         refused: list[str] = []
         problems: list[DamagedCheckpoint] = []
@@ -208,7 +211,12 @@ class Checkpoints:
             It is missing, or its bytes are not those that were written.
         CheckpointMismatch
             It was written by another version of this package, with another format.
+        ForeignCheckpoint
+            Another user owns it or could have changed it.
+        StorageUnavailable
+            The file system refuses for now.
         """
+        self._directory.check_owned(entry)
         path, manifest = entry.verify(names)
         if manifest.get("format") != FORMAT:
             raise CheckpointMismatch(
@@ -228,9 +236,9 @@ class Checkpoints:
     def _measured_seconds(self, entry: Entry) -> float | None:
         try:
             seconds = entry.manifest().get("write_seconds")
-        except DamagedCheckpoint:
+        except CheckpointError:
             return None  # reported when its state is asked for
-        return seconds if isinstance(seconds, float) else None
+        return seconds if isinstance(seconds, float) and 0.0 <= seconds < math.inf else None
 
 
 def check_restorable(what: str, state: object) -> None:
@@ -257,8 +265,10 @@ def _read(path: Path, entry: Entry) -> State:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        if is_unavailable(error):
+            raise storage_error(f"cannot read {path}", entry.path.parent.parent, error) from error
         raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_first_line(error)}") from error
-    if not isinstance(state, dict):
+    if not isinstance(state, dict) or not isinstance(state.get("objects"), dict):
         raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not hold a training's state")
     return state
 

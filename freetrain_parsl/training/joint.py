@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from freetrain_parsl.errors import CheckpointError
+from freetrain_parsl.storage.entry import SHARDS
 from freetrain_parsl.storage.hashing import checksum
+from freetrain_parsl.storage.problems import storage_error
 from freetrain_parsl.storage.staging import sync_directory
-from freetrain_parsl.training.sharded import INDEX, SHARDS
+from freetrain_parsl.training.sharded import INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoint import Facts, State
     from freetrain_parsl.training.membership import Group
 
+_PRIVATE, _PRIVATE_FOLDER = 0o600, 0o700
+
 
 @dataclass(frozen=True)
 class Part:
@@ -36,14 +39,14 @@ class Part:
     Parameters
     ----------
     problem
-        Why it could not; empty if it could.
+        Why it could not; ``None`` if it could.
     files
         Path in the checkpoint -> ``bytes`` and ``sha256``.
     results
         For the index.
     """
 
-    problem: str = ""
+    problem: OSError | None = None
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: list[WriteResult] = field(default_factory=list)
 
@@ -81,11 +84,12 @@ class JointWrite:
         self._planner, self._writer = _torch_writes(self._folder, local)
         self._planner.set_up_planner(shards, is_coordinator=group.is_first)
         self._writer.set_up_storage_writer(group.is_first)
-        problem, plan = "", None
+        problem: OSError | None = None
+        plan = None
         try:
             plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = error
         told = _gather((problem, plan), group)
         self._raise_first([problem for problem, _ in told])
         # Each member makes all plans of what all have told, and takes its own: nobody has to hand them out.
@@ -96,10 +100,12 @@ class JointWrite:
         """Write this member's part, durably; in any thread."""
         try:
             results = self._writer.write_data(self._plan, self._planner).wait()
-            mine = self._folder.glob(f"__{self._group.rank}_*")
+            mine = list(self._folder.glob(f"__{self._group.rank}_*"))
+            for file in mine:
+                file.chmod(_PRIVATE)  # torch leaves that to the umask
             return Part(files={f"{SHARDS}/{file.name}": checksum(file) for file in mine}, results=results)
         except OSError as error:
-            return Part(error.strerror or str(error))
+            return Part(error)
 
     def collect(self, part: Part) -> list[Part]:
         """Tell all members what each has written.
@@ -130,18 +136,19 @@ class JointWrite:
         """
         try:
             self._writer.finish(self._metadata, [part.results for part in parts])
+            (self._folder / INDEX).chmod(_PRIVATE)
+            self._folder.chmod(_PRIVATE_FOLDER)
             sync_directory(self._folder)
             files = {f"{SHARDS}/{INDEX}": checksum(self._folder / INDEX)}
         except OSError as error:
-            raise CheckpointError(f"cannot write a checkpoint in {self._where}: {error.strerror or error}") from error
+            raise storage_error(f"cannot write a checkpoint in {self._where}", self._where.parent, error) from error
         return {name: facts for part in parts for name, facts in part.files.items()} | files
 
-    def _raise_first(self, problems: list[str]) -> None:
+    def _raise_first(self, problems: list[OSError | None]) -> None:
         for rank, problem in enumerate(problems):
-            if problem:
-                raise CheckpointError(
-                    f"cannot write a checkpoint in {self._where}: {problem} (process {rank} of {self._group.size})"
-                )
+            if problem is not None:
+                attempt = f"cannot write a checkpoint in {self._where} (process {rank} of {self._group.size})"
+                raise storage_error(attempt, self._where.parent, problem) from problem
 
 
 @dataclass

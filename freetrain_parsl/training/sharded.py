@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import DamagedCheckpoint, UsageError
+from freetrain_parsl.storage.entry import SHARDS
+from freetrain_parsl.storage.problems import is_unavailable, storage_error
 
 if TYPE_CHECKING:  # half a second to import: only where a state is sharded
     from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +32,6 @@ if TYPE_CHECKING:  # half a second to import: only where a state is sharded
 
     from freetrain_parsl.training.membership import Group
     from freetrain_parsl.training.state import Stateful
-
-SHARDS = "shards"
-"""Folder of a checkpoint for what `torch.distributed.checkpoint` writes."""
 
 INDEX = ".metadata"
 """Its index, in that folder."""
@@ -218,6 +217,9 @@ def _read(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
         with _alone_on_purpose():
             load(wanted, storage_reader=Reader(folder), no_dist=True)
     except CheckpointException as error:
+        problem = _first_failure(error)
+        if is_unavailable(problem) and not isinstance(problem, FileNotFoundError):
+            raise storage_error(f"cannot read {folder}", folder.parents[2], problem) from error
         raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {_reason(error)}") from error
 
 
@@ -236,8 +238,11 @@ def read_index(folder: Path) -> Metadata:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
         names = {str(place.relative_path) for place in index.storage_data.values()}
+    except OSError as error:
+        if is_unavailable(error) and not isinstance(error, FileNotFoundError):
+            raise storage_error(f"cannot read {path}", folder.parents[2], error) from error
+        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: unreadable {SHARDS}/{INDEX} ({error})") from error
     except (
-        OSError,
         EOFError,
         AttributeError,
         IndexError,
@@ -272,10 +277,14 @@ def _alone_on_purpose() -> Iterator[None]:
         yield
 
 
-def _reason(error: BaseException) -> str:
+def _first_failure(error: BaseException) -> BaseException:
     """Return what the first member that failed ran into."""
     failures = getattr(error, "failures", {})
-    problem = next(iter(failures.values()))[0] if failures else error
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _reason(error: BaseException) -> str:
+    problem = _first_failure(error)
     return getattr(problem, "strerror", None) or str(problem).strip().splitlines()[0]
 
 

@@ -17,8 +17,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
-from freetrain_parsl.storage.posix import CheckpointDirectory, check_writable, directory_name
+from freetrain_parsl.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    DamagedCheckpoint,
+    ForeignCheckpoint,
+    InvalidSettings,
+    StorageUnavailable,
+)
+from freetrain_parsl.storage.entry import sign_manifest
+from freetrain_parsl.storage.posix import (
+    CheckpointDirectory,
+    check_same_root,
+    check_writable,
+    directory_name,
+    identify_root,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +120,7 @@ def test_a_truncated_state_is_told_by_its_size_and_path(directory: CheckpointDir
 
 def test_a_manifest_of_another_step_is_refused(directory: CheckpointDirectory) -> None:
     entry, manifest = directory.publish(1, writer(b""), {})
-    (entry.path / "manifest.json").write_text(json.dumps({**manifest, "step": 2}))
+    (entry.path / "manifest.json").write_text(sign_manifest({**manifest, "step": 2}))
     with pytest.raises(DamagedCheckpoint, match="does not tell step 1"):
         entry.verify()
 
@@ -267,3 +281,220 @@ def test_names_that_no_file_can_have_are_refused(name: str) -> None:
 def test_plain_names_stay_readable() -> None:
     assert directory_name("resnet-18_lr.0.1") == "resnet-18_lr.0.1"
     assert directory_name("../a b") == "%2E.%2Fa%20b"
+
+
+# ── manifests ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(directory: CheckpointDirectory) -> None:
+    """Of the format, of white space and of the checksum itself, too."""
+    entry, _ = directory.publish(1, writer(b"state"), {"format": 3})
+    path = entry.path / "manifest.json"
+    text = path.read_bytes()
+    for place in range(len(text)):
+        for bit in range(8):
+            changed = bytearray(text)
+            changed[place] ^= 1 << bit
+            path.write_bytes(changed)
+            with pytest.raises(DamagedCheckpoint):
+                entry.verify()
+
+
+def test_every_truncated_manifest_is_refused(directory: CheckpointDirectory) -> None:
+    entry, _ = directory.publish(1, writer(b"state"), {"format": 3})
+    path = entry.path / "manifest.json"
+    text = path.read_bytes()
+    for size in range(len(text)):
+        path.write_bytes(text[:size])
+        with pytest.raises(DamagedCheckpoint):
+            entry.verify()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '{"step": ' + "9" * 5000 + "}", ""])
+def test_what_is_no_manifest_is_a_damaged_checkpoint(directory: CheckpointDirectory, text: str) -> None:
+    entry, _ = directory.publish(1, writer(b"state"), {})
+    (entry.path / "manifest.json").write_text(text)
+    with pytest.raises(DamagedCheckpoint):
+        entry.verify()
+
+
+@pytest.mark.parametrize("files", [{}, None, [1], {"other.pt": {}}, {"state.pt": 1}])
+def test_a_manifest_without_the_state_is_refused(directory: CheckpointDirectory, files: object) -> None:
+    entry, manifest = directory.publish(1, writer(b"state"), {})
+    (entry.path / "manifest.json").write_text(sign_manifest({**manifest, "files": files}))
+    with pytest.raises(DamagedCheckpoint, match=r"does not (list state\.pt|tell its files)"):
+        entry.verify()
+
+
+def test_a_shard_that_the_manifest_does_not_list_is_refused(directory: CheckpointDirectory) -> None:
+    entry, _ = directory.publish(1, writer(b"state"), {})
+    (entry.path / "shards").mkdir()
+    (entry.path / "shards" / "__0_0.distcp").write_bytes(b"planted")
+    with pytest.raises(DamagedCheckpoint, match=r"does not list shards/__0_0\.distcp"):
+        entry.verify()
+
+
+def test_a_manifest_of_an_older_format_is_refused_by_name_not_passed_over(directory: CheckpointDirectory) -> None:
+    entry, manifest = directory.publish(1, writer(b"state"), {})
+    (entry.path / "manifest.json").write_text(json.dumps({**manifest, "format": 2, "freetrain": "0.4"}))
+    with pytest.raises(CheckpointMismatch, match=r"format 2, this version reads 3; .*\(freetrain 0\.4\)"):
+        entry.verify()
+
+
+# ── whose files these are ─────────────────────────────────────────────────────────────────────────
+
+OTHER = 4711  # a user that this machine need not have
+
+
+def as_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may give files away")
+
+
+@pytest.mark.parametrize("which", ["net", "net/step-0000000001", "net/step-0000000001/state.pt"])
+def test_what_belongs_to_another_user_is_refused_with_its_owner(directory: CheckpointDirectory, which: str) -> None:
+    as_root()
+    entry, _ = directory.publish(1, writer(b"state"), {})
+    root = directory.path.parent
+    os.chown(root / which, OTHER, OTHER)
+    with pytest.raises(ForeignCheckpoint, match=f"{which} belongs to user {OTHER}.*remove it, or use another"):
+        directory.check_owned(entry)
+
+
+def test_a_directory_that_another_user_made_in_a_shared_root_is_not_written_to(tmp_path: Path) -> None:
+    as_root()
+    tmp_path.chmod(0o1777)
+    check_writable(tmp_path)  # as in a scratch directory of all
+    (tmp_path / "net").mkdir()
+    os.chown(tmp_path / "net", OTHER, OTHER)
+    with pytest.raises(ForeignCheckpoint, match=f"net belongs to user {OTHER}") as caught:
+        CheckpointDirectory(tmp_path, "net").open()
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "net").iterdir()) == []
+
+
+@pytest.mark.parametrize("which", [".", "net", "net/step-0000000001", "net/step-0000000001/manifest.json"])
+def test_what_others_may_change_is_refused_with_the_remedy(directory: CheckpointDirectory, which: str) -> None:
+    entry, _ = directory.publish(1, writer(b"state"), {})
+    path = directory.path.parent / which
+    path.chmod(path.stat().st_mode | 0o020)
+    with pytest.raises(ForeignCheckpoint, match=r"can be changed by other users \(mode 0\d\d0\); run: chmod go-w"):
+        directory.check_owned(entry)
+
+
+@pytest.mark.parametrize("which", ["net", "net/step-0000000001", "net/step-0000000001/state.pt"])
+def test_a_symbolic_link_below_the_root_is_refused(directory: CheckpointDirectory, which: str) -> None:
+    entry, _ = directory.publish(1, writer(b"state"), {})
+    path = directory.path.parent / which
+    elsewhere = directory.path.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(ForeignCheckpoint, match="is a symbolic link"):
+        directory.check_owned(entry)
+
+
+def test_a_root_may_be_a_symbolic_link_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    check_writable(tmp_path / "link")
+    CheckpointDirectory(tmp_path / "link", "net").open()
+
+
+def test_a_root_that_others_may_write_in_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(InvalidSettings, match=r"mode 0777\); run: chmod go-w"):
+        check_writable(tmp_path)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_all_that_is_written_is_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        check_writable(tmp_path / "a" / "root")
+        identify_root(tmp_path / "a" / "root")
+        directory = CheckpointDirectory(tmp_path / "a" / "root", "net")
+        directory.open()
+        directory.publish(1, writer(b"state"), {})
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a").rglob("*")}
+    assert {path.name for path in modes} >= {"root", "net", "latest", "writer", "state.pt", "manifest.json"}
+    assert [(path, oct(mode)) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)] == []
+
+
+# ── file systems that do not work for now ─────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES])
+def test_a_file_system_that_refuses_for_now_is_told_from_one_that_never_works(
+    directory: CheckpointDirectory, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorageUnavailable) as caught:
+        directory.publish(1, writer(b"state"), {})
+    assert caught.value.condition.startswith(f"the checkpoint directory {directory.path.parent} ")
+    assert caught.value.condition.endswith(f"({errno.errorcode[code]})")
+    assert caught.value.transient
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_for_now_is_not_taken_for_a_damaged_one(
+    directory: CheckpointDirectory, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the training would go back behind it, and remove it."""
+    entry, _ = directory.publish(1, writer(b"state"), {})
+    real = Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == "state.pt":
+            raise OSError(code, os.strerror(code))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(StorageUnavailable):
+        entry.verify()
+
+
+def test_a_directory_that_is_gone_is_no_other_writer(directory: CheckpointDirectory) -> None:
+    """With its mount, for example: what writes there comes back with it."""
+    directory.publish(1, writer(b"state"), {})
+    directory.path.rename(directory.path.with_name("away"))
+    with pytest.raises(StorageUnavailable, match="write a checkpoint of step 2"):
+        directory.publish(2, writer(b"state"), {})
+    directory.path.with_name("away").rename(directory.path)
+    directory.publish(2, writer(b"state"), {})
+
+
+def test_a_full_disk_does_not_keep_anybody_from_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = CheckpointDirectory(tmp_path, "net")
+    directory.open()
+    directory.publish(1, writer(b"state"), {})
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    later = CheckpointDirectory(tmp_path, "net")
+    later.open()
+    assert later.entries()[0].verify()[0].read_bytes() == b"state"
+
+
+def test_a_mount_point_without_its_mount_is_not_taken_for_the_checkpoint_directory(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    check_writable(root)
+    identity = identify_root(root)
+    assert identify_root(root) == identity
+    check_same_root(root, identity)
+    root.rename(tmp_path / "unmounted")
+    with pytest.raises(StorageUnavailable) as caught:
+        check_same_root(root, identity)
+    assert caught.value.condition == f"the checkpoint directory {root} is missing; is it mounted here? (ENOENT)"
+    root.mkdir()
+    with pytest.raises(StorageUnavailable):
+        check_same_root(root, identity)
+    identify_root(root)
+    with pytest.raises(StorageUnavailable, match="is another one on host"):
+        check_same_root(root, identity)

@@ -15,6 +15,7 @@ from training_crew import classify, net
 from training_runs import Run, parameters, same, ticking
 
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, TrainingError
+from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
 from freetrain_parsl.training.checkpoint import Checkpoints, Facts
 from freetrain_parsl.training.fragment import Finished, Paused, PauseReason
@@ -43,7 +44,8 @@ def test_a_fragment_knows_from_earlier_ones_how_long_a_write_takes(tmp_path: Pat
     checkpoint = run.paused_after(3).checkpoint
     assert checkpoint is not None
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "write_seconds": 3.0}))
+    del manifest["manifest_sha256"]
+    (checkpoint / "manifest.json").write_text(sign_manifest({**manifest, "write_seconds": 3.0}))
 
     def function(session: Any) -> Any:
         run.notice.close_after(timedelta(seconds=10.5))

@@ -19,6 +19,7 @@ import torch
 from training_runs import Clock
 
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, TrainingError
+from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.training.checkpoint import Checkpoints
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
@@ -252,7 +253,7 @@ def test_manifests_tell_where_a_checkpoint_comes_from(tmp_path: Path, monkeypatc
         for name in ("format", "trainer", "step", "epoch", "reason", "world_size", "generation", "code")
     }
     assert told == {
-        "format": 2, "trainer": "net", "step": 3, "epoch": 1, "reason": "test", "world_size": 1, "generation": 7,
+        "format": 3, "trainer": "net", "step": 3, "epoch": 1, "reason": "test", "world_size": 1, "generation": 7,
         "code": "app:train#1",
     }  # fmt: skip
     assert manifest["torch"] == torch.__version__
@@ -278,9 +279,23 @@ def test_a_checkpoint_of_other_code_is_taken_with_a_warning(
 def test_another_format_is_refused_by_name(kept: Kept) -> None:
     kept.save(1, wait=True)
     path = kept.keeper.newest.path / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1, "freetrain": "0.4"}))
-    with pytest.raises(CheckpointMismatch, match=r"format 1, this version reads 2; go on with .*\(freetrain 0\.4\)"):
+    manifest = kept.keeper.newest.manifest()
+    path.write_text(json.dumps({**manifest, "format": 2, "freetrain": "0.4"}))
+    with pytest.raises(CheckpointMismatch, match=r"format 2, this version reads 3; go on with .*\(freetrain 0\.4\)"):
         kept.keeper.restore()
+    path.write_text(sign_manifest({**manifest, "format": 4, "freetrain": "0.9"}))
+    with pytest.raises(CheckpointMismatch, match=r"format 4, this version reads 3; go on with .*\(freetrain 0\.9\)"):
+        kept.keeper.restore()
+
+
+def test_a_flip_in_the_format_falls_back_to_the_checkpoint_before(kept: Kept) -> None:
+    kept.save(1, wait=True)
+    kept.save(2, wait=True)
+    path = kept.keeper.newest.path / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
+    restored = kept.keeper.restore()
+    assert restored is not None
+    assert (restored.entry.step, restored.refused) == (1, (str(path.parent),))
 
 
 # ── when ──────────────────────────────────────────────────────────────────────────────────────────
