@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import signal
+import sqlite3
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.errors import BatchSystemError, InvalidInput
+from freetrain_parsl.errors import BatchSystemError, InvalidInput, StorageUnavailable
 from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
@@ -34,8 +35,10 @@ _PERIOD = 0.25  # seconds between looks at futures and signals
 _RUN_NAME = "freetrain-run-"
 
 
-def preflight(site: Site, run_dir: Path) -> None:
+def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
     """Refuse what can never run, before anything is submitted.
+
+    A disk that is full is refused too, unless trainings that wait for it are gone on with.
 
     Raises
     ------
@@ -43,9 +46,13 @@ def preflight(site: Site, run_dir: Path) -> None:
         The batch system's commands are missing, there is no such partition, the disk is full, …
     """
     directory = site.checkpoint_dir or run_dir / "checkpoints"
-    check_writable(directory)
-    free = shutil.disk_usage(directory).free
-    if free < site.least_free:
+    try:
+        check_writable(directory)
+    except StorageUnavailable as error:
+        if not resuming:
+            raise InvalidInput(f"{error}; make room there, or name another place in checkpoints.directory") from error
+    free = 0 if not directory.exists() else shutil.disk_usage(directory).free
+    if free < site.least_free and not resuming:
         raise InvalidInput(
             f"{directory}: {free / 1e6:,.0f} MB are free, fewer than the {site.least_free / 1e6:,.0f} MB that site "
             f"{site.name} wants for checkpoints; name another place in its checkpoints.directory"
@@ -91,6 +98,7 @@ class CampaignRun:
     site: Site
     campaign: Campaign
     _futures: dict[str, Future[Any]] = field(default_factory=dict)
+    _unwritable: bool = False
 
     @classmethod
     def create(cls, campaign: Campaign, site: Site, directory: Path | None = None) -> CampaignRun:
@@ -192,14 +200,18 @@ class CampaignRun:
         with driver_lock(self.directory):
             if resuming:
                 remove_orphans(self.site, self.store, tell)
-                preflight(self.site, self.directory)
-            driver = self.store.begin_driver(*own_identity())
+                preflight(self.site, self.directory, resuming=True)
+            try:
+                driver = self.store.begin_driver(*own_identity())
+            except sqlite3.OperationalError as error:
+                raise InvalidInput(f"{self.directory} cannot be written: {error}; make room there") from error
             how = "failed"
             try:
                 with _signals() as caught:
                     how = self._drive(driver, caught, tell, show)
             finally:
-                self.store.end_driver(driver, how)
+                with self._kept(tell):
+                    self.store.end_driver(driver, how)
         return how
 
     def _drive(
@@ -230,29 +242,39 @@ class CampaignRun:
                 if training.name in unfinished
             }
             run = RunState(executor.journal_path)
-            how = self._watch(driver, run, caught, show)
+            how = self._watch(driver, run, caught, tell, show)
             if how != "finished":
                 tell("stopping: trainings save their work, jobs are withdrawn")
         for name, future in self._futures.items():  # what has finished while we were leaving
             if future.done() and future.exception() is None:
-                self.store.finish(name, future.result())
+                with self._kept(tell):
+                    self.store.finish(name, future.result())
         return how
 
-    def _watch(self, driver: int, run: RunState, caught: list[int], show: Callable[[RunState, float], None]) -> str:
+    def _watch(
+        self,
+        driver: int,
+        run: RunState,
+        caught: list[int],
+        tell: Callable[[str], None],
+        show: Callable[[RunState, float], None],
+    ) -> str:
         begin = time.monotonic()
         next_beat = begin
         while True:
             run.refresh()
-            self._collect()
             now = time.monotonic()
-            if now >= next_beat or not self._futures:
-                self.store.beat(
-                    driver,
-                    {item.name: (item.state, item.share_done, item.nodes) for item in _unfinished(run)},
-                )
+            if now >= next_beat or any(future.done() for future in self._futures.values()):
                 next_beat = now + BEAT
-                if self.store.stop_requested():
-                    return "stopped"
+                with self._kept(tell):
+                    self._collect()
+                    self.store.beat(
+                        driver,
+                        {item.name: (item.state, item.share_done, item.nodes) for item in _unfinished(run)},
+                        {item.name: item.remark(time.time()) for item in _unfinished(run)},
+                    )
+                    if self.store.stop_requested():
+                        return "stopped"
             show(run, now - begin)
             if not self._futures:
                 return "finished"
@@ -265,7 +287,6 @@ class CampaignRun:
         for name, future in list(self._futures.items()):
             if not future.done():
                 continue
-            del self._futures[name]
             error = future.exception()
             if error is None:
                 self.store.finish(name, future.result())
@@ -273,6 +294,19 @@ class CampaignRun:
                 # The site's refusals are not the training's own failure: it goes on at the next resume.
                 final = not isinstance(error, BatchSystemError)
                 self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
+            del self._futures[name]  # not before it is kept
+
+    @contextmanager
+    def _kept(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Go on if the run's state cannot be written for now, on a full disk for example, and say so once."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if not self._unwritable:
+                tell(f"the state of the run cannot be written: {error}; it is kept and tried again: {self.directory}")
+            self._unwritable = True
+        else:
+            self._unwritable = False
 
 
 def read_site(store: RunStore) -> Site:

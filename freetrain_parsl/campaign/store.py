@@ -180,14 +180,32 @@ class RunStore:
         """Note how the names of its jobs begin, before the first is submitted, and where its journal is."""
         self._write("UPDATE driver SET job_prefix = ?, journal = ? WHERE id = ?", job_prefix, str(journal), driver)
 
-    def beat(self, driver: int, trainings: Mapping[str, tuple[str, float | None, Sequence[str]]]) -> None:
-        """Give a sign of life, and tell how the trainings stand: name -> state, share done, nodes."""
+    def beat(
+        self,
+        driver: int,
+        trainings: Mapping[str, tuple[str, float | None, Sequence[str]]],
+        remarks: Mapping[str, str] | None = None,
+    ) -> None:
+        """Give a sign of life, and tell how the trainings stand.
+
+        Parameters
+        ----------
+        driver
+            Its number.
+        trainings
+            Name -> state, share done, nodes.
+        remarks
+            Name -> what keeps a training from starting or saving; those not named have nothing to tell.
+        """
         now = self._clock()
-        rows = [(state, share, json.dumps(list(nodes)), now, name) for name, (state, share, nodes) in trainings.items()]
+        rows = [
+            (state, share, json.dumps(list(nodes)), (remarks or {}).get(name) or None, now, name)
+            for name, (state, share, nodes) in trainings.items()
+        ]
         with self._transaction() as database:
             database.execute("UPDATE driver SET heartbeat = ? WHERE id = ?", (now, driver))
             database.executemany(
-                "UPDATE training SET state = ?, share = COALESCE(?, share), nodes = ?, updated = ? "
+                "UPDATE training SET state = ?, share = COALESCE(?, share), nodes = ?, error = ?, updated = ? "
                 "WHERE name = ? AND state IN ('waiting', 'running')",
                 rows,
             )

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
-from freetrain_parsl.report.live import training_table
+from freetrain_parsl.report.live import remarks, training_table
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
@@ -76,12 +76,15 @@ class LiveView:
             head = f"{self._title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
             shown, more = self._fitting(run)
             parts: list[RenderableType] = [_windows_line(run), Text(), training_table(shown), *([more] if more else [])]
+            parts += remarks(shown, time.time())
             self._live.update(Panel(Group(*parts), title=head))
             return
         for training in run.trainings.values():
             line = training.state
             if training.state == "running" and training.nodes:
                 line += f" on {', '.join(training.nodes)}"
+            if remark := training.remark():
+                line += f"; {remark}"
             if self._told.get(training.name) != line:
                 self._told[training.name] = line
                 share = training.share_done

@@ -8,6 +8,7 @@ is down costs nothing but time.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import threading
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.windows.base import Survey, WindowSource
 
 logger = logging.getLogger(__name__)
+
+_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 __all__ = ["BatchDesk", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost", "StartsFailed"]
 
@@ -317,7 +320,7 @@ class BatchDesk(threading.Thread):
             self._in_the_dark_until = self._clock() + self._DARKNESS
         self._post(BlockRefused(spec.block, refusal.reason))
         with self._condition:
-            self._count_refusal(refusal.reason, passing=refusal.passing)
+            self._count_refusal(refusal.reason, passing=refusal.passing or _is_of_storage(error))
 
     def _count_refusal(self, reason: str, *, passing: bool) -> None:
         """Submit more slowly, or, after repeated refusals that waiting does not mend, no more."""
@@ -399,3 +402,8 @@ class BatchDesk(threading.Thread):
             self._post(replace(survey, took=took))
         with self._condition:
             self._survey_at = self._clock() + pause
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether a provider could not write its script: a condition of the file system that passes."""
+    return any(getattr(one, "errno", None) in _STORAGE for one in (error, error.__context__))

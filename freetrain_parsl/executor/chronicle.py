@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.trainings import Change, Generation, Training
     from freetrain_parsl.planning.model import RescaleCosts
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Chronicle"]
 
@@ -91,6 +94,7 @@ class Chronicle:
             self._learn(training, "start", now - generation.began)
             if progress["resumed_from"] is not None:
                 self._journal.write(now, "fragment_resumed", training.name, step=progress["resumed_from"])
+        self._note_storage(training, progress.get("storage_problem", ""), progress.get("next_save", 0.0))
         if training.take(progress):
             self._journal.write(now, "checkpoint", training.name, step=progress["checkpoint_step"])
         self._journal.keep_progress(now, training.name, progress)
@@ -100,6 +104,40 @@ class Chronicle:
             if training.trainer is not None:
                 training.trainer = replace(training.trainer, work_left=left)
             self._emit(ev.TrainerProgressed(now, training.name, left))
+
+    def withheld(self, training: Training, condition: str, until: float) -> None:
+        """Tell that a training gets no nodes until the checkpoint directory, in this `condition`, can be used."""
+        self._emit(ev.TrainerWithheld(self._clock(), training.name))
+        self.waits(training, condition, until)
+
+    def waits(self, training: Training, condition: str, until: float) -> None:
+        """Tell why a training waits for the checkpoint directory, and when it will try again."""
+        now = self._clock()
+        if condition != training.storage_problem:
+            logger.warning("training %s waits: %s, next attempt in %.0f s", training.name, condition, until - now)
+        training.storage_problem = condition
+        self._journal.write(now, "training_waits", training.name, reason=condition, until=until)
+
+    def released(self, training: Training) -> None:
+        """Tell that a training tries again."""
+        now = self._clock()
+        logger.info("training %s tries again: the checkpoint directory can be used", training.name)
+        training.storage_problem = ""
+        self._journal.write(now, "training_tries_again", training.name)
+        assert training.trainer is not None, "it was submitted"
+        self._emit(ev.TrainerSubmitted(now, training.trainer))
+
+    def _note_storage(self, training: Training, condition: str, next_save: float) -> None:
+        """Tell when a training that runs ceases, or begins again, to save."""
+        if condition == training.storage_problem:
+            return
+        training.storage_problem = condition
+        if condition:
+            logger.warning("training %s cannot save: %s, next attempt in %.0f s", training.name, condition, next_save)
+            self._journal.write(self._clock(), "saving_fails", training.name, reason=condition)
+        else:
+            logger.info("training %s saves again", training.name)
+            self._journal.write(self._clock(), "saving_works", training.name)
 
     def finished(self, training: Training) -> None:
         """Tell that a training is done; durably, before anybody who waits for its future looks into the journal."""

@@ -16,7 +16,9 @@ from freetrain_parsl.executor.chronicle import Chronicle
 from freetrain_parsl.executor.protocol import Message, error_in, settle_with_payload
 from freetrain_parsl.executor.regrouping import cut_off, disconnection, next_move, survivors
 from freetrain_parsl.executor.rendezvous import RendezvousDesk
+from freetrain_parsl.executor.storage_watch import StorageWatch
 from freetrain_parsl.executor.trainings import Change, Generation, Loss, Participant, Role, Training
+from freetrain_parsl.storage.root import probe_root
 from freetrain_parsl.training.terms import PauseReason
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class Conductor:
         self._set_aside = set_aside
         self._clock = clock
         self._chronicle = Chronicle(emit=emit, journal=journal, clock=clock)
+        self._storage = StorageWatch(lambda: probe_root(settings.checkpoint_root, settings.root_identity), clock)
         self._trainings: list[Training] = []
         self._numbers = 0
         self.rendezvous = RendezvousDesk(send)
@@ -108,11 +111,12 @@ class Conductor:
     def assign(self, name: str, nodes: frozenset[str]) -> None:
         """Note where a training should run from now on."""
         for training in self._trainings:
-            if training.name == name and not training.over and not training.cancelled:
+            if training.name == name and not (training.over or training.cancelled or training.withheld):
                 training.desired = nodes
 
     def converge(self) -> None:
         """Move every training a step from where it runs to where it should."""
+        self._look_after_storage()
         for training in list(self._trainings):
             if not training.over:
                 self._advance(training)
@@ -124,6 +128,7 @@ class Conductor:
     def on_progress(self, slot: Slot, message: Message) -> None:
         """Take a progress report of a first member."""
         if (found := self._find(slot, message)) is not None:
+            self._storage.drop(found[0].name)
             self._chronicle.progressed(found[0], found[0].generation, message["progress"])
 
     def on_beat(self, slot: Slot, waited: float) -> None:
@@ -192,7 +197,9 @@ class Conductor:
         counts = self._remove(training, participant)
         why = message.header.get("reason", "")
         logger.info("training %s: its run on %s is over: %s %s", training.name, slot.name, outcome, why)
-        if outcome == "failed":
+        if outcome == "storage":
+            self._withhold(training, message["condition"])
+        elif outcome == "failed":
             self._fail(training, error_in(message.payload))
         elif outcome == "finished" and first:
             self._finish(training, message.payload)
@@ -279,6 +286,7 @@ class Conductor:
             "seed": request.seed,
             "threads": settings.threads,
             "epochs": request.epochs,
+            "root_identity": settings.root_identity,
             **place,
         }
         role = Role.NEWCOMER if place["joining"] else Role.MEMBER
@@ -419,6 +427,32 @@ class Conductor:
         late = [one for one in training.crew.values() if one.deadline is not None and now > one.deadline]
         for one in late:
             self._kill(self._roster.slots[one.slot], "it did not answer a loss, or did not leave, in time")
+
+    # The checkpoint directory.
+
+    def _withhold(self, training: Training, condition: str) -> None:
+        """Take a training off its nodes that cannot start, or go on, without the checkpoint directory; it waits."""
+        if training.over or training.cancelled or training.withheld:
+            return
+        training.withheld, training.desired = True, frozenset()
+        self._chronicle.withheld(training, condition, self._storage.hold(training.name))
+        training.losses.clear()
+        if training.generation is not None:
+            training.generation.lost = True
+        self._abandon_change(training)
+        self._dismiss(training, training.crew.values(), abort=True)
+
+    def _look_after_storage(self) -> None:
+        """Let the trainings that wait for the checkpoint directory try again when it works."""
+        ready, postponed = self._storage.turn()
+        for training in self._trainings:
+            if not training.withheld or training.over or training.cancelled:
+                continue
+            if training.name in postponed:
+                self._chronicle.waits(training, *postponed[training.name])
+            elif training.name in ready:
+                training.withheld = False
+                self._chronicle.released(training)
 
     # The end of a slot's run, of a group, of a training.
 

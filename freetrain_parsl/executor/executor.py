@@ -34,6 +34,7 @@ from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.last_words import last_words
 from freetrain_parsl.executor.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.packing import pack_or_refuse
+from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.slots import SlotServer
 from freetrain_parsl.executor.tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
@@ -43,7 +44,7 @@ from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.storage.posix import check_writable
+from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.windows.base import OUR_JOBS, Survey, WindowSource
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if max_restarts < 0:
             raise InvalidSettings(f"FreeTrainExecutor: max_restarts must be zero or more, got {max_restarts}")
         if checkpoint_dir is not None:
-            check_writable(Path(checkpoint_dir))
+            prepare_root(Path(checkpoint_dir))
         if interface is not None:
             check_interface(interface)
         reached_at = getattr(provider, "driver_address", None) if address is None else resolved(address)
@@ -287,9 +288,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         Path(self.logdir).mkdir(mode=0o700, parents=True, exist_ok=True)
         root = Path(self.checkpoint_dir) if self.checkpoint_dir is not None else Path(self.run_dir) / "checkpoints"
         root = root.absolute()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_writable(root)
-        self._log_handler = _log_to(Path(self.logdir) / "freetrain.log")
+        root_identity = prepare_root(root)
+        self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or window_source_for(provider)
@@ -329,6 +329,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 threads=self.threads_per_slot,
                 loss_timeout=self.loss_timeout.total_seconds(),
                 max_restarts=self.max_restarts,
+                root_identity=root_identity,
             ),
             slots_per_node=self.slots_per_node,
             outdated=3 * self.poll_interval.total_seconds(),
@@ -438,6 +439,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             reason = f"executor {self.label!r} was shut down before this was done; checkpoints are kept"
             self._end_futures(TrainingInterrupted(reason))
         super().shutdown(timeout)
+        keep_private(Path(self.run_dir))
         provider: Any = self.provider
         if hasattr(provider, "close"):
             provider.close()
@@ -542,14 +544,3 @@ def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return bytes(pack_apply_message(func, args, kwargs, buffer_threshold=1 << 20))
     except (TypeError, PicklingError) as error:
         raise SerializationError(getattr(func, "__name__", repr(func))) from error
-
-
-def _log_to(path: Path) -> logging.Handler:
-    """Write what this package logs beside Parsl's own logs, which hold only what Parsl logs."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
-    ours = logging.getLogger("freetrain_parsl")
-    ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
-        ours.setLevel(logging.INFO)
-    return handler

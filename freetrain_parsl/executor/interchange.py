@@ -20,6 +20,7 @@ def _end_with(parent: int, period: float = 1.0) -> None:
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # its log is the user's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us in order
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     runpy.run_module("parsl.executors.high_throughput.interchange", run_name="__main__")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import sqlite3
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.errors import InvalidInput
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["Entry", "Journal", "read_journal", "read_progress"]
+
+_MOST_KEPT = 20_000  # entries in memory while the file cannot be written
+_LONGEST_PAUSE = 60.0  # seconds between attempts to write
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS event (
@@ -43,44 +54,87 @@ class Entry:
 class Journal:
     """Written by one thread; readable meanwhile by any process (write-ahead log).
 
+    Entries are kept in memory until `commit`. If they cannot be written then, because the disk is full for example,
+    they are kept on, up to a limit, and written when that is possible again: a journal never ends a run.
+
     Parameters
     ----------
     path
         The file; made private to the user.
+    clock
+        Seconds on a clock that never goes back, for the pauses between attempts to write.
+
+    Raises
+    ------
+    InvalidInput
+        The file cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-        self._database = sqlite3.connect(path, check_same_thread=False)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=NORMAL")
-        self._database.executescript(_SCHEMA)
-        self._database.commit()
+        self._clock = clock
+        self._entries: deque[tuple[float, str, str, str]] = deque()
+        self._progress: dict[str, tuple[float, str]] = {}
+        self._dropped = 0
+        self._failures = 0
+        self._retry_at = 0.0
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+            os.fchmod(descriptor, 0o600)  # SQLite gives its log the same mode
+            os.close(descriptor)
+            self._database = sqlite3.connect(path, check_same_thread=False)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.executescript(_SCHEMA)
+            self._database.commit()
+        except (OSError, sqlite3.Error) as error:
+            raise InvalidInput(f"cannot make the journal {path}: {error}; give a run directory with room") from error
 
     def write(self, time: float, kind: str, subject: str, **detail: Any) -> None:
-        """Append an entry; durable after the next `commit`."""
-        self._database.execute(
-            "INSERT INTO event (time, kind, subject, detail) VALUES (?, ?, ?, ?)",
-            (time, kind, subject, json.dumps(detail)),
-        )
+        """Append an entry; durable after the next `commit` that succeeds."""
+        if len(self._entries) >= _MOST_KEPT:
+            self._entries.popleft()
+            self._dropped += 1
+        self._entries.append((time, kind, subject, json.dumps(detail)))
 
     def keep_progress(self, time: float, training: str, progress: dict[str, Any]) -> None:
         """Replace the last progress report of a training: they come too often to keep all."""
-        self._database.execute(
-            "INSERT OR REPLACE INTO progress (training, time, detail) VALUES (?, ?, ?)",
-            (training, time, json.dumps(progress)),
-        )
+        self._progress[training] = (time, json.dumps(progress))
 
     def commit(self) -> None:
-        """Make what was written visible to readers."""
-        if self._database.in_transaction:
-            self._database.commit()
+        """Make what was written visible to readers; if that fails, say so, and try again later."""
+        if not (self._entries or self._progress) or self._clock() < self._retry_at:
+            return
+        try:
+            self._flush()
+        except sqlite3.Error as error:  # full disk, I/O error, lost mount, lock: none of them is the run's fault
+            self._failures += 1
+            self._retry_at = self._clock() + min(2.0**self._failures, _LONGEST_PAUSE)
+            if self._failures == 1:
+                logger.warning("cannot write the journal %s: %s; trying again", self.path, error)
+            return
+        if self._failures:
+            logger.warning("the journal %s can be written again; %d entries were lost", self.path, self._dropped)
+        self._failures = self._dropped = 0
+        self._entries.clear()
+        self._progress.clear()
 
     def close(self) -> None:
         """Commit and close."""
+        self._retry_at = 0.0
         self.commit()
-        self._database.close()
+        with contextlib.suppress(sqlite3.Error):  # told above
+            self._database.close()
+
+    def _flush(self) -> None:
+        with self._database:
+            self._database.executemany(
+                "INSERT INTO event (time, kind, subject, detail) VALUES (?, ?, ?, ?)", self._entries
+            )
+            self._database.executemany(
+                "INSERT OR REPLACE INTO progress (training, time, detail) VALUES (?, ?, ?)",
+                [(training, *report) for training, report in self._progress.items()],
+            )
 
 
 def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, Entry]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerLost, StorageUnavailable
 from freetrain_parsl.executor.protocol import Message, unpack_training
 from freetrain_parsl.executor.rendezvous import ChannelKeyValue
 from freetrain_parsl.training.terms import (
@@ -117,6 +117,8 @@ class Run:
                 "generation": self._generation,
                 "unreachable": error.unreachable,
             }
+        except StorageUnavailable as error:  # no fault of the training: it waits
+            header = {"outcome": "storage", "reason": str(error), "condition": error.condition}
         except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
             header = {"outcome": "failed"}
             payload = serialized_exception()
@@ -190,6 +192,7 @@ class Run:
             save_margin=timedelta(seconds=order["save_margin"]),
             threads=order["threads"],
             epochs=order["epochs"],
+            root_identity=order.header.get("root_identity", ""),
         )
 
     def _meet(self, membership: Membership) -> Store:

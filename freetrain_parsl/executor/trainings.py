@@ -103,6 +103,8 @@ class TrainingSettings:
         How long the members of a new group wait for each other.
     max_restarts
         Crashes, on nodes that nobody took, that a training may answer without reaching a further step.
+    root_identity
+        Tells the checkpoint root from another directory of its name, see `storage.posix.identify_root`.
     """
 
     checkpoint_root: Path
@@ -114,6 +116,7 @@ class TrainingSettings:
     loss_timeout: float = 10.0
     meeting_timeout: float = 60.0
     max_restarts: int = 3
+    root_identity: str = ""
 
 
 class Role(Enum):
@@ -277,6 +280,10 @@ class Training:
     """Not answered yet."""
     cancelled: bool = False
     """It is to end as soon as its slots have saved its state."""
+    storage_problem: str = ""
+    """Why it cannot save or, if it is `withheld`, cannot start: the condition of the checkpoint directory."""
+    withheld: bool = False
+    """It gets no nodes until the checkpoint directory can be used again."""
     last_lost: float = 0.0
 
     @property

@@ -38,6 +38,7 @@ __all__ = [
     "TrainerLearned",
     "TrainerProgressed",
     "TrainerSubmitted",
+    "TrainerWithheld",
     "WindowsOutdated",
     "WindowsSeen",
 ]
@@ -161,6 +162,13 @@ class TrainerFinished(Event):
 @dataclass(frozen=True)
 class TrainerFailed(Event):
     """A training ended with an error of its own and is not to be run again."""
+
+    trainer: str
+
+
+@dataclass(frozen=True)
+class TrainerWithheld(Event):
+    """A training cannot run for now, on any nodes; it is submitted again when it can."""
 
     trainer: str
 

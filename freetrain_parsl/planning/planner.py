@@ -213,7 +213,8 @@ class Planner:
 
     @_take.register(ev.TrainerFinished)
     @_take.register(ev.TrainerFailed)
-    def _(self, event: ev.TrainerFinished | ev.TrainerFailed) -> None:
+    @_take.register(ev.TrainerWithheld)
+    def _(self, event: ev.TrainerFinished | ev.TrainerFailed | ev.TrainerWithheld) -> None:
         self._trainers.pop(event.trainer, None)
         self._assigned.pop(event.trainer, None)
         self._dirty = True

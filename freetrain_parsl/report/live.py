@@ -13,11 +13,11 @@ from rich.text import Text
 from freetrain_parsl.report.colours import colour_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from freetrain_parsl.report.run import RunState, TrainingState
 
-__all__ = ["live_view", "training_table"]
+__all__ = ["live_view", "remarks", "training_table"]
 
 _STATE_STYLES = {"waiting": "dim", "running": "bold", "finished": "green", "failed": "bold red", "cancelled": "dim"}
 
@@ -39,7 +39,22 @@ def live_view(
         Stands above it all.
     """
     head = f"{title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
-    return Group(Panel(Group(_node_table(run, nodes, now), Text(), training_table(run.trainings.values())), title=head))
+    parts: list[RenderableType] = [_node_table(run, nodes, now), Text(), training_table(run.trainings.values())]
+    return Group(Panel(Group(*parts, *remarks(run.trainings.values(), now)), title=head))
+
+
+def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableType]:
+    """Say of each training that cannot start or save why not, and when it tries again.
+
+    Parameters
+    ----------
+    trainings
+        All of them.
+    now
+        Seconds since the epoch.
+    """
+    told = [(training.name, training.remark(now)) for training in trainings]
+    return [Text(f"{name} {remark}", style="yellow") for name, remark in told if remark]
 
 
 def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float) -> Table:

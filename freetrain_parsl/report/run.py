@@ -58,6 +58,19 @@ class TrainingState:
     checkpoints: int = 0
     progress: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    waits_for: str = ""
+    """Why it gets no nodes: the condition of the checkpoint directory."""
+    next_attempt: float = 0.0
+    """When it will try again then, seconds since the epoch."""
+
+    def remark(self, now: float | None = None) -> str:
+        """Say what keeps it from starting or saving, and with `now`, when the next attempt is; empty: nothing."""
+        saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
+        if not (self.waits_for or saving):
+            return ""
+        left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
+        head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
+        return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
 
     @property
     def share_done(self) -> float | None:
@@ -161,6 +174,13 @@ class RunState:
         training.nodes = ()
         if training.state == "running":
             training.state = "waiting"
+
+    def _on_training_waits(self, entry: Entry) -> None:
+        training = self.trainings[entry.subject]
+        training.waits_for, training.next_attempt = entry.detail["reason"], entry.detail["until"]
+
+    def _on_training_tries_again(self, entry: Entry) -> None:
+        self.trainings[entry.subject].waits_for = ""
 
     def _on_fragment_resumed(self, entry: Entry) -> None:
         fragment = self._last_fragment(entry.subject)

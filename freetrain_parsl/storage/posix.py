@@ -16,12 +16,8 @@ directory names and checksums only, not on ``latest``. There is one writer at a 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import re
-import secrets
 import shutil
-import socket
 import tempfile
 import time
 from contextlib import contextmanager
@@ -30,25 +26,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from freetrain_parsl.errors import (
-    CheckpointError,
-    DamagedCheckpoint,
-    ForeignCheckpoint,
-    InvalidSettings,
-    StorageUnavailable,
-)
+from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
 from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry, sign_manifest
 from freetrain_parsl.storage.hashing import HashingSink, Sink
 from freetrain_parsl.storage.ownership import check_owned, check_root, check_tree, make_private
-from freetrain_parsl.storage.problems import condition_of, is_unavailable, storage_error
+from freetrain_parsl.storage.problems import storage_error
+from freetrain_parsl.storage.root import check_writable
 from freetrain_parsl.storage.staging import TEMPORARY, Staging, open_private, sync, sync_directory, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+__all__ = ["CheckpointDirectory", "Draft", "check_writable", "directory_name"]
+
 _LATEST = "latest"
-_MARKER = ".freetrain-root"
-_PERMANENT_AT_FIRST = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)  # nobody has used it before
 _CHECKPOINT_NAME = re.compile(r"step-(\d{10,})(?:-([1-9]\d*))?")
 _LONGEST_NAME = 200  # leaves room for suffixes under the usual limit of 255 bytes
 
@@ -94,72 +85,6 @@ def directory_name(trainer: str) -> str:
     if not 1 <= len(encoded) <= _LONGEST_NAME:
         raise InvalidSettings(f"trainer name {trainer!r}: give it 1 to {_LONGEST_NAME} plain characters")
     return encoded
-
-
-def check_writable(root: Path) -> None:
-    """Make sure that checkpoints can be written under `root`, creating it (private) if it is missing.
-
-    Raises
-    ------
-    InvalidSettings
-        They cannot, or other users could write there too; the message says why.
-    StorageUnavailable
-        They cannot for now: it is full, or its file system does not work.
-    """
-    refusal = f"cannot write checkpoints in {root}"
-    try:
-        make_private(root)
-        check_root(root)
-        with tempfile.NamedTemporaryFile(dir=root, prefix=TEMPORARY) as probe:
-            probe.write(b"probe")
-            probe.flush()
-            os.fsync(probe.fileno())
-    except ForeignCheckpoint as error:
-        raise InvalidSettings(f"{refusal}: {error}") from error
-    except OSError as error:
-        if is_unavailable(error) and error.errno not in _PERMANENT_AT_FIRST:
-            raise StorageUnavailable(f"{refusal}: {error.strerror}", condition_of(root, error)) from error
-        raise InvalidSettings(f"{refusal} ({error.strerror or error}); give a writable directory") from error
-
-
-def identify_root(root: Path) -> str:
-    """Return what tells this root from any other directory of the same name, such as a mount point without its mount.
-
-    Raises
-    ------
-    OSError
-        The file system refuses.
-    """
-    marker = root / _MARKER
-    if not marker.exists():
-        aside = root / f"{TEMPORARY}root-{secrets.token_hex(4)}"
-        write_text(aside, secrets.token_hex(16) + "\n")
-        try:
-            os.link(aside, marker)  # of several who do this at a time, one comes first
-            aside.unlink()
-        except FileExistsError:
-            aside.unlink()
-        except OSError:  # a file system without hard links
-            aside.replace(marker)
-    return marker.read_text(encoding="ascii").strip()
-
-
-def check_same_root(root: Path, identity: str) -> None:
-    """Make sure that `root` is, on this host, the directory that `identify_root` was asked about.
-
-    Raises
-    ------
-    StorageUnavailable
-        It is missing, or another one.
-    """
-    try:
-        found = (root / _MARKER).read_text(encoding="ascii", errors="replace").strip()
-    except OSError as error:
-        raise storage_error(f"cannot use the checkpoint directory {root} here", root, error) from error
-    if found != identity:
-        raise StorageUnavailable(
-            f"the checkpoint directory {root} is another one on host {socket.gethostname()}; is it mounted there?"
-        )
 
 
 class CheckpointDirectory:
@@ -333,7 +258,7 @@ class CheckpointDirectory:
             entry = self._free_entry(draft.step)
             draft.path.rename(entry.path)
             sync_directory(self.path)
-            staging.replace(_LATEST, entry.path.name + "\n")
+            staging.note(_LATEST, entry.path.name + "\n")
         return entry, manifest
 
     def publish(
@@ -384,6 +309,14 @@ class CheckpointDirectory:
             for entry in entries:
                 if entry not in kept:
                     staging.remove(entry.path)
+            if not self._latest_is(newest):  # there was no room for that before
+                staging.note(_LATEST, newest.path.name + "\n")
+
+    def _latest_is(self, entry: Entry) -> bool:
+        try:
+            return (self.path / _LATEST).read_text(encoding="utf-8").strip() == entry.path.name
+        except OSError:
+            return False
 
     def remove(self, entry: Entry) -> None:
         """Remove a checkpoint at a person's request, whoever writes.

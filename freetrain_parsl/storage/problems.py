@@ -32,7 +32,7 @@ _CONDITIONS = {
 """Failures of a directory that was usable when the run began: waiting can mend them, and no training causes them."""
 
 
-def is_unavailable(error: BaseException) -> TypeGuard[OSError]:
+def is_unavailable(error: BaseException | None) -> TypeGuard[OSError]:
     """Whether an error says that a file system cannot be used for now."""
     return isinstance(error, OSError) and error.errno in _CONDITIONS
 

@@ -46,11 +46,7 @@ class Staging:
         for stale in parent.glob(f"{TEMPORARY}*"):
             if stale != self.path:
                 self._take_away(stale)
-        try:
-            self.replace(_WRITER, f"generation {generation}, process {os.getpid()} on {socket.gethostname()}\n")
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # it is for people only: reading needs no room
-                raise
+        self.note(_WRITER, f"generation {generation}, process {os.getpid()} on {socket.gethostname()}\n")
 
     @property
     def is_mine(self) -> bool:
@@ -77,6 +73,14 @@ class Staging:
         write_text(aside, text)
         aside.replace(self._parent / name)
         sync_directory(self._parent)
+
+    def note(self, name: str, text: str) -> None:
+        """Do as `replace` with a file that is for people only: without room for it, the one before stays."""
+        try:
+            self.replace(name, text)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def remove(self, path: Path) -> None:
         """Remove something of the parent directory; it is never seen half removed."""

@@ -163,6 +163,24 @@ class Checkpoints:
             logger.warning("trainer %s: %s", self._trainer, error)
         return entry
 
+    def make_room(self) -> bool:
+        """Remove all checkpoints but the newest intact one; whether there were any.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses, or another process writes now.
+        """
+        entries = self._directory.entries()
+        for entry in entries:
+            try:
+                entry.verify()
+            except DamagedCheckpoint:
+                continue
+            self._directory.prune(entry, keep=1)
+            return len(entries) > 1
+        return False
+
     def newest(self) -> Restored | None:
         """Restore the newest intact checkpoint; ``None`` if there never was one.
 

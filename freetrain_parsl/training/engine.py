@@ -382,7 +382,7 @@ class Engine:
         self._bypass.end_training(self.books.step)
         if self._state.objects:
             # Even if this step is saved: after the loop, functions log, or finish their models.
-            self._save("the training is done", mark=None, wait=True)
+            self._save_last("the training is done", mark=None, patiently=True)
         self._tell(at_once=True)
 
     def progress(self) -> Progress:
@@ -405,6 +405,8 @@ class Engine:
             write_seconds=self.keeper.write_seconds_estimate,
             refused_checkpoints=self._refused,
             in_place=self._in_place,
+            storage_problem=self.keeper.storage_problem,
+            next_save=self.keeper.due_in(self._clock()) if self.keeper.storage_problem else 0.0,
         )
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
@@ -437,7 +439,7 @@ class Engine:
         elif closing or requested:
             self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
         elif save_due:
-            self._save("periodic", mark=self._mark, wait=False)
+            self._save("periodic", mark=self._mark)
 
     def _closing(self) -> bool:
         """Whether one more step would leave too little time for the last checkpoint."""
@@ -448,7 +450,7 @@ class Engine:
         return closes_in <= self._write_seconds + margin + self._pace.longest_step
 
     def _pause(self, reason: PauseReason) -> NoReturn:
-        self._save(reason.value, mark=self._mark, wait=True)
+        self._save_last(reason.value, mark=self._mark, patiently=False)
         self._unwind(reason)
 
     def _unwind(self, reason: PauseReason) -> NoReturn:
@@ -525,22 +527,22 @@ class Engine:
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
-    def _save(self, reason: str, *, mark: tuple[int, ...] | None, wait: bool) -> None:
-        """Save, unless the state with this mark is saved already; all members call this.
+    def _save(self, reason: str, *, mark: tuple[int, ...]) -> None:
+        """Save in the background, unless the state with this mark is saved already; all members call this.
 
         Raises
         ------
-        CheckpointError
-            It could not be written; a periodic one that fails is only warned of, as long as there is hope.
+        TrainingError
+            It failed, as have all before it: there will never be a checkpoint.
         """
-        self.keeper.save(
-            self._state.whole,
-            step=self.books.step,
-            epoch=self.cursor.epoch,
-            reason=reason,
-            wait=wait,
-            mark=mark,
-        )
+        self.keeper.save(self._state.whole, wait=False, mark=mark, **self._facts(reason))
+
+    def _save_last(self, reason: str, *, mark: tuple[int, ...] | None, patiently: bool) -> None:
+        """Save the state that the fragment ends with, see `Keeper.save_last`; all members call this."""
+        self.keeper.save_last(self._state.whole, patiently=patiently, mark=mark, **self._facts(reason))
+
+    def _facts(self, reason: str) -> dict[str, Any]:
+        return {"step": self.books.step, "epoch": self.cursor.epoch, "reason": reason}
 
     @property
     def _mark(self) -> tuple[int, ...]:

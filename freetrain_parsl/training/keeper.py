@@ -7,6 +7,7 @@ the first publishes the whole, see `joint`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import platform
 import time
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, TrainingError
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, StorageUnavailable, TrainingError
 from freetrain_parsl.storage.entry import STATE
 from freetrain_parsl.storage.posix import CheckpointDirectory
+from freetrain_parsl.storage.root import check_same_root
 from freetrain_parsl.training import sharded
 from freetrain_parsl.training.background import Background
 from freetrain_parsl.training.checkpoint import Checkpoints, Facts
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ABSENT, _FOUND, _DAMAGED = 0, 1, 2  # what the first member tells the others about the newest checkpoint
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the tries to save the last state of a training
 
 
 class Keeper:
@@ -61,6 +63,7 @@ class Keeper:
         self, options: SessionOptions, group_of: Callable[[], Group], code: str = "", clock: Clock = time.monotonic
     ) -> None:
         self._trainer = options.name
+        self._root, self._root_identity = options.checkpoint_root, options.root_identity
         self._group_of = group_of
         self._code = code
         self._clock = clock
@@ -75,6 +78,8 @@ class Keeper:
         self._mark: Hashable = None  # of the state saved last, or being saved
         self.sharded = False
         """Whether the members hold different parts of the state, see `is_sharded`; to be set once it is known."""
+        self.storage_problem = ""
+        """Why the last attempt to save failed, if its directory could not be used; empty once one has succeeded."""
         self.newest: Entry | None = None
         """The newest durable checkpoint, as far as this member knows: the first one learns from its own writes."""
 
@@ -99,6 +104,10 @@ class Keeper:
             Seconds on a clock that never goes back.
         """
         return self._schedule.due(now, self.interval) and not self.busy
+
+    def due_in(self, now: float) -> float:
+        """Seconds until the next periodic save is due, as for `due`."""
+        return self._schedule.due_in(now, self.interval)
 
     @property
     def busy(self) -> bool:
@@ -180,11 +189,54 @@ class Keeper:
             facts = replace(facts, blocked_seconds=round(blocked, 6))
             self._background.start(lambda: self._write(state, facts))
             return
+        state = make_state()
         try:
-            self._succeeded(self._write(make_state(), facts))
+            try:
+                entry = self._write(state, facts)
+            except StorageUnavailable as error:
+                if not self._make_room(error):
+                    raise
+                entry = self._write(state, facts)
         except CheckpointError:
             self._mark = None
             raise
+        self._succeeded(entry)
+
+    def save_last(self, make_state: Callable[[], State], *, patiently: bool, **facts: Any) -> None:
+        """Save the state with which this fragment ends, on all members, or tell that it could not be saved.
+
+        A directory that cannot be used is not the training's fault: the fragment ends as it would have, and the
+        checkpoint before remains.
+
+        Parameters
+        ----------
+        make_state, **facts
+            As for `save`.
+        patiently
+            Whether to try again for half a minute: nobody waits for the node.
+
+        Raises
+        ------
+        CheckpointError, PeerLost
+            As from `save`, except that the directory cannot be used.
+        """
+        for pause in (*(_PAUSES if patiently else ()), None):
+            try:
+                self.save(make_state, wait=True, **facts)
+            except StorageUnavailable as error:
+                self._failed(error)
+            else:
+                return
+            if pause is not None:
+                time.sleep(pause)
+        newest = "there is none" if self.newest is None else f"the newest is {self.newest.path}"
+        logger.warning("trainer %s: ends without a checkpoint of step %d; %s", self._trainer, facts["step"], newest)
+
+    def _make_room(self, error: StorageUnavailable) -> bool:
+        """Give up all checkpoints but the newest intact one for a state that has to be saved; whether that was any."""
+        if getattr(error.__cause__, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+            return False
+        return self._checkpoints.make_room()
 
     def mark_saved(self, mark: Hashable) -> None:
         """Say that the state with this mark is the one that was restored: it need not be saved again."""
@@ -223,16 +275,18 @@ class Keeper:
         ):  # else it was the writer before; it claims the directory anew with its next save
             try:
                 self._claim()
+                entries = self._directory.entries()
+                self.newest = entries[0] if entries else None
+                self._checkpoints.learn()
             except CheckpointError as error:
                 logger.warning("%s; training goes on, next try with the next checkpoint", error)
-            entries = self._directory.entries()
-            self.newest = entries[0] if entries else None
-            self._checkpoints.learn()
 
     def _claim(self) -> None:
         """Become the writer, once in each generation: who is shut out in it must not push its way in again."""
         generation = self._group_of().generation
         if self._writes_for != generation:
+            if self._root_identity:
+                check_same_root(self._root, self._root_identity)
             self._directory.open(generation)
             self._writes_for = generation
 
@@ -264,14 +318,19 @@ class Keeper:
 
     def _succeeded(self, entry: Entry) -> None:
         self._schedule.succeeded()
+        self.storage_problem = ""
         self.newest = entry
 
     def _failed(self, error: CheckpointError) -> None:
-        """Put up with a periodic save that has failed, unless there is no hope."""
+        """Put up with a save that has failed, unless there is no hope: a directory may become usable again."""
         self._mark = None
         told_before = self._schedule.failed(error)
         failures = self._schedule.failures
-        if self.newest is None and failures >= TRIES:
+        if isinstance(error, StorageUnavailable):
+            self.storage_problem = error.condition
+            if getattr(error.__cause__, "errno", None) == errno.ENOENT:
+                self._writes_for = None  # the directory is gone, and with it the place that this writer had in it
+        elif self.newest is None and failures >= TRIES:
             raise TrainingError(
                 f"trainer {self._trainer!r}: none of {failures} checkpoints could be written ({error}); "
                 "make room there, or give another checkpoint directory"
@@ -345,9 +404,10 @@ class Keeper:
                 draft = self._directory.begin(facts.step)
             except CheckpointError as error:
                 problem = error
-        where = sharded.agree_on(None if draft is None else draft.path, group)
-        if where is None:
-            raise problem or CheckpointError(f"trainer {self._trainer!r}: its first process could not write")
+        problem, where = sharded.agree_on((problem, None if draft is None else draft.path), group)
+        if problem is not None:
+            raise problem
+        assert where is not None, "the first member begins one, or tells why not"
         try:
             plain, shards = sharded.split(make_state())
             kept = (plain if group.is_first else {}), sharded.local_parts(shards)
@@ -383,14 +443,12 @@ class Keeper:
                 self._background.start(lambda: self._publish(joint))
             return
         self._joint = None
-        entry = done.value if done is not None else None
-        told = [done is not None and done.error is not None, entry.step if entry else 0, entry.revision if entry else 0]
-        failed, step, revision = group.sum(torch.tensor(told)).tolist()
-        if done is not None and done.error is not None:
-            raise done.error
-        if failed:
-            raise CheckpointError(f"trainer {self._trainer!r}: its first process could not write a checkpoint")
-        self._succeeded(self._directory.entry(step, revision))
+        mine = (None, None) if done is None else (done.error, done.value)
+        problem, entry = sharded.agree_on(mine, group)
+        if problem is not None:
+            raise problem
+        assert entry is not None, "the first publishes it, or tells why not"
+        self._succeeded(entry)
 
     def _publish(self, joint: JointSave) -> Entry:
         """Make a checkpoint count whose parts are written, on the first member."""
@@ -417,28 +475,24 @@ class Keeper:
 
         Raises
         ------
-        DamagedCheckpoint, CheckpointMismatch, CheckpointError
+        DamagedCheckpoint, CheckpointMismatch, ForeignCheckpoint, StorageUnavailable, CheckpointError
             There are checkpoints, but none can be used; raised on all members.
         """
         group = self._group_of()
         found: Restored | None = None
         problem: CheckpointError | None = None
-        choice = [_ABSENT, 0, 0]
         if group.is_first:
             try:
                 self._claim()
                 found = self._checkpoints.newest()
             except CheckpointError as error:
-                choice, problem = [_DAMAGED, 0, 0], error
-            if found is not None:
-                choice = [_FOUND, found.entry.step, found.entry.revision]
-        status, step, revision = group.sum(torch.tensor(choice)).tolist()
+                problem = error
+        place = None if found is None else (found.entry.step, found.entry.revision)
+        problem, place = sharded.agree_on((problem, place), group)
         if problem is not None:
             raise problem
-        if status == _DAMAGED:
-            raise DamagedCheckpoint(f"trainer {self._trainer!r}: its first process found no usable checkpoint")
-        if status == _FOUND and found is None:  # the first member has held all files against their checksums
-            found = self._checkpoints.load(self._directory.entry(step, revision), names=[STATE])
+        if place is not None and found is None:  # the first member has held all files against their checksums
+            found = self._checkpoints.load(self._directory.entry(*place), names=[STATE])
         if found is not None:
             self.newest = found.entry
             if group.is_first:

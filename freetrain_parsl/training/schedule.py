@@ -79,6 +79,10 @@ class Schedule:
             self._anchor = now
         return now - self._anchor >= interval.total_seconds()
 
+    def due_in(self, now: float, interval: timedelta) -> float:
+        """Seconds until the next save is due."""
+        return 0.0 if self._anchor is None else max(0.0, self._anchor + interval.total_seconds() - now)
+
     def saving(self) -> None:
         """Note that a save begins, at the time at which `due` was asked last."""
         self._anchor = self._asked

@@ -13,7 +13,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import torch
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # half a second to import: only where a state is sharded
 
     from freetrain_parsl.training.membership import Group
     from freetrain_parsl.training.state import Stateful
+
+T = TypeVar("T")
 
 INDEX = ".metadata"
 """Its index, in that folder."""
@@ -96,8 +98,8 @@ def local_parts(shards: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
     return {name: shard.to_local() for name, shard in shards.items()}
 
 
-def agree_on(path: Path | None, group: Group) -> Path | None:
-    """Return the first member's path on all members.
+def agree_on(mine: T, group: Group) -> T:
+    """Return what the first member gives, on all members.
 
     Raises
     ------
@@ -105,11 +107,11 @@ def agree_on(path: Path | None, group: Group) -> Path | None:
         A member is gone.
     """
     if group.size == 1:
-        return path
-    told = [None if path is None else str(path)]
+        return mine
+    told = [mine]
     with group.waits():
         dist.broadcast_object_list(told, src=0)
-    return None if told[0] is None else Path(told[0])
+    return told[0]
 
 
 def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:

@@ -50,6 +50,8 @@ class SessionOptions:
         CPU threads of torch in this process; ``None`` leaves torch's own choice.
     epochs
         Default of ``session.epochs()``.
+    root_identity
+        Tells the checkpoint root from another directory of its name, see `identify_root`; empty: not known.
 
     Raises
     ------
@@ -66,6 +68,7 @@ class SessionOptions:
     save_margin: timedelta = timedelta(seconds=2)
     threads: int | None = None
     epochs: int | None = None
+    root_identity: str = ""
 
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"
@@ -251,6 +254,10 @@ class Progress:
         Paths of damaged checkpoints that were passed over when this fragment started.
     in_place
         Whether the training can change its group in place; one whose state is sharded over the members cannot.
+    storage_problem
+        The condition of a checkpoint directory in which nothing can be saved for now; empty while saving works.
+    next_save
+        Seconds until the next periodic save is due, then.
     """
 
     step: int = 0
@@ -267,6 +274,8 @@ class Progress:
     write_seconds: float = 0.0
     refused_checkpoints: tuple[str, ...] = ()
     in_place: bool = True
+    storage_problem: str = ""
+    next_save: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,14 @@ import pytest
 import torch
 from training_runs import Clock
 
-from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, TrainingError
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, StorageUnavailable, TrainingError
 from freetrain_parsl.storage.entry import sign_manifest
+from freetrain_parsl.storage.root import check_writable, identify_root
 from freetrain_parsl.training.checkpoint import Checkpoints
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.terms import SessionOptions
+from tests.small_disk import fill, small_disk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -370,20 +372,99 @@ def test_a_cause_is_warned_of_once_and_again_after_a_success(kept: Kept, caplog:
     assert warned == [f"cannot write a checkpoint of step {step}" for step in (2, 4, 7)]
 
 
-def test_a_training_that_can_never_save_comes_to_a_clear_end(kept: Kept) -> None:
-    kept.fail(errno.ENOSPC)
+def test_a_training_whose_checkpoints_are_too_large_for_any_file_comes_to_a_clear_end(kept: Kept) -> None:
+    kept.fail(errno.EFBIG)
     for step in range(1, 5):
         fail_in_background(kept, step)
     kept.save(5)
     kept.settle()
-    with pytest.raises(TrainingError, match=r"none of 5 checkpoints could be written .*No space left on .*make room"):
+    with pytest.raises(TrainingError, match=r"none of 5 checkpoints could be written .*File too large.*make room"):
         kept.keeper.poll()
 
 
-def test_a_last_save_that_fails_is_an_error_at_once(kept: Kept) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
+def test_a_directory_that_cannot_be_used_for_now_never_ends_a_training(kept: Kept, code: int) -> None:
+    """Even if there has never been a checkpoint; what is wrong is told until a save succeeds."""
+    kept.fail(code)
+    for step in range(1, 9):
+        fail_in_background(kept, step)
+    assert kept.keeper.storage_problem.startswith(f"the checkpoint directory {kept.keeper.path.parent} ")
+    assert kept.keeper.storage_problem.endswith(f"({errno.errorcode[code]})")
+    kept.problem = None
+    fail_in_background(kept, 9)
+    assert (kept.keeper.storage_problem, kept.steps()) == ("", [9])
+
+
+def test_a_save_that_has_to_be_made_is_told_by_its_cause_if_it_fails(kept: Kept) -> None:
     kept.fail(errno.ENOSPC)
-    with pytest.raises(CheckpointError, match=f"step 3 in {kept.keeper.path}: No space left on device"):
+    with pytest.raises(StorageUnavailable, match=f"step 3 in {kept.keeper.path}: No space left on device"):
         kept.save(3, wait=True)
+
+
+def save_last(kept: Kept, step: int, *, patiently: bool) -> None:
+    kept.keeper.save_last(kept.state, patiently=patiently, step=step, epoch=0, reason="test")
+
+
+def test_a_fragment_that_has_to_end_on_a_full_disk_ends_and_says_which_checkpoint_remains(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.save(1, wait=True)
+    kept.fail(errno.ENOSPC)
+    save_last(kept, 3, patiently=False)
+    assert kept.steps() == [1]
+    assert f"ends without a checkpoint of step 3; the newest is {kept.keeper.newest.path}" in caplog.text
+
+
+def test_the_last_state_of_a_training_is_saved_when_the_disk_has_room_again(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            kept.problem = None
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    kept.fail(errno.ENOSPC)
+    save_last(kept, 3, patiently=True)
+    assert (kept.steps(), pauses) == ([3], [0.5, 1.0, 2.0])
+
+
+def test_a_disk_that_stays_full_does_not_keep_a_training_from_its_end(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    kept.fail(errno.ENOSPC)
+    save_last(kept, 3, patiently=True)
+    assert 20 < sum(pauses) < 40
+    assert "ends without a checkpoint of step 3; there is none" in caplog.text
+
+
+def test_an_error_that_no_waiting_mends_is_raised_at_the_end(kept: Kept) -> None:
+    kept.fail(errno.EFBIG)
+    with pytest.raises(CheckpointError, match="File too large"):
+        save_last(kept, 3, patiently=True)
+
+
+def test_a_mount_that_is_missing_is_not_written_beneath(tmp_path: Path) -> None:
+    """Nor taken for a training without checkpoints, which would start afresh."""
+    root = tmp_path / "root"
+    check_writable(root)
+    keeper = Keeper(SessionOptions("net", root, root_identity=identify_root(root)), Group)
+    keeper.restore()
+    keeper.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
+    keeper.close()
+    root.rename(tmp_path / "unmounted")
+    root.mkdir()
+    with pytest.raises(StorageUnavailable, match=r"cannot use the checkpoint directory"):
+        keeper.restore()
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    (tmp_path / "unmounted").rename(root)
+    assert keeper.restore().entry.step == 1
+    keeper.close()
 
 
 def test_a_directory_that_cannot_be_taken_over_is_only_a_warning(
@@ -428,17 +509,8 @@ def test_the_limit_of_a_real_file_is_told_and_leaves_the_one_before(
     assert [path.name for path in sorted(keeper.path.iterdir())] == ["latest", "step-0000000001", "writer"]
 
 
-def small_file_system(path: Path) -> bool:
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)]
-    return shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
-
-
 def test_a_full_file_system_is_told_and_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = tmp_path / "small"
-    if not small_file_system(root):
-        pytest.skip("this user may not mount a file system")
-    try:
+    with small_disk(tmp_path / "small", "256k") as root:
         keeper = Keeper(SessionOptions("net", root), Group)
         keeper.restore()
         for step, size in ((1, 1000), (2, 1_000_000), (3, 1000)):
@@ -451,5 +523,27 @@ def test_a_full_file_system_is_told_and_leaves_the_one_before(tmp_path: Path, ca
         assert [path.name for path in sorted(keeper.path.glob("*"))] == [
             "latest", "step-0000000001", "step-0000000003", "writer",
         ]  # fmt: skip
-    finally:
-        subprocess.run(["umount", str(root)], check=True)
+
+
+def test_a_state_that_has_to_be_saved_takes_the_room_of_older_checkpoints(tmp_path: Path) -> None:
+    """On a disk that is full of other things; the newest intact one goes only when the new one is there."""
+    with small_disk(tmp_path / "small", "256k") as root:
+        keeper = Keeper(SessionOptions("net", root), Group)
+        keeper.restore()
+
+        def save(step: int) -> None:
+            state = {"objects": {"w": torch.full((4000,), float(step))}}
+            keeper.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
+
+        save(1)
+        save(2)
+        fill(root / "others")
+        save(3)
+        steps = [entry.step for entry in keeper._directory.entries()]
+        fill(root / "more")
+        with pytest.raises(StorageUnavailable):
+            keeper.save(lambda: {"objects": {"w": torch.ones(40_000)}}, step=4, epoch=0, reason="test", wait=True)
+        left = keeper._directory.entries()
+        left[0].verify()
+        keeper.close()
+        assert (steps, [entry.step for entry in left]) == ([3, 2], [3])

@@ -1,0 +1,70 @@
+"""The log of a run and the other files of its directory: private to the user, and no reason to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import sys
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["RunLog", "keep_private", "log_to"]
+
+
+class RunLog(logging.FileHandler):
+    """Logs to a private file; a disk that is full is told once on standard error, not in a traceback for each line.
+
+    Parameters
+    ----------
+    path
+        The file; it is created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._told = False
+        super().__init__(path)
+
+    def _open(self) -> IO[str]:  # type: ignore[override]  # typeshed promises a TextIOWrapper
+        stream = super()._open()
+        os.fchmod(stream.fileno(), 0o600)
+        return stream
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
+        """Tell the first line that is lost, and go on."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or on the same disk
+                sys.stderr.write(f"freetrain: cannot log to {self.baseFilename}: {error.strerror or error}\n")
+
+    def close(self) -> None:
+        """Close the file, whether its last lines can be written or not."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+def log_to(path: Path) -> logging.Handler:
+    """Write what this package logs beside Parsl's own logs, which hold only what Parsl logs."""
+    handler = RunLog(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
+    ours = logging.getLogger("freetrain_parsl")
+    ours.addHandler(handler)
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+    return handler
+
+
+def keep_private(directory: Path) -> None:
+    """Take the access of others from our files in a directory; Parsl makes its logs and scripts with the umask."""
+    for folder, _, names in os.walk(directory):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):  # noqa: PTH118 - as os.walk gives them
+            with contextlib.suppress(OSError):  # it has gone meanwhile
+                facts = os.lstat(path)
+                if not stat.S_ISLNK(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_mode & 0o077:
+                    os.chmod(path, stat.S_IMODE(facts.st_mode) & 0o700)  # noqa: PTH101 - as above
