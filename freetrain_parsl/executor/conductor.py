@@ -198,7 +198,7 @@ class Conductor:
         why = message.header.get("reason", "")
         logger.info("training %s: its run on %s is over: %s %s", training.name, slot.name, outcome, why)
         if outcome == "storage":
-            self._withhold(training, message["condition"])
+            self._withhold(training, message.header.get("condition") or why)
         elif outcome == "failed":
             self._fail(training, error_in(message.payload))
         elif outcome == "finished" and first:

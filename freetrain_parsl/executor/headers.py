@@ -116,6 +116,8 @@ PROGRESS: Fields = {
     "write_seconds": _is_duration,
     "refused_checkpoints": _list_of(_is_text),
     "in_place": _is_flag,
+    "storage_problem": _Optional(_is_text),
+    "next_save": _Optional(_is_duration),
 }
 """The fields of `training.terms.Progress`."""
 
@@ -144,11 +146,12 @@ TO_DRIVER: Mapping[str, Fields] = {
     "regrouped": {**_OF_RUN, "generation": _is_count, "paused": _is_duration, "transferred": _is_duration},
     "ended": {
         **_OF_RUN,
-        "outcome": _one_of("finished", "paused", "failed", "peer_lost"),
+        "outcome": _one_of("finished", "paused", "failed", "peer_lost", "storage"),
         "progress": _Optional(_is_progress),
         "reason": _Optional(_is_text),
         "generation": _Optional(_is_count),
         "unreachable": _UNREACHABLE,
+        "condition": _Optional(_is_text),
     },
     "task_ended": {"task": _is_count, "outcome": _one_of("finished", "failed")},
     "kv": {
@@ -182,6 +185,7 @@ TO_SLOT: Mapping[str, Fields] = {
         "seed": _is_seed,
         "threads": _or_none(_is_count),
         "epochs": _or_none(_is_count),
+        "root_identity": _Optional(_is_text),
     },
     "regroup": {
         **_OF_RUN,

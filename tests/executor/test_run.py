@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from parsl.serialize import deserialize
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerLost, StorageUnavailable
+from freetrain_parsl.executor.headers import TO_DRIVER, fault_in
 from freetrain_parsl.executor.protocol import Message, error_in, pack_training
 from freetrain_parsl.executor.run import Run
 from freetrain_parsl.training import fragment
@@ -226,3 +228,27 @@ def test_a_lost_peer_and_an_error_of_the_user_are_told_apart(slot: _Slot) -> Non
     failed = slot.plays(fail)
     assert failed["outcome"] == "failed"
     assert isinstance(error_in(failed.payload), KeyError)
+
+
+def test_a_checkpoint_directory_that_cannot_be_used_is_told_as_such_in_a_message_that_the_driver_takes(
+    slot: _Slot,
+) -> None:
+    slot.ordered()
+
+    def play(_given: dict[str, Any]) -> Finished:
+        raise StorageUnavailable("cannot prepare /ck/t: No space left", "the checkpoint directory /ck is full (ENOSPC)")
+
+    ended = slot.plays(play)
+    assert (ended["outcome"], ended["condition"]) == ("storage", "the checkpoint directory /ck is full (ENOSPC)")
+    assert fault_in(ended.header, TO_DRIVER["ended"]) is None
+
+
+def test_an_error_of_the_users_own_files_is_the_users(slot: _Slot) -> None:
+    slot.ordered()
+
+    def play(_given: dict[str, Any]) -> Finished:
+        raise OSError(errno.ENOSPC, "No space left on device", "/home/me/results.csv")
+
+    ended = slot.plays(play)
+    assert ended["outcome"] == "failed"
+    assert isinstance(error_in(ended.payload), OSError)
