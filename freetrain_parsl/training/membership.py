@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerLost, UsageError
+from freetrain_parsl.training.admission import Admission
 from freetrain_parsl.training.reachability import check_reachable
 
 if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
@@ -209,19 +210,24 @@ class Group:
         with self._waiting(), self._peers_expected():
             yield
 
-    def formed(self, backend: str, timeout: timedelta) -> None:
+    def formed(self, backend: str, timeout: timedelta, admission: Admission) -> None:
         """Take the process group that has just formed into use; `join` calls this.
 
         Raises
         ------
         PeerLost
-            A member is gone.
+            A member is gone, or something else has taken its place.
         """
         self._joined = True
         try:
+            with self.waits():
+                admission.check()
             if backend != "gloo":
                 self.gradients = _group_for_shared_devices(self)
                 self.over_gpus = self.gradients is None
+                if self.gradients is not None:
+                    with self.waits():
+                        admission.check(self.gradients)
         except PeerLost:
             self.leave()
             raise
@@ -312,14 +318,15 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
     store.set_timeout(membership.meeting)
     if notice is not None:
         notice.on_abort = group.abort
+    store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
     with _network_interface(membership.interface), group.waits():
         try:
             if membership.address is not None:
-                own = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
-                check_reachable(own, membership.rank, membership.world_size, membership.address)
+                check_reachable(store, membership.rank, membership.world_size, membership.address)
+            admission = Admission.share(store, membership.rank, membership.world_size, membership.admission)
             dist.init_process_group(
                 backend,
-                store=PrefixStore(f"{membership.trainer}/{membership.generation}", store),
+                store=store,
                 rank=membership.rank,
                 world_size=membership.world_size,
                 timeout=membership.meeting,
@@ -331,7 +338,7 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
                 f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all meet "
                 f"({gist(error)})"
             ) from error
-    group.formed(backend, membership.timeout)
+    group.formed(backend, membership.timeout, admission)
     return group
 
 

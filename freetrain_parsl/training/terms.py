@@ -108,6 +108,8 @@ class Membership:
     address
         This process's IP address at that interface; the members check there that they reach each other before they
         form the group. ``None``: they do not check. Either all members have one or none has.
+    admission
+        How long the members wait for each other's proofs of membership once all are connected.
 
     Raises
     ------
@@ -123,6 +125,7 @@ class Membership:
     meeting: timedelta = timedelta(minutes=1)
     interface: str | None = None
     address: str | None = None
+    admission: timedelta = timedelta(seconds=30)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -31,7 +31,7 @@ from freetrain_parsl.training.fragment import (
     SessionOptions,
     run_fragment,
 )
-from freetrain_parsl.training.membership import RendezvousStore
+from freetrain_parsl.training.membership import RendezvousStore, join
 from freetrain_parsl.training.transfer import pass_on
 
 if TYPE_CHECKING:
@@ -162,6 +162,32 @@ def first_before_the_loop(session: Any, *, gates: dict[int, Path]) -> tuple[bool
     before = (session.is_first, session.rank, session.world_size)
     classify(session, gates=gates)
     return before
+
+
+def join_repeatedly(session: Any, *, tries: int, seconds: float, ready: Path, go: Path) -> tuple[int, str]:
+    """Form one group after the other, all but the first member late, until one is refused; how many formed, and why."""
+    first = session._engine.group
+    meet = session._engine._members._meet
+    first.leave()
+    ready.with_suffix(f".{first.rank}").touch()
+    while not go.exists():
+        time.sleep(0.002)
+    for number in range(tries):
+        if first.rank:
+            time.sleep(0.3)
+        place = Membership(
+            first._trainer,
+            1_000_000 * first.generation + number,
+            first.rank,
+            first.size,
+            interface="lo",
+            admission=timedelta(seconds=seconds),
+        )
+        try:
+            join(place, meet(place)).leave()
+        except PeerLost as error:
+            return number, str(error)
+    return tries, ""
 
 
 class Normed(nn.Sequential):
