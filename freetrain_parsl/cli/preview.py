@@ -92,6 +92,13 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     explanation = explain_windows(
         survey.windows, trainers, resolve_policy(chosen.policy), settings, survey.terms, survey.time, pending
     )
+    if survey.nodes is not None:
+        notes += [
+            f"training {trainer.name} needs {trainer.min_nodes} nodes at the same time, but there are only "
+            f"{survey.nodes}: it would be refused"
+            for trainer in trainers
+            if trainer.min_nodes > survey.nodes
+        ]
     return Answer(survey, explanation, (*notes, *survey.notes))
 
 

@@ -139,6 +139,12 @@ class Chronicle:
             logger.info("training %s saves again", training.name)
             self._journal.write(self._clock(), "saving_works", training.name)
 
+    def stalled(self, training: Training, why: str) -> None:
+        """Tell why a training does not get on, or, with an empty reason, that it does again."""
+        if why:
+            logger.warning("training %s %s", training.name, why)
+        self._journal.write(self._clock(), "training_stalled", training.name, reason=why)
+
     def finished(self, training: Training) -> None:
         """Tell that a training is done; durably, before anybody who waits for its future looks into the journal."""
         now = self._clock()

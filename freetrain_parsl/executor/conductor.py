@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import TooManyRestarts, TrainingCancelled
+from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts, TrainingCancelled
 from freetrain_parsl.executor.chronicle import Chronicle
 from freetrain_parsl.executor.protocol import Message, error_in, settle_with_payload
-from freetrain_parsl.executor.regrouping import cut_off, disconnection, next_move, survivors
+from freetrain_parsl.executor.regrouping import absentees, cut_off, disconnection, next_move, survivors
 from freetrain_parsl.executor.rendezvous import RendezvousDesk
+from freetrain_parsl.executor.stalls import why_it_stalls
 from freetrain_parsl.executor.storage_watch import StorageWatch
 from freetrain_parsl.executor.trainings import Change, Generation, Loss, Participant, Role, Training
 from freetrain_parsl.storage.root import probe_root
@@ -83,12 +84,23 @@ class Conductor:
         self._storage = StorageWatch(lambda: probe_root(settings.checkpoint_root, settings.root_identity), clock)
         self._trainings: list[Training] = []
         self._numbers = 0
+        self._machine_nodes: int | None = None
         self.rendezvous = RendezvousDesk(send)
 
     def submit(self, training: Training) -> None:
         """Take a new training; it waits for nodes."""
         self._trainings.append(training)
+        training.waiting_since = self._clock()
         self._chronicle.submitted(training, self._settings.costs)
+        self._refuse_if_too_large(training)
+
+    def machine_has(self, nodes: int | None) -> None:
+        """Note how many nodes there are in all, if that is known, and fail the trainings that need more."""
+        if nodes == self._machine_nodes:
+            return
+        self._machine_nodes = nodes
+        for training in self._trainings:
+            self._refuse_if_too_large(training)
 
     def cancel(self, future: Future[Any]) -> None:
         """End a training with a checkpoint, if it is not over; its nodes are free for others at once."""
@@ -120,6 +132,7 @@ class Conductor:
         for training in list(self._trainings):
             if not training.over:
                 self._advance(training)
+                self._tell_why_it_stalls(training)
             self._end_overdue(training)
         self._trainings = [one for one in self._trainings if one.crew or not one.over]
 
@@ -163,7 +176,7 @@ class Conductor:
         if training.over or member.role is Role.LEAVER:
             self._dismiss(training, [member], abort=True)
         elif change is None or not change.abort or message["generation"] >= change.after.number:
-            member.stranded = self._clock()  # else its order is on the way
+            member.stranded, member.complaint = self._clock(), message["reason"]  # else its order is on the way
 
     def on_regrouped(self, slot: Slot, message: Message) -> None:
         """Note that a member goes on in its new group."""
@@ -241,8 +254,13 @@ class Conductor:
             return  # its members are leaving
         elif (cut := disconnection(training, generation, self._roster, self._settings, now)) is not None:
             self._note_loss(training, Loss(cut, crash=True))
-            self._recover(training)
-        elif training.change is None and not any(member.stranded is not None for member in training.members()):
+            self._recover(training, with_newcomers=False)  # they may be why
+        elif training.change is not None:
+            visitors = self.rendezvous.visitors(training.change.after.key(training.name))
+            for name in absentees(training, visitors, self._settings, now):
+                limit = self._settings.loss_timeout
+                self._kill(self._roster.slots[name], f"it hangs: it did not join the others within {limit:g} s")
+        elif not any(member.stranded is not None for member in training.members()):
             self._move(training, generation)
 
     def _move(self, training: Training, generation: Generation) -> None:
@@ -291,7 +309,9 @@ class Conductor:
         }
         role = Role.NEWCOMER if place["joining"] else Role.MEMBER
         slot.busy = training.name
-        training.crew[slot.name] = Participant(slot.name, slot.node, self._numbers, role, has_state=role is Role.MEMBER)
+        training.crew[slot.name] = Participant(
+            slot.name, slot.node, self._numbers, role, has_state=role is Role.MEMBER, began=self._clock()
+        )
         self._send(slot.name, Message("run", header, training.payload))
 
     def _order(self, training: Training, before: Generation, ranks: tuple[str, ...], *, abort: bool) -> None:
@@ -316,7 +336,7 @@ class Conductor:
         self._dismiss(training, leavers, abort=abort)
         for rank, slot in enumerate(ranks):
             member = crew[slot]
-            member.role, member.stranded, member.waited = Role.MEMBER, None, 0.0
+            member.role, member.stranded, member.complaint, member.waited = Role.MEMBER, None, "", 0.0
             if abort:
                 member.deadline = now + self._settings.loss_timeout + self._settings.meeting_timeout
             place = {"next": after.number, "rank": rank, "world_size": len(ranks), "abort": abort}
@@ -393,7 +413,7 @@ class Conductor:
         training.losses.append(loss)
         training.last_lost = self._clock()
 
-    def _recover(self, training: Training) -> None:
+    def _recover(self, training: Training, *, with_newcomers: bool = True) -> None:
         """Go on with those who are left, or, if nobody has the state, from the newest checkpoint."""
         losses, training.losses = training.losses, []
         training.count(next((loss for loss in losses if loss.crash), losses[-1]))
@@ -412,7 +432,8 @@ class Conductor:
         elif generation.lost:
             self._end_if_empty(training)
         else:
-            ranks = survivors(training) if training.in_place and generation.reported else ()
+            in_place = training.in_place and generation.reported
+            ranks = survivors(training, with_newcomers=with_newcomers) if in_place else ()
             if ranks:
                 self._order(training, generation, ranks, abort=True)
             else:
@@ -478,7 +499,7 @@ class Conductor:
         self._abandon_change(training)
         self.rendezvous.drop(generation.key(training.name))
         self._chronicle.ended(training, generation, self._clock(), lost=generation.lost)
-        training.generation = None
+        training.generation, training.waiting_since = None, self._clock()
         self._dismiss(training, training.newcomers(), abort=False)
 
     def _finish(self, training: Training, payload: bytes) -> None:
@@ -496,6 +517,25 @@ class Conductor:
         training.losses.clear()
         self._abandon_change(training)
         self._dismiss(training, training.crew.values(), abort=True)
+
+    def _refuse_if_too_large(self, training: Training) -> None:
+        needed = training.request.min_nodes
+        if self._machine_nodes is None or training.over or training.generation is not None:
+            return
+        if needed > self._machine_nodes:
+            self._fail(
+                training,
+                InvalidTrainer(
+                    f"training {training.name!r} needs min_nodes={needed} nodes at the same time, but there are only "
+                    f"{self._machine_nodes} for its blocks: lower min_nodes, or use a larger partition"
+                ),
+            )
+
+    def _tell_why_it_stalls(self, training: Training) -> None:
+        why = "" if training.over else why_it_stalls(training, self._clock())
+        if why != training.stall_told:
+            training.stall_told = why
+            self._chronicle.stalled(training, why)
 
     # Who is who.
 

@@ -290,6 +290,7 @@ class Driver(threading.Thread):
     def _on_survey(self, survey: Survey) -> None:
         self._surveyed_at = self._clock()
         self._events.append(ev.WindowsSeen(survey.time, survey.windows, survey.terms))
+        self._conductor.machine_has(survey.nodes)
         if survey.windows != self._windows:
             self._windows = survey.windows
             windows = [{"nodes": list(window.nodes), "closes": window.closes} for window in survey.windows]

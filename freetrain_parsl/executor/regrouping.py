@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.roster import Roster, Slot
     from freetrain_parsl.executor.trainings import Generation, Participant, Training, TrainingSettings
 
-__all__ = ["Move", "cut_off", "disconnection", "next_move", "survivors"]
+__all__ = ["Move", "absentees", "cut_off", "disconnection", "next_move", "survivors"]
 
 # A member that has beaten so many seconds after another was stranded is alive: it was the connection that broke.
 _ALIVE = 1.5
@@ -85,7 +85,7 @@ def next_move(training: Training, generation: Generation, roster: Roster, now: f
     return outlook.move(ranks)
 
 
-def survivors(training: Training) -> tuple[str, ...]:
+def survivors(training: Training, *, with_newcomers: bool = True) -> tuple[str, ...]:
     """List the slots that can go on after a loss, in order of rank; empty if none of them has the state."""
     change = training.change
     if change is not None and not change.begun:
@@ -95,7 +95,9 @@ def survivors(training: Training) -> tuple[str, ...]:
     else:
         members = training.members()
     members = [member for member in members if not member.cut_off]
-    return _names(members) if any(member.has_state for member in members) else ()
+    if not any(member.has_state for member in members):
+        return ()
+    return _names(member for member in members if with_newcomers or member.has_state)
 
 
 def disconnection(
@@ -108,9 +110,10 @@ def disconnection(
         return None
     stranded = [one.stranded for one in members if one.stranded is not None]
     if stranded:
+        complaint = next((f": {one.complaint}" for one in members if one.complaint), "")
         heard = min(roster.slots[one.slot].heard for one in members)
         if heard > min(stranded) + _ALIVE or now - min(stranded) > settings.loss_timeout:
-            return "its members lost each other, though all of them live"
+            return f"its members lost each other, though all of them live{complaint}"
         return None
     limit = settings.loss_timeout + (0.0 if change is None else settings.meeting_timeout)
     if (change is None or not change.abort) and all(one.waited > limit for one in members):
@@ -137,6 +140,25 @@ def cut_off(ranks: Sequence[str], unreachable: Iterable[Iterable[int]]) -> tuple
         chosen.append(ranks[worst])
         pairs = {pair for pair in pairs if worst not in pair}
     return tuple(chosen)
+
+
+def absentees(training: Training, visitors: frozenset[str], settings: TrainingSettings, now: float) -> tuple[str, ...]:
+    """List the newcomers that hang: they have their order, and nothing else to do, but do not come to the meeting.
+
+    Parameters
+    ----------
+    training
+        One with an order that is being carried out.
+    visitors
+        Slots that have come to the meeting of the ordered group.
+    settings, now
+        Of the trainings; seconds since the epoch.
+    """
+    change = training.change
+    if change is None or change.begun or now - change.after.began <= settings.loss_timeout:
+        return ()
+    newcomers = [one for one in training.crew.values() if one.slot in change.waiting and not one.has_state]
+    return tuple(one.slot for one in newcomers if one.slot not in visitors and one.stranded is None)
 
 
 class _Outlook:

@@ -39,20 +39,27 @@ class RendezvousDesk:
         self._stores: dict[str, dict[str, bytes]] = {}
         self._sizes: dict[str, int] = {}
         self._waiting: dict[str, dict[str, list[_WaitingGet]]] = {}
+        self._visitors: dict[str, set[str]] = {}
 
     def open(self, group: str) -> None:
         """Make the store of a generation."""
         self._stores[group] = {}
         self._sizes[group] = 0
         self._waiting[group] = {}
+        self._visitors[group] = set()
 
     def drop(self, group: str) -> None:
         """Forget a generation; whoever still waits is told that it is over."""
         self._stores.pop(group, None)
         self._sizes.pop(group, None)
+        self._visitors.pop(group, None)
         for gets in self._waiting.pop(group, {}).values():
             for get in gets:
                 self._answer(group, get.slot, get.request, ok=False)
+
+    def visitors(self, group: str) -> frozenset[str]:
+        """Return the slots that have come to meet in a generation that is open."""
+        return frozenset(self._visitors.get(group, ()))
 
     def expire(self, now: float) -> None:
         """Refuse the gets that have waited too long."""
@@ -71,6 +78,7 @@ class RendezvousDesk:
         if store is None or not own or not self._has_room(group, message):
             self._answer(group, slot, request, ok=False)
             return
+        self._visitors[group].add(slot)
         keys: list[str] = message["keys"]
         if operation == "get" and keys[0] not in store:
             waiting = _WaitingGet(slot, request, now + message["timeout"])

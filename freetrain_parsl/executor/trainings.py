@@ -141,10 +141,14 @@ class Participant:
         See `Role`.
     has_state
         It could pass the training's state on.
+    began
+        When it was told to run the training, seconds since the epoch.
     ready
         When a newcomer said that it lacks nothing but the state, seconds since the epoch.
     stranded
         When it left a group that had lost a member, seconds since the epoch; ``None`` while it trains.
+    complaint
+        What its collective said then.
     waited
         Seconds for which it had been waiting for the other members, when it told last.
     deadline
@@ -156,8 +160,10 @@ class Participant:
     run: int
     role: Role
     has_state: bool = False
+    began: float = 0.0
     ready: float | None = None
     stranded: float | None = None
+    complaint: str = ""
     waited: float = 0.0
     deadline: float | None = None
     cut_off: bool = False
@@ -285,6 +291,10 @@ class Training:
     withheld: bool = False
     """It gets no nodes until the checkpoint directory can be used again."""
     last_lost: float = 0.0
+    waiting_since: float = 0.0
+    """Since when it has had no group, seconds since the epoch."""
+    stall_told: str = ""
+    """Why it does not get on, as the journal has it; empty if it does."""
 
     @property
     def name(self) -> str:

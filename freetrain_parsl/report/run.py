@@ -62,12 +62,14 @@ class TrainingState:
     """Why it gets no nodes: the condition of the checkpoint directory."""
     next_attempt: float = 0.0
     """When it will try again then, seconds since the epoch."""
+    stalled: str = ""
+    """Why else it has not got on for about a minute."""
 
     def remark(self, now: float | None = None) -> str:
         """Say what keeps it from starting or saving, and with `now`, when the next attempt is; empty: nothing."""
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            return ""
+            return self.stalled
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
         head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
@@ -187,6 +189,9 @@ class RunState:
         if fragment is not None:
             fragment.resumed_from = entry.detail["step"]
             self.trainings[entry.subject].resumes += 1
+
+    def _on_training_stalled(self, entry: Entry) -> None:
+        self.trainings[entry.subject].stalled = entry.detail["reason"]
 
     def _on_checkpoint(self, entry: Entry) -> None:
         self.trainings[entry.subject].checkpoints += 1

@@ -64,6 +64,7 @@ class Members:
         """Leave the group; the process stays."""
         self.group.leave()
         self._notice.on_abort = lambda: None
+        self._notice.blocked = lambda: 0.0
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────
 

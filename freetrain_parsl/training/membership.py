@@ -11,6 +11,8 @@ import hashlib
 import os
 import re
 import socket
+import threading
+import time
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerLost, UsageError
 from freetrain_parsl.training.admission import Admission
+from freetrain_parsl.training.blocked import BlockedThread
 from freetrain_parsl.training.reachability import check_reachable
 
 if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
@@ -318,6 +321,7 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
     store.set_timeout(membership.meeting)
     if notice is not None:
         notice.on_abort = group.abort
+        notice.blocked = BlockedThread(threading.get_ident(), time.monotonic).seconds
     store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
     with _network_interface(membership.interface), group.waits():
         try:

@@ -170,6 +170,8 @@ class Notice:
         """Set it to end the fragment at the next step boundary, after a checkpoint."""
         self.underway = threading.Event()
         """Set by the training after its first step: until then the fragment can be dropped and nothing is lost."""
+        self.blocked: Callable[[], float] = lambda: 0.0
+        """Set by the training: seconds for which its main thread has been blocked in a collective, as far as seen."""
         self.on_abort: Callable[[], None] = lambda: None
         """Set by the training: breaks the collectives that its main thread may wait in."""
 
@@ -219,9 +221,12 @@ class Notice:
             self._waiting_since = None
 
     def waited(self) -> float:
-        """Seconds for which it has been waiting for the other members, zero if it is not."""
-        since = self._waiting_since
-        return 0.0 if since is None else self._clock() - since
+        """Seconds for which it has been waiting for the other members, zero if it is not.
+
+        To be called about once a second: waits in collectives of user code are only seen then.
+        """
+        since, blocked = self._waiting_since, self.blocked()
+        return blocked if since is None else self._clock() - since
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,8 @@ class Survey:
     effort
         What such a round costs the batch system, compared to an ordinary one: the pause until the next is that much
         longer.
+    nodes
+        How many nodes there are for blocks in all, whoever has them; ``None`` if that is not known.
     """
 
     time: float
@@ -118,6 +120,7 @@ class Survey:
     unused: Mapping[str, str] = field(default_factory=dict)
     took: float = 0.0
     effort: float = 1.0
+    nodes: int | None = None
 
     def shifted(self, seconds: float) -> Survey:
         """Return the same survey on a clock that is ahead by so many seconds."""

@@ -37,10 +37,13 @@ class LocalWindowSource(WindowSource):
 
     def __init__(self, client: ClusterClient) -> None:
         self._client = client
+        self._nodes: int | None = None
 
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
         """Ask the cluster once."""
         answer = self._client.survey(job_ids)
+        if self._nodes is None:
+            self._nodes = len(self._client.nodes())
         windows = [
             Window(tuple(item["nodes"]), item["opens"], item["closes"], WindowKind.BACKFILL)
             for item in answer["windows"]
@@ -50,6 +53,7 @@ class LocalWindowSource(WindowSource):
             time=answer["time"],
             windows=tuple(windows),
             blocks={job_id: _status(answer["jobs"].get(job_id)) for job_id in job_ids},
+            nodes=self._nodes,
         )
 
     def cancel(self, job_ids: Sequence[str]) -> None:

@@ -42,3 +42,13 @@ def test_without_a_terminal_a_line_is_told_when_something_changes(run) -> None:
     assert len(lines) == 31
     assert lines[29] == "    5.0 s  t29            running on n1"
     assert lines[30] == "    7.0 s  t29            finished"
+
+
+def test_why_a_training_does_not_get_on_is_told_with_and_without_a_terminal(run) -> None:
+    run.trainings["t3"].stalled = "waits for 64 nodes"
+    for terminal in (True, False):
+        out = io.StringIO()
+        view = LiveView(Console(file=out, force_terminal=terminal, width=120, height=60), "many")
+        with view.opened():
+            view.show(run, 5.0)
+        assert "waits for 64 nodes" in out.getvalue()

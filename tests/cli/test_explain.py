@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_a_campaign_tells_what_its_trainings_cannot_use(monkeypatch, tmp_path):
         f"window of 2 nodes {X} 2 h (n[11-12]) used on n11 only: no training can use more nodes: at most 2 together",
         "window of 1 node, no end known (n20) used",
     ]
+
+
+def test_a_training_that_needs_more_nodes_than_there_are_is_named(monkeypatch, tmp_path):
+    (tmp_path / "large_app.py").write_text(APP.replace("max_nodes=2", "min_nodes=2, max_nodes=2"))
+    (tmp_path / "campaign.yaml").write_text("trainings: [{app: 'large_app.py:train', name: t}]\n")
+    source = FixedSource(replace(SURVEY, nodes=1))
+    said_of_it = "note: training t needs 2 nodes at the same time, but there are only 1: it would be refused"
+    assert said_of_it in said(monkeypatch, source, str(tmp_path / "campaign.yaml"))
 
 
 def test_the_object_for_programs_says_the_same(monkeypatch):

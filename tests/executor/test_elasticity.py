@@ -44,7 +44,7 @@ def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_
     policy = ScriptedPolicy(1)
     site = start(policy=policy)
     calls = tmp_path / "calls"
-    future = train.options(name="t")(epochs=40, slow=str(slow), calls=str(calls))
+    future = train.options(name="t")(epochs=40, slow=str(slow), pause=0.5, calls=str(calls))
 
     def runs_on(nodes: int, since: int) -> Callable[[RunState], bool]:
         return lambda run: len(run.trainings["t"].nodes) == nodes and run.trainings["t"].progress["step"] > since
@@ -82,7 +82,7 @@ def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_
 def test_a_training_whose_nodes_are_all_replaced_moves_without_a_checkpoint(start, slow) -> None:
     policy = ScriptedPolicy(2)
     site = start(nodes=2, policy=policy)
-    future = make_app().options(name="t")(epochs=20, slow=str(slow))
+    future = make_app().options(name="t")(epochs=20, slow=str(slow), pause=0.5)
     site.until(lambda run: run.trainings and len(run.trainings["t"].nodes) == 2)
     policy.nodes = 1
     site.until(lambda run: len(run.trainings["t"].nodes) == 1)
@@ -95,17 +95,25 @@ def test_a_training_whose_nodes_are_all_replaced_moves_without_a_checkpoint(star
     assert site.run.trainings["t"].resumes == 0
 
 
+def main_job(site: Site, *, nodes: int, seconds: int) -> None:
+    """Submit a job of somebody else, which goes before ours."""
+    walltime = timedelta(seconds=seconds)
+    site.cluster.submit(["sleep", str(seconds)], nodes=nodes, walltime=walltime, preemptible=False, name="main")
+
+
 def _pid_of_a_slot(site: Site, node: str) -> int:
     joined = [e for _, e in read_journal(site.executor.journal_path) if e.kind == "slot_joined"]
     return next(e.detail["pid"] for e in reversed(joined) if e.detail["node"] == node)
 
 
 def test_a_main_job_that_needs_the_nodes_gets_them_at_once_and_the_training_goes_on_afterwards(start, slow) -> None:
-    site = start(nodes=2, workload=(MainJob(submit=9.0, nodes=2, run=2.0, walltime=4.0),))
-    future = make_app(max_nodes=2).options(name="t")(epochs=20, slow=str(slow))
+    site = start(nodes=2)
+    future = make_app(max_nodes=2).options(name="t")(epochs=20, slow=str(slow), pause=0.5)
+    site.until(lambda run: run.trainings and run.trainings["t"].progress.get("step", 0) > 3)
+    main_job(site, nodes=2, seconds=2)
     site.until(lambda run: run.blocks_ended)
     slow.unlink()
-    assert future.result(timeout=60)["metrics"]["samples"] == 20 * 200
+    assert future.result(timeout=180)["metrics"]["samples"] == 20 * 200
     run = site.run
     assert any("preempted" in reason for reason in run.blocks_ended)
     assert run.trainings["t"].resumes >= 1
@@ -116,15 +124,16 @@ def test_a_main_job_that_needs_the_nodes_gets_them_at_once_and_the_training_goes
 
 def test_a_training_leaves_before_its_window_closes(start, slow) -> None:
     """A queued job of the whole machine is planned at the end of a running one: the window's end is known."""
-    long = MainJob(submit=0.0, nodes=1, run=16.0, walltime=16.0)
-    head = MainJob(submit=0.3, nodes=3, run=1.0, walltime=2.0)
+    # Both are in the queue before the executor asks, and the first lasts far longer than a slot takes to start.
+    long = MainJob(submit=0.0, nodes=1, run=50.0, walltime=50.0)
+    head = MainJob(submit=0.0, nodes=3, run=1.0, walltime=2.0)
     site = start(nodes=3, workload=(long, head))
     source = site.executor.provider.window_source()
     site.until(lambda _: any(window.closes for window in source.survey().windows))
-    future = make_app(max_nodes=2).options(name="t")(epochs=20, slow=str(slow))
+    future = make_app(max_nodes=2).options(name="t")(epochs=20, slow=str(slow), pause=0.5)
     site.until(lambda run: run.blocks_ended)
     slow.unlink()
-    assert future.result(timeout=80)["metrics"]["samples"] == 20 * 200
+    assert future.result(timeout=180)["metrics"]["samples"] == 20 * 200
     requests = [e for _, e in read_journal(site.executor.journal_path) if e.kind == "block_requested"]
     assert requests[0].detail["closes"] is not None
     assert requests[0].time + int(requests[0].detail["seconds"]) <= requests[0].detail["closes"]
@@ -150,7 +159,7 @@ def test_a_training_that_keeps_crashing_ends_with_a_message_not_in_a_loop(start)
 
 def test_a_stopped_worker_is_given_up_after_the_silence_and_the_other_goes_on_in_place(start, slow) -> None:
     site = start(nodes=2, policy=ScriptedPolicy(2), silence=timedelta(seconds=3))
-    future = make_app().options(name="t")(epochs=20, slow=str(slow))
+    future = make_app().options(name="t")(epochs=20, slow=str(slow), pause=0.5)
     site.until(lambda run: run.trainings and len(run.trainings["t"].nodes) == 2 and run.trainings["t"].progress)
     step, pid = site.run.trainings["t"].progress["step"], _pid_of_a_slot(site, site.run.trainings["t"].nodes[0])
     os.kill(pid, signal.SIGSTOP)

@@ -11,6 +11,8 @@ from parsl import bash_app, python_app
 from parsl.executors import ThreadPoolExecutor
 from parsl.executors.errors import InvalidResourceSpecification
 
+from freetrain_parsl import training_app
+from freetrain_parsl.errors import InvalidTrainer
 from tests.executor.scenario import ScriptedPolicy, make_app
 
 pytestmark = pytest.mark.cluster
@@ -54,6 +56,24 @@ def test_ordinary_apps_run_as_ordinary_tasks_beside_trainings(start) -> None:
         fail().result(timeout=60)
     assert say(stdout=parsl.AUTO_LOGNAME).result(timeout=60) == 0
     assert training.result(timeout=60)["metrics"]["samples"] == 2000
+
+
+def test_a_training_that_needs_more_nodes_than_the_cluster_has_is_refused_at_once(start) -> None:
+    site = start(nodes=2)
+    with pytest.raises(InvalidTrainer, match="needs min_nodes=3 nodes at the same time, but there are only 2"):
+        make_app(min_nodes=3, max_nodes=3).options(name="t")(epochs=1).result(timeout=180)
+    assert site.until(lambda run: run.trainings["t"].error).startswith("InvalidTrainer")
+
+
+def test_an_unpicklable_global_is_named_by_the_future(start) -> None:
+    start(nodes=1)
+    stream = iter(number for number in range(3))
+
+    def train(session):
+        return next(stream)
+
+    with pytest.raises(InvalidTrainer, match=r"the variable 'stream', used in .*train\(\), is of type generator"):
+        training_app(train).options(name="t")().result(timeout=180)
 
 
 def test_other_executors_of_the_same_config_are_untouched(start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from freetrain_parsl import TrainingApp, training_app
 from freetrain_parsl.executor.journal import read_journal
+from freetrain_parsl.testing.faults import partition, slots_on_this_machine
 from freetrain_parsl.training.fragment import run_alone
 from tests.executor.scenario import ScriptedPolicy
 
@@ -50,7 +52,7 @@ def make_app() -> TrainingApp:
         data = session.loader(TensorDataset(x, y), batch_size=16)
         for _ in session.epochs(epochs):
             for a, b in data:
-                time.sleep(0.1 if slow is not None and Path(slow).exists() else 0.005)
+                time.sleep(1.0 if slow is not None and Path(slow).exists() else 0.005)
                 session.step(mse_loss(model(a), b))
         return torch.cat([p.detach().full_tensor().flatten() for p in net.parameters()]).tolist()
 
@@ -71,13 +73,14 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
     def step() -> int:
         return site.run.trainings["t"].progress.get("step", 0)
 
-    def runs_on(nodes: int, since: int) -> Callable[[RunState], bool]:
-        return lambda run: len(run.trainings["t"].nodes) == nodes and run.trainings["t"].progress.get("step", 0) > since
+    def goes_on_with(nodes: int) -> Callable[[RunState], bool]:
+        """Whether a group of that size has told from which checkpoint it goes on: all its members are in their loop."""
+        return lambda run: len(run.trainings["t"].nodes) == nodes and run.fragments[-1].resumed_from is not None
 
     site.until(lambda run: run.trainings and step() > 3)
     for nodes in (2, 3):
         policy.nodes = nodes
-        site.until(runs_on(nodes, step()))
+        site.until(goes_on_with(nodes))
     assert not any(fragment.in_place for fragment in site.run.fragments)
     assert not site.run.trainings["t"].progress["in_place"]
     pids = [int(line) for line in calls.read_text().split()]
@@ -90,12 +93,39 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
     site.until(lambda run: run.fragments[-2].lost and run.trainings["t"].progress["resumed_from"] >= saved)
     slow.unlink()
 
-    result = torch.tensor(future.result(timeout=60))
+    result = torch.tensor(future.result(timeout=180))
     assert torch.allclose(result, torch.tensor(run_alone(train.func, epochs=30)), atol=1e-4)
     progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
     assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
     survivors = {int(line) for line in calls.read_text().split()[6:8]}
     assert survivors < set(pids), "those that lost a member are still warm"
+
+
+def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_checkpoint(start, tmp_path: Path) -> None:
+    """Silence between two members that live: the collectives are the model's own, and would wait for half an hour."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    train = make_app()
+    site = start(
+        nodes=2, policy=ScriptedPolicy(2), loss_timeout=timedelta(seconds=3), checkpoint_interval=timedelta(seconds=1)
+    )
+    future = train.options(name="t")(epochs=30, slow=str(slow))
+
+    def has_saved_on_two(run: RunState) -> bool:
+        saved_last = run.checkpoints[-1][0] if run.checkpoints else 0.0
+        return bool(run.fragments) and len(run.fragments[-1].nodes) == 2 and saved_last > run.fragments[-1].start
+
+    site.until(has_saved_on_two)
+    one, other = slots_on_this_machine(entry for _, entry in read_journal(site.executor.journal_path)).values()
+    begun, started = time.monotonic(), site.run.fragments[-1].start
+    with partition(one, [other]) as connections:
+        assert connections
+        site.until(lambda run: run.fragments[-1].start > started and run.fragments[-1].resumed_from is not None)
+    assert time.monotonic() - begun < 60
+    assert site.run.fragments[-2].lost
+    slow.unlink()
+    result = torch.tensor(future.result(timeout=180))
+    assert torch.allclose(result, torch.tensor(run_alone(train.func, epochs=30)), atol=1e-4)
 
 
 def _pid_of_a_slot(site: Any, node: str) -> int:

@@ -15,6 +15,9 @@ class Client:
         self.answer = {"time": 1000.0, "windows": list(windows), "jobs": jobs or {}}
         self.requests: list[list[str]] = []
 
+    def nodes(self):
+        return {f"n0{number}": {} for number in range(1, 9)}
+
     def survey(self, job_ids):
         self.requests.append(list(job_ids))
         return self.answer
@@ -41,6 +44,7 @@ def test_one_request_gives_windows_largest_first_and_the_blocks_asked_for():
             Window(("n05",), 900.0, None, WindowKind.BACKFILL),
         ),
         {"7": BlockStatus(BlockState.RUNNING, ("n03",), 1100.0), "8": BlockStatus(BlockState.UNKNOWN)},
+        nodes=8,
     )
 
 

@@ -39,6 +39,7 @@ def test_an_idle_node_is_a_window_until_the_top_job_starts_on_it():
     assert survey.windows == (HOLE,)
     assert survey.time == NOW
     assert survey.terms == BlockTerms(start_delay=60.0, walltime_step=1.0)
+    assert survey.nodes == len(found.state().partitions["main"].nodes) > 1
 
 
 def test_without_an_idle_node_there_is_no_window():

@@ -71,7 +71,8 @@ class TestWindows:
         assert set(unused) == {f"node0{n}" for n in (1, 2, 3, 4, 5, 7, 8)}
 
     def test_terms_are_those_of_the_site(self):
-        """The start takes up to bf_interval; walltimes are minutes."""
+        """The start takes up to bf_interval; walltimes are minutes; nodes count whoever has them."""
+        assert source(Replies()).survey().nodes == 8
         terms = source(Replies()).survey().terms
         assert (terms.start_delay, terms.walltime_step, terms.min_nodes, terms.max_nodes) == (2.0, 60.0, 1, None)
 

@@ -1,0 +1,165 @@
+"""A training that does not get on says why, and a newcomer that hangs is given up; slots are only names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts
+
+if TYPE_CHECKING:
+    from tests.executor.stage import Stage
+
+
+def reasons(stage: Stage) -> list[str]:
+    return [entry.detail["reason"] for _, entry in stage.history() if entry.kind == "training_stalled"]
+
+
+# Trainings that are too large.
+
+
+def test_a_training_that_needs_more_nodes_than_there_are_is_refused_when_it_is_submitted(stage: Stage) -> None:
+    stage.conductor.machine_has(4)
+    future = stage.submit(min_nodes=5, max_nodes=8)
+    with pytest.raises(InvalidTrainer, match=r"'t' needs min_nodes=5 nodes at the same time, .* only 4 .* lower min_"):
+        future.result(0)
+    assert not stage.submit("fits", min_nodes=4).done()
+
+
+def test_a_training_that_was_submitted_before_the_size_of_the_machine_was_known_is_refused_then(stage: Stage) -> None:
+    future = stage.submit(min_nodes=5, max_nodes=8)
+    stage.conductor.machine_has(None)
+    assert not future.done()
+    stage.conductor.machine_has(4)
+    assert isinstance(future.exception(0), InvalidTrainer)
+
+
+def test_a_training_that_runs_is_not_ended_by_a_machine_that_shrinks(stage: Stage) -> None:
+    future = stage.running("n0", "n1", min_nodes=2)
+    stage.conductor.machine_has(1)
+    stage.turn()
+    assert not future.done()
+
+
+# Waits.
+
+
+def test_a_training_without_nodes_says_within_a_minute_what_it_waits_for_and_takes_it_back(stage: Stage) -> None:
+    stage.submit(min_nodes=3)
+    stage.now += 40
+    stage.turn()
+    assert reasons(stage) == []
+    stage.now += 15
+    stage.turn()
+    stage.now += 100
+    stage.turn()
+    assert reasons(stage) == ["waits for 3 nodes to join; `freetrain explain` says why idle nodes are not used"]
+    stage.on("n0", "n1", "n2")
+    stage.progress("s0")
+    stage.turn()
+    assert reasons(stage)[1:] == [""]
+
+
+def test_a_function_that_never_reaches_its_loop_is_named_with_its_nodes(stage: Stage) -> None:
+    stage.submit()
+    stage.on("n0", "n1")
+    stage.now += 50
+    stage.turn()
+    assert reasons(stage) == ["on n0, n1 its function has not reached session.epochs() yet"]
+
+
+def test_a_newcomer_that_does_not_get_ready_is_named_while_the_others_train(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1")
+    stage.now += 50
+    stage.turn()
+    assert reasons(stage) == ["on n1, to join the others, its function has not reached session.epochs() yet"]
+    stage.says("s1", "ready")
+    stage.turn()
+    assert reasons(stage)[1:] == [""]
+
+
+# Newcomers that hang between their order and the meeting.
+
+
+def ordered(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1", "n2")
+    stage.says("s1", "ready")
+    stage.says("s2", "ready")
+    stage.turn()
+    assert stage.order("s2") == (2, 3, False)
+
+
+def meets(stage: Stage, slot: str) -> None:
+    stage.kv(slot, group=stage.group(slot), request=1, operation="get", keys=["secret"], timeout=60.0, amount=0)
+
+
+def test_a_newcomer_that_hangs_after_its_order_is_given_up_and_the_others_go_on_in_place(stage: Stage) -> None:
+    ordered(stage)
+    meets(stage, "s1")
+    stage.now += 9
+    stage.turn()
+    assert stage.killed == []
+    stage.now += 2
+    stage.turn()
+    assert stage.killed == ["s2"]
+    stage.now += 0.2
+    stage.turn()
+    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
+    stage.regrouped("s0", "s1")
+    assert stage.fragments("started")[-1].detail["nodes"] == ["n0", "n1"]
+
+
+def test_newcomers_that_wait_at_the_meeting_are_not_given_up_however_long_the_others_take(stage: Stage) -> None:
+    ordered(stage)
+    meets(stage, "s1")
+    meets(stage, "s2")
+    stage.now += 600
+    stage.beats("s0", "s1", "s2")
+    stage.turn()
+    assert stage.killed == []
+
+
+def test_after_a_meeting_that_failed_though_all_live_the_members_go_on_without_the_newcomers(stage: Stage) -> None:
+    """Who trains together can connect to each other; a newcomer may be behind a network that leads nowhere."""
+    ordered(stage)
+    for slot in ("s0", "s1", "s2"):
+        meets(stage, slot)
+    stage.stranded("s0", generation=stage.orders["s0"]["next"])
+    stage.now += 2
+    stage.beats("s0", "s1", "s2")
+    stage.turn()
+    assert stage.order("s0") == (0, 1, True)
+    stage.regrouped("s0")
+    assert stage.fragments("started")[-1].detail["nodes"] == ["n0"]
+
+
+def test_groups_with_an_impostor_are_formed_anew_a_bounded_number_of_times_and_the_last_reason_is_told(
+    stage: Stage,
+) -> None:
+    """One restart without a step is allowed here."""
+    future = stage.running("n0", "n1")
+    for _ in range(2):
+        assert not future.done()
+        stage.stranded("s0", generation=stage.generation)
+        stage.now += 2
+        stage.beats("s0", "s1")
+        stage.turn()
+        if not future.done():
+            stage.regrouped("s0", "s1")
+    with pytest.raises(TooManyRestarts, match=r"2 crashes .* its members lost each other.*: connection closed"):
+        future.result(0)
+
+
+def test_a_sharded_group_in_which_everybody_only_waits_ends_and_starts_again_from_its_checkpoint(stage: Stage) -> None:
+    stage.running("n0", "n1", in_place=False)
+    stage.waits("s0", 11.0)
+    stage.waits("s1", 10.5)
+    stage.turn()
+    assert stage.order("s0") == stage.order("s1") == (None, 0, True)
+    stage.ended("s0", "peer_lost", reason="told to")
+    stage.ended("s1", "peer_lost", reason="told to")
+    assert [(slot, message["joining"]) for slot, message in stage.turn()] == [("s0", False), ("s1", False)]
+    assert stage.fragments()[-1].detail["lost"]
