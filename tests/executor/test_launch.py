@@ -13,7 +13,7 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.launch import Container, check_node_python, node_command
 
 PILOT = ["-m", "freetrain_parsl.executor.pilot"]
-POOL = ["-m", "parsl.executors.high_throughput.process_worker_pool"]
+POOL = ["-m", "freetrain_parsl.executor.steady", "parsl.executors.high_throughput.process_worker_pool"]
 SPECIAL = ["a b", "a;b", "$HOME", "`id`", "a'b", 'a"b', "a\nb", "a\\b", "a|b", "a>b", "{debug}", "", "a*"]
 
 
