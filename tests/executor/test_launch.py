@@ -20,7 +20,7 @@ SPECIAL = ["a b", "a;b", "$HOME", "`id`", "a'b", 'a"b', "a\nb", "a\\b", "a|b", "
 def words(*arguments) -> list[str]:
     """Take the command apart, up to HTEX's own arguments."""
     command = shlex.split(node_command(*arguments))
-    return command[: command.index(POOL[1]) + 1]
+    return command[: command.index(POOL[-1]) + 1]
 
 
 def test_without_settings_the_nodes_run_the_drivers_interpreter() -> None:
