@@ -40,7 +40,7 @@ def test_a_container_sees_the_run_directory_and_the_checkpoints() -> None:
 
 
 def test_a_containers_own_python_is_the_default_in_it() -> None:
-    assert words(None, Container("/i.sif"), ())[-5:] == [*PILOT, "python3", *POOL]
+    assert words(None, Container("/i.sif"), ())[-6:] == [*PILOT, "python3", *POOL]
 
 
 @pytest.mark.parametrize("word", SPECIAL)
