@@ -7,6 +7,7 @@ import sys
 import typer
 
 from freetrain_parsl import __version__
+from freetrain_parsl.cli.cancel import cancel
 from freetrain_parsl.cli.checkpoints import checkpoints
 from freetrain_parsl.cli.clean import clean
 from freetrain_parsl.cli.demo import demo
@@ -33,6 +34,7 @@ app.command()(demo)
 app.command()(run)
 app.command()(status)
 app.command()(stop)
+app.command()(cancel)
 app.command()(resume)
 app.command()(clean)
 app.command()(replay)

@@ -373,9 +373,8 @@ class BatchDesk(threading.Thread):
         )
         self._post(StartsFailed(count, most, pause, reason))
         if count == most:
-            self._close_for_good(
-                f"{count} attempts in a row to start a block ended before a worker connected; the last, {reason}"
-            )
+            attempts = "an attempt" if count == 1 else f"{count} attempts in a row"
+            self._close_for_good(f"{attempts} to start a block ended before a worker connected; the last, {reason}")
 
     def _close_for_good(self, reason: str) -> None:
         self.stop_submitting()
