@@ -28,6 +28,7 @@ from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
 from freetrain_parsl.replay.terminal import heading, result_table, summary
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
+from freetrain_parsl.report.output import write_output
 
 __all__ = ["replay"]
 
@@ -247,4 +248,4 @@ def _write(result: Mapping[str, Any], json: Path | None, report: Path | None) ->
 
 def _write_json(result: Mapping[str, Any], file: Path) -> None:
     text = json_format.dumps(result, allow_nan=False, separators=(",", ":"))
-    file.write_text(f"{text}\n", encoding="utf-8")
+    write_output(file, f"{text}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -274,6 +275,18 @@ def test_interrupted_it_ends_without_a_traceback(freetrain, tmp_path, monkeypatc
     assert (done.code, done.out) == (130, "")
     assert done.err == "freetrain: interrupted; nothing was written\n"
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_a_device_is_never_replaced(freetrain, tmp_path, option, through_a_link):
+    """By root neither, who may."""
+    (tmp_path / "link").symlink_to("/dev/null")
+    name = "link" if through_a_link else "/dev/null"
+    done = freetrain(f"replay idle.csv --trainers hpo:1 {option} {name}")
+    assert (done.code, done.err) == (0, "")
+    assert Path("/dev/null").is_char_device()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_progress_is_shown_on_a_terminal(freetrain, monkeypatch):

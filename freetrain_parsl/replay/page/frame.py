@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from freetrain_parsl.replay.page.comparison import comparison
 from freetrain_parsl.replay.page.details import policy_by_policy
 from freetrain_parsl.replay.page.markup import document, element
 from freetrain_parsl.replay.page.wording import WORDS, count, describe, duration, losses_met, milliseconds, percent
+from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,23 +31,14 @@ def write_page(result: Mapping[str, Any], path: Path) -> None:
         The replay's figures, as ``freetrain replay --json`` writes them, with ``series`` and ``solve_histogram``.
         Figures that are None are shown as a dash.
     path
-        Where to; a file that is there is replaced, once the new one is complete.
+        Where to; see `freetrain_parsl.report.output.write_output`.
 
     Raises
     ------
     OSError
-        The directory cannot be written to.
+        It cannot be written.
     """
-    text = document(_page(result))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_output(path, document(_page(result)))
 
 
 def _page(result: Mapping[str, Any]) -> Element:
