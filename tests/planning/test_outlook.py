@@ -176,7 +176,6 @@ def test_whatever_the_times_of_its_events_it_answers_with_possible_numbers(event
             assert 0 <= outlook.closing_rate(name, now) < math.inf
 
 
-
 def test_the_horizon_grows_with_what_a_start_costs_and_never_below_that_of_free_starts() -> None:
     """A start is charged at most a sixth of what its trainer yields within the horizon."""
     outlook = Outlook()
