@@ -355,7 +355,15 @@ def chromium():
     window.close()
 
 
+def dated_result():
+    table = {"rescale_factors": [0.5, 1.0], "start_seconds": [0.0, 60.0], "efficiency": [[0.9, 0.8], [0.7, 0.6]]}
+    dates = {"date": "2026-01-30T12:00:00+00:00", "masked": [[86400.0, 432000.0]], "zero_length": 3}
+    notes = ["5 trainers of at most 10 nodes can use at most 50 of the 85.1 nodes that are idle on average"]
+    return make_result(make_policy(bins=400), **dates) | {"what_if": table, "notes": notes}
+
+
 PAGES = {
+    "dates and notes": dated_result(),
     "plain": make_result(make_policy(bins=400), make_policy("equal-share", seed=1, bins=400)),
     "finite": make_result(*(make_policy(f"policy-{i}", trainers=60, seed=i, finite=True) for i in range(5))),
     "hostile": hostile_result(),

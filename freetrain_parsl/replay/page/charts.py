@@ -155,7 +155,7 @@ def _plot(
             "span",
             text,
             style=f"left:{100 * share:.1f}%" if share < 0.97 else "right:0",
-            class_="minor" if i % 2 else "end" if share >= 0.97 else None,
+            class_="minor" if i % 2 else "end" if share >= 0.97 else "begin" if share < 0.03 else None,
         )
         for i, (share, text) in enumerate(x_labels)
     ]
