@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from freetrain_parsl.report.output import write_output
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -33,7 +35,7 @@ def report(
         table.add_row(*(_cell(value) for value in row.values()))
     console.print(table)
     if json_file is not None:
-        json_file.write_text(json.dumps(list(rows), indent=2) + "\n", encoding="utf-8")
+        write_output(json_file, json.dumps(list(rows), indent=2) + "\n")
 
 
 def _cell(value: Any) -> str:

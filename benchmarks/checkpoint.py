@@ -29,6 +29,7 @@ import torch.multiprocessing
 from _report import report
 from torch import nn
 
+from freetrain_parsl.report.output import write_output
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.sharded import is_sharded
@@ -212,7 +213,7 @@ def main() -> None:
             "command": [Path(sys.executable).name, *sys.argv],
             "rows": [*plain, *sharded],
         }
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_output(options.json, json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from parsl.config import Config
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.report.output import write_output
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def main() -> int:
     )
     print(", ".join(f"{key} {value:g}" for key, value in figures.items() if isinstance(value, (int, float))))
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_output(options.json, json.dumps(figures, indent=2) + "\n")
     kept = figures["goodput"] >= TARGET and figures["samples_lost"] == figures["duplicate_samples"] == 0
     print(f"goodput {figures['goodput']:.3f} (at least {TARGET}): {'kept' if kept else 'NOT KEPT'}")
     return 0 if kept else 1

@@ -33,6 +33,7 @@ from _rescale_crew import Crew
 from _rescale_elastic import measure_torchrun
 from _rescale_net import pause_after, pause_between, read_marks, wait_for_steps
 
+from freetrain_parsl.report.output import write_output
 from freetrain_parsl.testing.faults import kill, stop
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def main() -> int:
         "ratio": everything["ratio"],
     }
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**figures, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        write_output(arguments.json, json.dumps({**figures, "rows": rows}, indent=2) + "\n")
     kept = (
         everything["pause_s"] <= MOST_SECONDS
         and everything["steps"] <= MOST_STEPS

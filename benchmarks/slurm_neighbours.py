@@ -44,6 +44,7 @@ from _report import report
 from _slurm_main_queue import MainQueue, Ran, count_rpcs, draw, idle_intervals
 from _slurm_training import SAMPLE_NODE_SECONDS
 
+from freetrain_parsl.report.output import write_figure, write_output
 from freetrain_parsl.testing.loopback_slurm import LoopbackPartition, LoopbackSlurm
 from freetrain_parsl.testing.slurm_machine import slurm_version
 
@@ -224,7 +225,7 @@ def plot(outcomes: dict[str, Outcome], nodes: Sequence[str], file: Path) -> None
             for name in names:
                 axis.barh(rows[name], until - start, left=start, height=0.5, color="tab:green", linewidth=0)
         axis.set(title=f"{mode}: main jobs grey, trainings green", ylabel="node", xlabel="seconds")
-    figure.savefig(file, dpi=130)
+    write_figure(file, figure)
 
 
 def main() -> int:
@@ -261,7 +262,7 @@ def main() -> int:
     rows = [{"figure": key, **{mode: modes[mode][key] for mode in modes}} for key in modes["without"]]
     report("Neighbours of our trainings on a real Slurm", rows, ["parsl", "submitit", "torch"])
     if options.json is not None:
-        options.json.write_text(json.dumps(modes, indent=2) + "\n", encoding="utf-8")
+        write_output(options.json, json.dumps(modes, indent=2) + "\n")
     major, minor = slurm_version()
     print(
         f"Slurm {major}.{minor:02}: {options.nodes} nodes on the loopback, scheduler cycle {CYCLE} s, grace {GRACE} s;"

@@ -7,6 +7,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
 from tests.__main__ import PARTS
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # names, separated by commas, of what must be there: then a test may not skip
+
+# How long examples take depends on what else the machine does, so no time fails a test.
+settings.register_profile("suite", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share the cores must not take all of them each
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -18,7 +18,7 @@ import typer.main
 
 from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingSession
 from freetrain_parsl.app import _Options
-from freetrain_parsl.cli import app
+from freetrain_parsl.cli.commands import app
 from freetrain_parsl.planning.policies import MilpPolicy
 
 ROOT = Path(__file__).parents[1]

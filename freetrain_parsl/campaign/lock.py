@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from freetrain_parsl.campaign.store import DriverRecord
+    from freetrain_parsl.campaign.store import DriverRecord, RunStore
 
-__all__ = ["BEAT", "DriverState", "driver_lock", "driver_state", "own_identity"]
+__all__ = ["BEAT", "DriverState", "driver_lock", "driver_state", "is_silent", "own_identity"]
 
 BEAT = 2.0  # seconds between signs of life, and looks for requests
 _SILENT = 60.0  # seconds without one after which a driver on another host counts as dead
+_SURE = 5 * BEAT  # seconds for which it is watched before somebody takes its place
 
 
 class DriverState(str, Enum):
@@ -46,7 +47,10 @@ def own_identity() -> tuple[str, int, int]:
 
 
 def driver_state(driver: DriverRecord | None, clock: Callable[[], float] = time.time) -> DriverState:
-    """Tell whether a driver lives: by its process on this host, by its heartbeat on another."""
+    """Tell whether a driver lives: by its process on this host, by its heartbeat on another.
+
+    The clocks of two hosts differ, and are stepped: who is about to take its place asks `is_silent`.
+    """
     if driver is None:
         return DriverState.NONE
     if driver.ended is not None:
@@ -54,6 +58,33 @@ def driver_state(driver: DriverRecord | None, clock: Callable[[], float] = time.
     if driver.host == platform.node():
         return DriverState.ALIVE if is_running(driver.pid, driver.started) else DriverState.DEAD
     return DriverState.ALIVE if clock() - driver.heartbeat < _SILENT else DriverState.DEAD
+
+
+def is_silent(
+    store: RunStore,
+    *,
+    clock: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Tell whether nobody drives a run, whatever the clocks of both hosts show.
+
+    A driver on another host whose last heartbeat is old, or in the future, by this host's clock is watched: if it
+    gives a sign of life it lives. One of the future must be silent for as long as counts as dead.
+    """
+    driver = store.last_driver()
+    state = driver_state(driver, clock)
+    if driver is None or driver.ended is not None or driver.host == platform.node():
+        return state is not DriverState.ALIVE
+    age = clock() - driver.heartbeat
+    if 0 <= age < _SILENT:
+        return False
+    end = monotonic() + (_SURE if age >= 0 else _SILENT)
+    while monotonic() < end:
+        sleep(BEAT / 2)
+        if store.last_driver() != driver:
+            return False
+    return True
 
 
 @contextmanager

@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.campaign import Campaign
-from freetrain_parsl.campaign.lock import BEAT, DriverState, driver_lock, driver_state, own_identity
+from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.errors import BatchSystemError, InvalidInput, StorageUnavailable
+from freetrain_parsl.errors import (
+    BatchSystemError,
+    InvalidInput,
+    StorageUnavailable,
+    TrainingCancelled,
+    TrainingInterrupted,
+)
 from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
@@ -99,6 +105,7 @@ class CampaignRun:
     campaign: Campaign
     _futures: dict[str, Future[Any]] = field(default_factory=dict)
     _unwritable: bool = False
+    _cancelled: set[str] = field(default_factory=set)
 
     @classmethod
     def create(cls, campaign: Campaign, site: Site, directory: Path | None = None) -> CampaignRun:
@@ -201,6 +208,7 @@ class CampaignRun:
             if resuming:
                 remove_orphans(self.site, self.store, tell)
                 preflight(self.site, self.directory, resuming=True)
+                self._tell_retries(tell)
             try:
                 driver = self.store.begin_driver(*own_identity())
             except sqlite3.OperationalError as error:
@@ -213,6 +221,17 @@ class CampaignRun:
                 with self._kept(tell):
                     self.store.end_driver(driver, how)
         return how
+
+    def _tell_retries(self, tell: Callable[[str], None]) -> None:
+        """Say which trainings were interrupted and are tried again, and which are left out."""
+        trainings = self.store.trainings()
+        for item in trainings:
+            if item.state == "waiting" and item.error:
+                tell(f"trying {item.name} again, which was interrupted: {' '.join(item.error.split())[:300]}")
+        for state, option in (("failed", "--retry-failed, or --retry NAME,"), ("cancelled", "--retry NAME")):
+            if names := [item.name for item in trainings if item.state == state]:
+                tell(f"left out, {state}: {_some(names)}; {option} tries again")
+        self.store.forget_interruptions()
 
     def _drive(
         self,
@@ -242,13 +261,16 @@ class CampaignRun:
                 if training.name in unfinished
             }
             run = RunState(executor.journal_path)
-            how = self._watch(driver, run, caught, tell, show)
+            how = self._watch(driver, run, caught, tell, show, executor.cancel)
             if how != "finished":
                 tell("stopping: trainings save their work, jobs are withdrawn")
         for name, future in self._futures.items():  # what has finished while we were leaving
             if future.done() and future.exception() is None:
                 with self._kept(tell):
                     self.store.finish(name, future.result())
+        with self._kept(tell):
+            for name in self.store.cancellations():
+                self.store.cancel(name)
         return how
 
     def _watch(
@@ -258,6 +280,7 @@ class CampaignRun:
         caught: list[int],
         tell: Callable[[str], None],
         show: Callable[[RunState, float], None],
+        cancel: Callable[[Future[Any]], bool],
     ) -> str:
         begin = time.monotonic()
         next_beat = begin
@@ -268,10 +291,13 @@ class CampaignRun:
                 next_beat = now + BEAT
                 with self._kept(tell):
                     self._collect()
+                    self._cancel_requested(cancel)
+                    # Of a training whose future is done the reason is kept already.
+                    current = [item for item in _unfinished(run) if item.name in self._futures]
                     self.store.beat(
                         driver,
-                        {item.name: (item.state, item.share_done, item.nodes) for item in _unfinished(run)},
-                        {item.name: item.remark(time.time()) for item in _unfinished(run)},
+                        {item.name: (item.state, item.share_done, item.nodes) for item in current},
+                        {item.name: item.remark(time.time()) for item in current},
                     )
                     if self.store.stop_requested():
                         return "stopped"
@@ -282,6 +308,12 @@ class CampaignRun:
                 return "interrupted"
             time.sleep(_PERIOD)
 
+    def _cancel_requested(self, cancel: Callable[[Future[Any]], bool]) -> None:
+        """Cancel the trainings that somebody has asked for; one that Parsl has not submitted yet is asked again."""
+        for name in self.store.cancellations():
+            if name in self._futures and name not in self._cancelled and cancel(self._futures[name]):
+                self._cancelled.add(name)
+
     def _collect(self) -> None:
         """Keep what the futures that are done hold."""
         for name, future in list(self._futures.items()):
@@ -290,9 +322,11 @@ class CampaignRun:
             error = future.exception()
             if error is None:
                 self.store.finish(name, future.result())
+            elif isinstance(error, TrainingCancelled):
+                self.store.cancel(name)
             else:
-                # The site's refusals are not the training's own failure: it goes on at the next resume.
-                final = not isinstance(error, BatchSystemError)
+                # The site's refusals and the driver's own end are not the training's failure: resume goes on with it.
+                final = not isinstance(error, (BatchSystemError, TrainingInterrupted))
                 self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
             del self._futures[name]  # not before it is kept
 
@@ -323,11 +357,15 @@ def refuse_living_driver(store: RunStore) -> None:
         It tells who.
     """
     driver = store.last_driver()
-    if driver is not None and driver_state(driver) is DriverState.ALIVE:
+    if driver is not None and not is_silent(store):
         raise InvalidInput(
             f"{store.directory}: its driver runs on {driver.host} (process {driver.pid}); "
             f"stop it first: freetrain stop {store.directory}"
         )
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _unfinished(run: RunState) -> Iterator[Any]:

@@ -14,7 +14,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.strict_yaml import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,17 +47,17 @@ CREATE TABLE driver (         -- one row for each process that has driven the ca
 CREATE TABLE training (
     name TEXT PRIMARY KEY,
     position INTEGER NOT NULL,
-    state TEXT NOT NULL,      -- waiting, running, finished, failed
+    state TEXT NOT NULL,      -- waiting, running, finished, failed, cancelled
     share REAL,               -- of its samples that are done
     nodes TEXT NOT NULL,      -- JSON list: where it runs
     result TEXT,              -- of a finished one: JSON, or repr
     result_is_json INTEGER NOT NULL,
-    error TEXT,
+    error TEXT,               -- of one that waits: why its last run was interrupted
     updated REAL NOT NULL
 );
 CREATE TABLE request (        -- from other shells
     id INTEGER PRIMARY KEY,
-    kind TEXT NOT NULL,       -- stop
+    kind TEXT NOT NULL,       -- 'stop', or 'cancel' and the name of a training
     time REAL NOT NULL
 );
 """
@@ -114,8 +115,12 @@ class RunStore:
         self.directory = directory
         self._path = directory / DATABASE
         self._clock = clock
-        if not self._path.is_file():
-            raise InvalidInput(f"{directory} is no run directory of 'freetrain run': it has no {DATABASE}")
+        try:
+            found = self._path.is_file()
+        except OSError as error:  # of another user, or a name that is too long
+            raise InvalidInput(f"{shown(directory)}: {error.strerror or error}") from None
+        if not found:
+            raise InvalidInput(f"{shown(directory)} is no run directory of 'freetrain run': it has no {DATABASE}")
         try:
             version = self._one("PRAGMA user_version")[0]
         except sqlite3.Error as error:
@@ -237,6 +242,22 @@ class RunStore:
             for name, state, share, nodes, result, plain, error in rows
         ]
 
+    def training(self, name: str) -> TrainingRecord:
+        """Return one training.
+
+        Raises
+        ------
+        InvalidInput
+            There is none of that name.
+        """
+        trainings = {item.name: item for item in self.trainings()}
+        if name not in trainings:
+            raise InvalidInput(
+                f"{self.directory} has no training {name[:80]!r}{did_you_mean(name[:80], trainings)}; "
+                f"freetrain status {self.directory} lists them"
+            )
+        return trainings[name]
+
     def finish(self, name: str, result: object) -> None:
         """Keep the result of a training: as JSON if it can be, else as Python shows it."""
         try:
@@ -256,15 +277,60 @@ class RunStore:
             "failed" if final else "waiting", error, self._clock(), name,
         )  # fmt: skip
 
+    def cancel(self, name: str) -> None:
+        """Note that a training was cancelled, if it had not ended before."""
+        self._write(
+            "UPDATE training SET state = 'cancelled', nodes = '[]', error = NULL, updated = ? "
+            "WHERE name = ? AND state IN ('waiting', 'running')",
+            self._clock(), name,
+        )  # fmt: skip
+
     def retry_failed(self) -> None:
         """Let the trainings that failed wait again."""
         self._write("UPDATE training SET state = 'waiting', error = NULL WHERE state = 'failed'")
+
+    def retry(self, name: str) -> None:
+        """Let a training that failed or was cancelled wait again; one that waits is no error.
+
+        Raises
+        ------
+        InvalidInput
+            There is none of that name, or it has finished.
+        """
+        if self.training(name).state == "finished":
+            raise InvalidInput(f"{name} has finished; there is nothing to try again")
+        self._write(
+            "UPDATE training SET state = 'waiting', error = NULL WHERE name = ? AND state IN ('failed', 'cancelled')",
+            name,
+        )
+
+    def forget_interruptions(self) -> None:
+        """Forget why trainings that wait were interrupted: they are tried again."""
+        self._write("UPDATE training SET error = NULL WHERE state = 'waiting'")
 
     # Requests.
 
     def request_stop(self) -> None:
         """Ask the driver, whichever process that is, to save everything and end."""
         self._write("INSERT INTO request (kind, time) VALUES ('stop', ?)", self._clock())
+
+    def request_cancel(self, name: str) -> None:
+        """Ask the driver to end one training, with its state saved.
+
+        Raises
+        ------
+        InvalidInput
+            There is no such training, or it has ended.
+        """
+        state = self.training(name).state
+        if state not in ("waiting", "running"):
+            raise InvalidInput(f"{name} has ended already: {state}")
+        self._write("INSERT INTO request (kind, time) VALUES (?, ?)", f"cancel {name}", self._clock())
+
+    def cancellations(self) -> list[str]:
+        """Return the trainings that the present driver was asked to cancel."""
+        rows = self._rows("SELECT DISTINCT kind FROM request WHERE kind LIKE 'cancel %'")
+        return [row[0].removeprefix("cancel ") for row in rows]
 
     def stop_requested(self) -> bool:
         """Whether anybody has asked the present driver to stop."""

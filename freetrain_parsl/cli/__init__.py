@@ -1,69 +1,63 @@
-"""The ``freetrain`` command; one module a verb."""
+"""The ``freetrain`` command; one module a verb.
+
+This module imports next to nothing, so that Ctrl-C is answered while the verbs are still being imported.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import typer
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-from freetrain_parsl import __version__
-from freetrain_parsl.cli.checkpoints import checkpoints
-from freetrain_parsl.cli.clean import clean
-from freetrain_parsl.cli.demo import demo
-from freetrain_parsl.cli.explain import explain
-from freetrain_parsl.cli.plan import plan
-from freetrain_parsl.cli.replay import replay
-from freetrain_parsl.cli.resume import resume
-from freetrain_parsl.cli.run import run
-from freetrain_parsl.cli.status import status
-from freetrain_parsl.cli.stop import stop
-from freetrain_parsl.cli.windows import windows
-from freetrain_parsl.errors import FreeTrainError, UsageError
+__all__ = ["main"]
 
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="freetrain",
-    help="Train neural networks in the nodes that a cluster leaves idle.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(demo)
-app.command()(run)
-app.command()(status)
-app.command()(stop)
-app.command()(resume)
-app.command()(clean)
-app.command()(replay)
-app.command()(windows)
-app.command()(plan)
-app.command()(explain)
-app.add_typer(checkpoints, name="checkpoints")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"freetrain {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
-    ),
-) -> None:
-    pass
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user's is one line on standard error and exit code 2."""
+    """Run the command line.
+
+    A mistake of the user's is one line on standard error and exit code 2. An interruption is exit code 130.
+    """
+    with _exit_if_interrupted():
+        from freetrain_parsl.cli.commands import app
+        from freetrain_parsl.errors import FreeTrainError, UsageError
     try:
         app()
     except UsageError as error:
-        typer.echo(f"freetrain: {error}", err=True)
+        sys.stderr.write(f"freetrain: {error}\n")
         sys.exit(2)
     except FreeTrainError as error:
-        typer.echo(f"freetrain: {error}", err=True)
+        sys.stderr.write(f"freetrain: {error}\n")
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("freetrain: interrupted\n")
+        sys.exit(_INTERRUPTED)
+
+
+@contextmanager
+def _exit_if_interrupted() -> Iterator[None]:
+    """End the process at once on Ctrl-C.
+
+    An exception would not do: extension modules turn a KeyboardInterrupt raised while they are imported into an
+    ImportError. While modules are imported there is nothing to clean up.
+    """
+
+    def leave(_number: int, _frame: Any) -> None:
+        os.write(2, b"freetrain: interrupted\n")
+        os._exit(_INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # it is ignored (a job in the background), or another program's
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

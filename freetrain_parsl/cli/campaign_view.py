@@ -31,7 +31,7 @@ RunDirectory = Annotated[
     Path | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory. Default: the newest here.")
 ]
 
-_STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim"}
+_STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim", "cancelled": "dim"}
 _LONGEST_ERROR = 800
 _FRAME_LINES = 8  # of the live view, beside one a training
 
@@ -97,7 +97,7 @@ class LiveView:
         room = max(1, self._console.size.height - _FRAME_LINES)
         if len(trainings) <= room:
             return trainings, None
-        order = ("running", "failed", "waiting", "finished")
+        order = ("running", "failed", "waiting", "cancelled", "finished")
         shown = sorted(trainings, key=lambda training: order.index(training.state))[:room]
         return shown, Text(f"… and {len(trainings) - room} more: freetrain status shows all", style="dim")
 
@@ -124,7 +124,7 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
         typer.echo(json.dumps(summary(run.store), indent=2))
     else:
         console.print(result_table(trainings))
-    left = sum(item.state != "finished" for item in trainings)
+    left = sum(item.state not in ("finished", "cancelled") for item in trainings)
     if left and how != "interrupted":
         failed = sum(item.state == "failed" for item in trainings)
         console.print(f"{left} of {len(trainings)} trainings are not finished, {failed} of them failed", style="bold")
@@ -198,6 +198,7 @@ def summary(store: RunStore) -> dict[str, Any]:
         "failed_starts": None if (failed := failed_starts_of(store)) is None else asdict(failed),
         "finished": sum(item.state == "finished" for item in trainings),
         "failed": sum(item.state == "failed" for item in trainings),
+        "cancelled": sum(item.state == "cancelled" for item in trainings),
         "trainings": [item.as_json() for item in trainings],
     }
 

@@ -84,10 +84,19 @@ def demo(
     with _interruptible():
         figures = _run(console, directory, nodes, workload, policy, time_limit)
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        _write_json(json_file, figures)
     if figures["trainings_completed"] < len(_CAMPAIGN):
         console.print(f"[bold red]{len(_CAMPAIGN) - figures['trainings_completed']} trainings did not complete[/]")
         raise typer.Exit(1)
+
+
+def _write_json(file: Path, figures: dict[str, Any]) -> None:
+    from freetrain_parsl.report.output import write_output
+
+    try:
+        write_output(file, json.dumps(figures, indent=2) + "\n")
+    except OSError as error:
+        raise UsageError(f"--json {file}: cannot be written: {error.strerror}") from error
 
 
 def _check_extras() -> None:

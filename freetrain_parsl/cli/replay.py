@@ -26,8 +26,9 @@ from freetrain_parsl.replay.example import write_example
 from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
-from freetrain_parsl.replay.terminal import heading, result_table, summary
+from freetrain_parsl.replay.terminal import heading, result_table, summary, what_if_table
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
+from freetrain_parsl.report.output import write_output
 
 __all__ = ["replay"]
 
@@ -63,13 +64,22 @@ def replay(
         str | None, typer.Option(metavar="UP,DOWN", help="What a rescale costs, for all trainers.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(metavar="N", help="Size of the machine, if the log lacks it.")] = None,
+    processors_per_node: Annotated[
+        int | None, typer.Option(metavar="N", help="Of an SWF log, which counts processors. Default: as its head says.")
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of an SWF log: its jobs only. Needs --nodes, its size.")
+    ] = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of the log.")] = False,
     mask_outages: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Leave out 3 hours and more with this share of nodes idle.")
+        float | None, typer.Option(metavar="SHARE", help="Remove 3 hours and more with this share of nodes idle.")
     ] = None,
     node_hour_price: Annotated[
         float | None, typer.Option(metavar="PRICE", help="Of a node-hour, in any currency.")
     ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Also replay with other costs of rescales and starts (16 replays more).")
+    ] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page (HTML) to this file.")] = None,
     example: Annotated[
@@ -93,10 +103,23 @@ def replay(
         with _progress() as progress:
             tell = _teller(progress)
             tell(f"reading {log.name}", 0.0)
-            holes = open_log(log, nodes=nodes, lenient=lenient, mask_idle_above=mask_outages)
+            holes = open_log(
+                log,
+                nodes=nodes,
+                lenient=lenient,
+                processors_per_node=processors_per_node,
+                partition=partition,
+                mask_idle_above=mask_outages,
+            )
             tell(f"reading {log.name}", 1.0)
             result = compare(
-                holes, chosen, contestants, settings, price_per_node_hour=node_hour_price, on_progress=tell
+                holes,
+                chosen,
+                contestants,
+                settings,
+                price_per_node_hour=node_hour_price,
+                with_what_if=what_if,
+                on_progress=tell,
             )
     except KeyboardInterrupt:
         typer.echo("freetrain: interrupted; nothing was written", err=True)
@@ -225,6 +248,11 @@ def _show(result: Mapping[str, Any]) -> None:
     console.print(result_table(result))
     console.print()
     console.print(summary(result), markup=False)
+    for note in result["notes"]:
+        console.print(f"Note: {note}", markup=False)
+    if "what_if" in result:
+        console.print()
+        console.print(what_if_table(result))
     for entry in result["policies"]:
         if entry["refused"]:
             typer.echo(
@@ -247,4 +275,4 @@ def _write(result: Mapping[str, Any], json: Path | None, report: Path | None) ->
 
 def _write_json(result: Mapping[str, Any], file: Path) -> None:
     text = json_format.dumps(result, allow_nan=False, separators=(",", ":"))
-    file.write_text(f"{text}\n", encoding="utf-8")
+    write_output(file, f"{text}\n")

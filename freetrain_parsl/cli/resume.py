@@ -21,6 +21,9 @@ def resume(
     retry_failed: bool = typer.Option(
         False, "--retry-failed", help="Try the trainings that failed again, from their checkpoints."
     ),
+    retry: list[str] = typer.Option(
+        [], "--retry", metavar="NAME", help="Try this training again, which failed or was cancelled."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
     """Remove what a dead driver left, then go on with the trainings that are not finished."""
@@ -29,4 +32,6 @@ def resume(
         refuse_living_driver(campaign_run.store)
         if retry_failed:
             campaign_run.store.retry_failed()
+        for name in retry:
+            campaign_run.store.retry(name)
     drive_and_report(campaign_run, as_json=json, resuming=True)

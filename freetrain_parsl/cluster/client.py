@@ -189,15 +189,21 @@ class ClusterClient:
                 f"cluster {self.name!r} did not answer {operation!r} within {self._timeout:g} s"
             ) from error
         except OSError as error:
-            raise ClusterGone(f"cluster {self.name!r} is gone ({error})") from error
+            raise self._no_answer(f"{operation!r} failed: {error}") from error
         if not answer.endswith(b"\n"):
-            raise ClusterGone(f"cluster {self.name!r} went away during {operation!r}")
+            raise self._no_answer(f"{operation!r} got half an answer")
         reply = json.loads(answer)
         if reply["ok"]:
             return reply["result"]
         if reply["usage"]:
             raise InvalidSettings(reply["error"])
         raise BatchSystemError(reply["error"])
+
+    def _no_answer(self, what: str) -> BatchSystemError:
+        """Tell a cluster that has ended from one that may answer the next time."""
+        if any(cluster.name == self.name for cluster in registry.running_clusters()):
+            return BatchSystemError(f"cluster {self.name!r}: {what}")
+        return ClusterGone(f"cluster {self.name!r} has ended ({what})")
 
 
 class EmbeddedCluster:

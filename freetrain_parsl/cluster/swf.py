@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from freetrain_parsl.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 _FIELDS = 18
+_CANCELLED = 5  # of the states
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class SwfJob:
     number
         Its number in the log.
     submit, wait, run
-        When it was submitted, how long it waited and ran, seconds.
+        When it was submitted, how long it waited and ran, seconds; 0 for less than one.
     nodes
         How many nodes it had.
     requested_time
@@ -57,12 +58,14 @@ class _Line(NamedTuple):
     requested_processors: float
     requested_time: float
     status: float
+    partition: float
 
 
 class SwfLog:
     """A job log, read line by line each time that it is iterated over.
 
-    Jobs that never ran, or whose size is unknown, are left out and counted in `unusable`.
+    Jobs that never ran, or whose size is unknown, are left out and counted in `unusable`. A job that had processors
+    and ran for 0 seconds, so for less than one, did run.
 
     Parameters
     ----------
@@ -70,44 +73,65 @@ class SwfLog:
         The log, compressed if its name ends in ``.gz``.
     lenient
         Skip malformed lines and count them in `malformed`, instead of refusing the log.
+    processors_per_node
+        How many processors a node has; ``None`` to take ``MaxProcs / MaxNodes``, or 1 if either is missing.
+    partition
+        Read only the jobs of this one: its number, or its name as the head tells it.
 
     Attributes
     ----------
     header : dict
         Name -> value of the comments at its head.
+    partitions : dict
+        Number -> name of the partitions that the head lists.
     unusable, malformed : int
         Lines left out by the latest iteration.
 
     Raises
     ------
     InvalidInput
-        The log cannot be read; while iterating, a line is malformed.
+        The log cannot be read, or its head lists other partitions only; while iterating, a line is malformed.
     """
 
-    def __init__(self, path: Path, *, lenient: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        lenient: bool = False,
+        processors_per_node: int | None = None,
+        partition: str | None = None,
+    ) -> None:
         self.path = path
         self.lenient = lenient
         self.unusable = 0
         self.malformed = 0
         self.header: dict[str, str] = {}
+        self.partitions: dict[int, str] = {}
+        self._processors_per_node = processors_per_node
         for _, line in self._lines():
             if not line.startswith(";"):
                 break
             name, colon, value = line[1:].partition(":")
             if colon:
                 self.header.setdefault(name.strip(), value.strip())
+                self._note_partition(name.strip(), value.split())
+        self._partition = None if partition is None else self._number_of(partition)
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the logged cluster: ``MaxNodes``, or ``MaxProcs`` without that."""
-        nodes = self._header_number("MaxNodes") or self._header_number("MaxProcs")
+        """Number of nodes of the logged cluster: ``MaxNodes``, or without that the nodes of ``MaxProcs``."""
+        nodes = self._header_number("MaxNodes")
+        if nodes is None and (processors := self._header_number("MaxProcs")) is not None:
+            nodes = math.ceil(processors / self.processors_per_node)
         if nodes is None:
             raise InvalidInput(f"{self.path}: its head has neither MaxNodes nor MaxProcs; add the line '; MaxNodes: N'")
         return nodes
 
     @property
     def processors_per_node(self) -> float:
-        """``MaxProcs / MaxNodes``; 1 if either is missing."""
+        """As given, else ``MaxProcs / MaxNodes``; 1 if either is missing."""
+        if self._processors_per_node is not None:
+            return self._processors_per_node
         nodes, processors = self._header_number("MaxNodes"), self._header_number("MaxProcs")
         return max(1.0, processors / nodes) if nodes and processors else 1.0
 
@@ -127,7 +151,10 @@ class SwfLog:
                 self.malformed += 1
                 continue
             processors = line.processors if line.processors > 0 else line.requested_processors
-            if processors <= 0 or line.run <= 0 or line.submit < 0:
+            if self._partition is not None and line.partition != self._partition:
+                continue
+            ran = line.run > 0 or (line.run == 0 and line.processors > 0 and line.status != _CANCELLED)
+            if processors <= 0 or not ran or line.submit < 0:
                 self.unusable += 1
                 continue
             yield SwfJob(
@@ -139,6 +166,20 @@ class SwfLog:
                 line.requested_time if line.requested_time > 0 else None,
                 int(line.status),
             )
+
+    def _note_partition(self, name: str, words: Sequence[str]) -> None:
+        if name == "Partition" and words and words[0].isdecimal():
+            self.partitions[int(words[0])] = " ".join(words[1:])
+
+    def _number_of(self, partition: str) -> int:
+        """Return the number of a partition that is given by number or by name."""
+        by_name = {name: number for number, name in self.partitions.items() if name}
+        number = int(partition) if partition.isascii() and partition.isdecimal() else by_name.get(partition)
+        if number is None or (self.partitions and number not in self.partitions):
+            known = ", ".join(f"{number} ({name})" for number, name in self.partitions.items())
+            listed = f"its head lists {known}" if known else "its head names none; give a partition's number"
+            raise InvalidInput(f"{self.path}: no partition {partition!r}; {listed}")
+        return number
 
     def _header_number(self, name: str) -> int | None:
         words = self.header.get(name, "").split()
@@ -166,4 +207,6 @@ def _parse(text: str) -> _Line | None:
     if not all(map(math.isfinite, numbers)):
         return None
     number, submit, wait, run, processors, _, _, requested_processors, requested_time, _, status = numbers[:11]
-    return _Line(number, submit, wait, run, processors, requested_processors, requested_time, status)
+    return _Line(
+        number, submit, wait, run, processors, requested_processors, requested_time, status, partition=numbers[15]
+    )

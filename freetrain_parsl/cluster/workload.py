@@ -197,6 +197,8 @@ def read_workload(
     begin: float | None = None
     jobs = []
     for job in log:
+        if job.run <= 0:
+            continue
         if begin is None:
             begin = job.submit + start.total_seconds()  # some logs count from 1970
         if job.submit >= begin + length:

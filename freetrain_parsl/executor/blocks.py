@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, TypeAlias
 
-from freetrain_parsl.errors import BatchSystemError, FreeTrainError
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, FreeTrainError
 from freetrain_parsl.executor.batch_systems import complaint_of
 from freetrain_parsl.windows.base import BlockState
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
-__all__ = ["BatchDesk", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost", "StartsFailed"]
+__all__ = ["BatchDesk", "BatchSystemEnded", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost", "StartsFailed"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,13 @@ class BlockRefused:
 @dataclass(frozen=True)
 class DeskClosed:
     """The desk submits nothing any more, for `reason`: refusals or failed starts came in a row."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class BatchSystemEnded:
+    """There is no batch system any more, nor any job, for `reason`."""
 
     reason: str
 
@@ -87,7 +94,7 @@ class _FailedStart:
     how: str
 
 
-DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused | DeskClosed | StartsFailed"
+DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused | DeskClosed | StartsFailed | BatchSystemEnded"
 
 
 class BatchDesk(threading.Thread):
@@ -314,7 +321,19 @@ class BatchDesk(threading.Thread):
                 self._probe = spec.block
         self._post(BlockSubmitted(spec.block, job))
 
+    def _end(self, error: ClusterGone) -> None:
+        """Ask and submit nothing any more: there is nobody to be asked."""
+        with self._condition:
+            told, self._submit_after = math.isinf(self._survey_at), math.inf
+            self._survey_at = math.inf
+            self._watched.clear()
+        if not told:
+            self._post(BatchSystemEnded(str(error)))
+
     def _refused(self, spec: BlockSpec, error: Exception) -> None:
+        if isinstance(error, ClusterGone):
+            self._end(error)
+            return
         refusal = self._source.explain_refusal(complaint_of(error))
         if isinstance(error, TimeoutExpired):
             self._in_the_dark_until = self._clock() + self._DARKNESS
@@ -354,9 +373,8 @@ class BatchDesk(threading.Thread):
         )
         self._post(StartsFailed(count, most, pause, reason))
         if count == most:
-            self._close_for_good(
-                f"{count} attempts in a row to start a block ended before a worker connected; the last, {reason}"
-            )
+            attempts = "an attempt" if count == 1 else f"{count} attempts in a row"
+            self._close_for_good(f"{attempts} to start a block ended before a worker connected; the last, {reason}")
 
     def _close_for_good(self, reason: str) -> None:
         self.stop_submitting()
@@ -387,6 +405,9 @@ class BatchDesk(threading.Thread):
             ):
                 logger.info("cancelling %s, submitted though nobody could tell", ", ".join(sorted(strays)))
                 self._source.cancel(sorted(strays))
+        except ClusterGone as error:
+            pause = math.inf
+            self._end(error)
         except Exception as error:  # noqa: BLE001 - a source may be anybody's code: whatever it raises, it is asked again
             self._failures += 1
             pause = min(self._interval * 2**self._failures, self._LONGEST_PAUSE)

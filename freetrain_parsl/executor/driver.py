@@ -17,12 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from parsl.executors.high_throughput.errors import ManagerLost
 
-from freetrain_parsl.errors import BatchSystemError, TrainingInterrupted
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted
 from freetrain_parsl.executor.batch_systems import BlockSpec
-from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed, StartsFailed
+from freetrain_parsl.executor.blocks import (
+    BatchDesk,
+    BatchSystemEnded,
+    BlockRefused,
+    BlockSubmitted,
+    DeskClosed,
+    StartsFailed,
+)
 from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.conductor import Conductor
 from freetrain_parsl.executor.environment import compare, describe_environment
+from freetrain_parsl.executor.interchange_watch import InterchangeEnded, InterchangeRestarted
 from freetrain_parsl.executor.protocol import Message, ProtocolError
 from freetrain_parsl.executor.roster import Block, Roster, Slot
 from freetrain_parsl.executor.slots import INVALID
@@ -284,8 +292,19 @@ class Driver(threading.Thread):
             self._close(BatchSystemError(item.reason))
         elif isinstance(item, CancelTraining):
             self._conductor.cancel(item.future)
-        elif isinstance(item, SlotTaskEnded):
+        else:
+            self._on_ended(item)
+
+    def _on_ended(self, item: object) -> None:
+        """Take what other processes' ends mean: of a slot, of HTEX's interchange, of the batch system."""
+        if isinstance(item, SlotTaskEnded):
             self._on_slot_task_ended(item)
+        elif isinstance(item, InterchangeEnded):
+            self._on_interchange_ended(item.reason)
+        elif isinstance(item, InterchangeRestarted):
+            self._on_interchange_restarted()
+        elif isinstance(item, BatchSystemEnded):
+            self._fail_all(ClusterGone(f"{item.reason}; checkpoints are kept"))
 
     def _on_survey(self, survey: Survey) -> None:
         self._surveyed_at = self._clock()
@@ -316,7 +335,8 @@ class Driver(threading.Thread):
             elif status.nodes and not block.started:
                 self._start_block(block, status.nodes, status.ends)
             if block.started and survey.wanted.keys() & set(block.nodes):
-                self._yield(block, min(survey.wanted[node] for node in block.nodes if node in survey.wanted))
+                wanted = min(survey.wanted[node] for node in block.nodes if node in survey.wanted)
+                self._yield(block, wanted, "made way for a job of somebody else")
         for _ in range(self._roster.overdue(self._clock(), self._PATIENCE)):
             self._order_slot()
 
@@ -343,15 +363,15 @@ class Driver(threading.Thread):
             self._events.append(ev.NodesClosing(now, block.nodes, block.ends))
         self._write("block_started", block.name, nodes=list(block.nodes), ends=block.ends)
 
-    def _yield(self, block: Block, wanted: float) -> None:
-        """Leave a block's nodes to a job of somebody else, by when that job could start or as soon as can be."""
+    def _yield(self, block: Block, wanted: float, reason: str) -> None:
+        """Leave a block's nodes by when they are wanted, or as soon as its trainings can have saved their state."""
         margin = self._planner.settings.closing_margin
         yields = max(wanted, self._clock() + margin)
         if block.releasing or block.warned or yields >= block.loses_nodes_at(self._clock()):
             return
-        block.yields = yields
+        block.yields, block.yields_because = yields, reason
         self._events.append(ev.NodesClosing(self._clock(), block.nodes, yields))
-        self._write("block_yields", block.name, nodes=list(block.nodes), closes=yields)
+        self._write("block_yields", block.name, nodes=list(block.nodes), closes=yields, reason=reason)
 
     def _leave_in_time(self) -> None:
         """Give a block back once its trainings have left it, shortly before it would lose its nodes anyway.
@@ -410,6 +430,19 @@ class Driver(threading.Thread):
                 )
             )
         elif self._roster.blocks:
+            self._order_slot()
+
+    def _on_interchange_ended(self, reason: str) -> None:
+        """Leave the blocks whose worker pools knew the interchange: they end soon, and would take their slots along."""
+        self._write("interchange_ended", "", reason=reason)
+        for block in {slot.block for slot in self._roster.slots.values()}:
+            if (held := self._roster.blocks.get(block)) is not None:
+                self._yield(held, self._clock(), "lost HTEX's interchange")
+
+    def _on_interchange_restarted(self) -> None:
+        self._write("interchange_restarted", "")
+        self._roster.tasks_queued = 0  # they are lost with the old one
+        for _ in range(self._roster.missing_tasks()):
             self._order_slot()
 
     def _order_slot(self) -> None:
@@ -615,4 +648,4 @@ def _why_it_leaves(block: Block) -> str:
     """Give the reason of a block whose nodes we are about to lose; the batch system's word counts before ours."""
     if block.warned:
         return BlockState.PREEMPTED.value
-    return "made way for a job of somebody else" if block.yields else "left its window in time"
+    return block.yields_because or "left its window in time"

@@ -30,6 +30,8 @@ from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refu
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
 from freetrain_parsl.executor.driver import CancelTraining, Driver, SlotTaskEnded
 from freetrain_parsl.executor.exits import OrderlyExit
+from freetrain_parsl.executor.htex import HtexInterchange
+from freetrain_parsl.executor.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.last_words import last_words
 from freetrain_parsl.executor.launch import Container, check_node_python, node_command
@@ -49,6 +51,8 @@ from freetrain_parsl.windows.base import OUR_JOBS, Survey, WindowSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from freetrain_parsl.executor.interchange_watch import InterchangeEnded, InterchangeRestarted
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +252,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._driver: Driver | None = None
         self._log_handler: logging.Handler | None = None
         self._desk: BatchDesk | None = None
+        self._watch: InterchangeWatch | None = None
         self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
         self._futures: dict[Future[Any], TrainingRequest | None] = {}
@@ -307,13 +312,18 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._desk = BatchDesk(
             source,
             launch=self._launch,
-            post=self._on_desk_post,
+            post=self._post,
             interval=self.poll_interval.total_seconds(),
             submissions_per_minute=self.submissions_per_minute,
             max_refusals=self.max_refusals,
             max_failed_blocks=self.max_failed_blocks,
             last_words=self._last_words,
             job_prefix=self.job_prefix,
+        )
+        self._watch = InterchangeWatch(
+            HtexInterchange(self, self._submit_slot, self._watch_slot_task),
+            post=self._post,
+            give_up=self._interchange_is_lost,
         )
         interval = self.checkpoint_interval
         self._driver = Driver(
@@ -334,13 +344,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
             slots_per_node=self.slots_per_node,
             outdated=3 * self.poll_interval.total_seconds(),
             silence=self.silence.total_seconds(),
-            submit_slot=self._submit_slot,
+            submit_slot=self._watch.order,
             fail_all=self._fail_all,
             refuse_new=self._refuse_new,
             clock=time.time,
         )
         self._driver.start()
         self._desk.start()
+        self._watch.start()
         self._exit.arm()
 
     def submit(  # type: ignore[override]  # a training's future is not HTEX's
@@ -433,6 +444,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End slots, cancel every block, stop the threads and the interchange; futures that are not done fail."""
+        if self._watch is not None:
+            self._watch.stop(timeout)
         self._end_blocks(timeout)
         self._exit.disarm()
         if not self.bad_state_is_set:
@@ -471,7 +484,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         resources: dict[object, Any] = getattr(self.provider, "resources", {})
         return last_words(resources.get(job))
 
-    def _on_desk_post(self, item: DeskPost) -> None:
+    def _post(self, item: DeskPost | InterchangeEnded | InterchangeRestarted) -> None:
         assert self._driver is not None, "the desk is started after the driver"
         if isinstance(item, Survey):
             for job, status in item.blocks.items():
@@ -486,17 +499,28 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._status[block] = JobStatus(state, message)
         self.send_monitoring_info({block: self._status[block]})
 
-    # Slots: the driver's thread.
+    # Slots: the thread of the watch.
 
-    def _submit_slot(self, token: str) -> None:
-        future = super().submit(run_slot, {}, self._slot_settings, token)
+    def _submit_slot(self, token: str) -> Future[Any]:
+        future: Future[Any] = super().submit(run_slot, {}, self._slot_settings, token)
+        return future
+
+    def _watch_slot_task(self, token: str, future: Future[Any]) -> None:
         future.add_done_callback(lambda done: self._on_slot_task_done(token, done))
 
     def _on_slot_task_done(self, token: str, future: Future[Any]) -> None:
         assert self._driver is not None, "slot tasks are submitted by the driver"
         self._driver.post(SlotTaskEnded(token, future.exception()))
 
+    def _interchange_is_lost(self, reason: str) -> None:
+        self._fail_all(TrainingInterrupted(f"{reason}; see {self.logdir}/interchange.log; checkpoints are kept"))
+
     # Futures.
+
+    def set_bad_state_and_fail_all(self, exception: Exception) -> None:
+        """Fail everything that is not done; Parsl calls it when the interchange refuses to go on."""
+        super().set_bad_state_and_fail_all(exception)
+        self._fail_all(exception)
 
     def _forget(self, future: Future[Any], request: TrainingRequest | None) -> None:
         with self._lock:

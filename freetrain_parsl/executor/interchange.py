@@ -7,10 +7,11 @@ Parsl's own answers Ctrl-C with a traceback, and outlives a driver that is kille
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import threading
 import time
+
+from freetrain_parsl.executor.steady import run_steadily
 
 
 def _end_with(parent: int, period: float = 1.0) -> None:
@@ -23,4 +24,4 @@ if __name__ == "__main__":
     os.umask(0o077)  # its log is the user's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us in order
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    runpy.run_module("parsl.executors.high_throughput.interchange", run_name="__main__")
+    run_steadily("parsl.executors.high_throughput.interchange")

@@ -3,7 +3,8 @@
 A batch system sends SIGTERM to every process of a job. Parsl's worker pool would die of it, and with the pool the job
 step, and with the step, without further notice, the slots that are about to write a checkpoint. So the pool does
 not hear the signal; the slots do, and when the last of them has left, this process ends the pool and itself, and the
-node is free. Started as ``python -m freetrain_parsl.executor.pilot COMMAND …``.
+node is free. A pool that has no slots for a long time ends too: whoever should give it some is gone, and the node would
+be held for nothing. Started as ``python -m freetrain_parsl.executor.pilot COMMAND …``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ __all__ = ["call_yourself_a_slot", "end_node"]
 _PILOT = "FREETRAIN_PILOT"  # environment variable: process id of the node's pilot
 _SLOT = "freetrain-slot"  # at most 15 characters
 _PERIOD = 0.1  # seconds between looks for slots, once a signal has come
+_LOOK = 5.0  # seconds between looks for slots before
+_PATIENCE = "FREETRAIN_PILOT_PATIENCE"  # environment variable: seconds without a slot until the pool is ended
+_DEFAULT_PATIENCE = 600.0
 
 
 def call_yourself_a_slot() -> None:
@@ -49,8 +53,20 @@ def main(command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     environment = {**os.environ, _PILOT: str(os.getpid())}
     pool = subprocess.Popen(command, env=environment, preexec_fn=_deaf)  # noqa: PLW1509 - no threads here
+    patience = float(os.environ.get(_PATIENCE, _DEFAULT_PATIENCE))
+    seen = time.monotonic()
     while pool.poll() is None:
-        if signal.sigwait(awaited) == signal.SIGTERM:
+        received = signal.sigtimedwait(awaited, min(_LOOK, patience))
+        if received is None:
+            now = time.monotonic()
+            if _slots_in(pool.pid):
+                seen = now
+            elif now - seen >= patience:
+                sys.stderr.write(f"freetrain: no slot ran here for {patience:g} s: ending this node's worker pool\n")
+                _kill_group(pool.pid)
+                pool.wait()
+                return 1
+        elif received.si_signo == signal.SIGTERM:
             while pool.poll() is None and _slots_in(pool.pid):
                 time.sleep(_PERIOD)
             _kill_group(pool.pid)

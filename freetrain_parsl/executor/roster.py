@@ -62,7 +62,8 @@ class Block:
     ends: float | None = None
     """When it loses its nodes, once it has started; ``None`` if unknown."""
     yields: float | None = None
-    """By when it leaves its nodes to a job of somebody else that could start there."""
+    """By when it leaves its nodes before it would lose them."""
+    yields_because: str = ""
     warned: bool = False
     """The batch system has told its processes that it takes the nodes."""
     joined: float | None = None

@@ -26,6 +26,7 @@ _EDGES = [0.0, *(2.0 ** (half / 2) for half in range(2, 44))]  # ages, seconds; 
 _LENGTHS = np.diff(_EDGES)
 _PRIOR_CLOSINGS = 2.0  # in each bin, at the overall rate
 _FIRST_LIFE = 1200.0  # seconds that a node is taken to last before any has closed; counts as one closing
+_LEAST_STARTS = 6.0  # a start is charged at most a sixth of what its trainer yields within the horizon
 _FIRST_GAP = 12.0  # seconds between changes of the pool before there were any; counts as one change
 
 
@@ -101,14 +102,27 @@ class Outlook:
             return 0.0
         return self._survivals[known.prospect].closing_rate(max(0.0, now - known.opened), self._life)
 
-    @property
-    def horizon(self) -> float:
-        """How long a decision is expected to last, seconds: the geometric mean of two times.
+    def horizon(self, start: float = 0.0) -> float:
+        """How long a decision is expected to last, seconds: the geometric mean of two times, but not below a least.
 
         One is the time from one change of the pool to the next, when all is decided anew, the other is the time
         that a node lasts. Too short a horizon lets nodes lie idle that would have paid for a rescale, too long a
         one pays for rescales that the next change undoes.
+
+        The least is a multiple of what a start costs. A decision charges a start in full to its own horizon T, a
+        share start / T of what the trainer yields, though the trainer runs on through many decisions. The multiple
+        bounds that share, so that a costly start does not leave nodes to trainers that gain little from more.
+
+        Parameters
+        ----------
+        start
+            What it costs to start a trainer, seconds.
         """
+        return max(self._free_horizon, _LEAST_STARTS * start)
+
+    @property
+    def _free_horizon(self) -> float:
+        """The horizon where starts cost nothing."""
         elapsed = 0.0 if self._first is None else self._last - self._first
         gap = (elapsed + _FIRST_GAP) / (self._changes + 1)
         return math.sqrt(gap * self._life)

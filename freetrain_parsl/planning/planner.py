@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from itertools import chain
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
@@ -265,9 +266,13 @@ class Planner:
                 else node
                 for node in nodes
             ),
-            outlook.horizon,
+            outlook.horizon(self._mean_start()),
             self._holdings.may_be_requested,
         )
+
+    def _mean_start(self) -> float:
+        """Return what it costs to start a trainer, seconds, the mean of those that are alive."""
+        return fmean(trainer.costs.start for trainer in self._trainers.values()) if self._trainers else 0.0
 
     def _lend(self, usable: dict[str, PoolNode]) -> ev.Actions:
         """Ordinary tasks are short and go first; nodes without a trainer, then those that close first, are lent."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import __version__
@@ -16,7 +17,9 @@ from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.replay.holes import refuse_forecasts
 from freetrain_parsl.replay.ideal import BestRates
 from freetrain_parsl.replay.metrics import Yardstick, log_figures, policy_figures
+from freetrain_parsl.replay.page.wording import best_first, count
 from freetrain_parsl.replay.simulation import Knowledge, ReplaySettings, replay
+from freetrain_parsl.replay.what_if import Case, what_if
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,6 +77,7 @@ def compare(
     settings: ReplaySettings | None = None,
     *,
     price_per_node_hour: float | None = None,
+    with_what_if: bool = False,
     on_progress: OnProgress = lambda _doing, _share: None,
 ) -> dict[str, Any]:
     """Replay a log for each policy.
@@ -90,6 +94,8 @@ def compare(
         How to replay; `knowledge` is each contestant's own.
     price_per_node_hour
         In any currency.
+    with_what_if
+        Repeat the best replay that can be had with other costs of rescales and starts; see `what_if`.
     on_progress
         Told how far it is.
 
@@ -129,18 +135,38 @@ def compare(
                 "first_refusal": refusal.reason,
             }
         )
+    more = {}
+    if with_what_if:
+        best = contestants[entries.index(best_first(entries)[0])]
+        case = Case(log, rates, best.make, replace(settings, knowledge=best.knowledge))
+        tell = partial(on_progress, "what if changes cost less, or more")
+        more["what_if"] = what_if(case, yardstick.dedicated, on_progress=tell)
     top = {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
     return {
         "version": __version__,
         "log": log_figures(log),
         "trainers": {"spec": trainers.name, "count": len(trainers.trainers), "objective": trainers.objective},
+        "notes": _notes(trainers, yardstick.nodes, settings.concurrent),
         "dedicated_nodes": yardstick.nodes,
         "cost": settings.cost.value,
         "curves": settings.curves.value,
         "concurrent": settings.concurrent,
         **top,
         "policies": entries,
+        **more,
     }
+
+
+def _notes(trainers: TrainerSet, mean_idle: float, concurrent: int | None) -> list[str]:
+    """Say what limits the result, and the remedy."""
+    sizes = sorted((trainer.max_nodes for trainer in trainers.trainers), reverse=True)[:concurrent]
+    if sum(sizes) >= mean_idle:
+        return []
+    several = f"{len(sizes)} trainers" if len(sizes) > 1 else "one trainer"
+    each = f" of at most {count(sizes[0])} nodes" if len(sizes) > 1 and sizes[0] == sizes[-1] else ""
+    at_once = " at a time" if concurrent is not None and concurrent < len(trainers.trainers) else ""
+    used = f"{several}{at_once}{each} can use at most {count(sum(sizes))} of the {count(mean_idle)} nodes"
+    return [f"{used} that are idle on average; add trainers, or let them use more nodes"]
 
 
 def _progress_of(one: Contestant, log: HoleLog, on_progress: OnProgress) -> Callable[[float], None]:

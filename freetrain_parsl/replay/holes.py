@@ -15,6 +15,7 @@ from freetrain_parsl.errors import InvalidInput, InvalidSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from datetime import datetime
     from pathlib import Path
 
 __all__ = ["Change", "Hole", "HoleLog", "HoleTable", "numbered_lines", "refuse_forecasts"]
@@ -79,6 +80,13 @@ class HoleLog(ABC):
         Malformed lines that were left out, if that was asked for.
     clipped : int
         Jobs that were given fewer nodes than recorded, because no more were free.
+    zero_length : int
+        Jobs that ended in the second in which they started: they take their nodes from trainings like any other.
+    masked : tuple of (float, float)
+        Times that were removed because they look like outages: seconds after `start`, on the log's clock, which
+        stands still in them; and how long they were.
+    date : datetime or None
+        The date of `start`, if the log tells; without a time zone if the log has none.
     has_forecasts : bool
         Whether the log can tell when holes were expected to close.
     """
@@ -89,6 +97,9 @@ class HoleLog(ABC):
     end: float
     skipped: int = 0
     clipped: int = 0
+    zero_length: int = 0
+    masked: tuple[tuple[float, float], ...] = ()
+    date: datetime | None = None
     has_forecasts: bool = False
 
     @abstractmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from freetrain_parsl.windows.hostlist import expand_hosts, natural_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from datetime import datetime
 
 __all__ = ["JobLog", "RecordedJob"]
 
@@ -36,8 +38,9 @@ _UNKNOWN_WALLTIME = 86_400.0
 _CLIPPED_AT_MOST = 0.01
 """Share of the jobs that may find too few free nodes before the size of the machine is taken to be wrong."""
 
-# Kinds of events, in the order in which those of one instant count.
-_ENDED, _SUBMITTED, _STARTED, _CANCELLED = range(4)
+# Kinds of events, in the order in which those of one instant count. Who leaves at the instant of its start, or without
+# one, comes last.
+_ENDED, _SUBMITTED, _STARTED, _LEFT = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class RecordedJob:
     start
         When it got its nodes; ``None`` if it was cancelled, or the log taken, before.
     end
-        When it gave them back, or left the queue without any; infinity if the log was taken before.
+        When it gave them back (it may be the instant of its start), or left the queue without any; infinity if the
+        log was taken before.
     nodes
         How many nodes it had or asked for.
     walltime
@@ -95,6 +99,8 @@ class JobLog(HoleLog):
         Size of the machine.
     lenient
         Do not refuse a log by which jobs held more nodes at once than there are.
+    epoch
+        The date of zero on the log's clock, if that is known.
 
     Attributes
     ----------
@@ -108,14 +114,24 @@ class JobLog(HoleLog):
         No job ran; or jobs held more nodes at once, or more different ones, than there are.
     """
 
-    def __init__(self, name: str, jobs: Iterable[RecordedJob], nodes: int, *, lenient: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        jobs: Iterable[RecordedJob],
+        nodes: int,
+        *,
+        lenient: bool = False,
+        epoch: datetime | None = None,
+    ) -> None:
         self.name, self.nodes = name, nodes
         self._jobs = sorted(jobs, key=lambda job: job.submit)
         self._ran = sorted((job for job in self._jobs if job.start is not None), key=lambda job: job.began)
         if not self._ran:
             raise InvalidInput(f"{name}: no job in it that ran")
+        self.zero_length = sum(job.end == job.began for job in self._ran)
         self.has_forecasts = any(job.walltime is not None for job in self._ran)
         self.start, self.end = self._known_span()
+        self.date = _date(epoch, self.start)
         self._names = self._name_nodes()
         self._index = {node: index for index, node in enumerate(self._names)}
         self.table = self._find_holes(lenient=lenient).within(self.start, self.end)
@@ -177,7 +193,7 @@ class JobLog(HoleLog):
         clipped = []
         held_until = np.full(self.nodes, -np.inf)
         for job, placed, free_since in self._placed():
-            if len(placed) < job.nodes:
+            if len(placed) < job.nodes and job.end > job.began:
                 clipped.append((job, len(placed)))
             idle = free_since < job.began
             nodes.append(placed[idle].astype(np.int32))
@@ -239,8 +255,16 @@ class JobLog(HoleLog):
             if job.start is not None:
                 events.append((job.start, _STARTED, number))
             if job.end < math.inf:
-                events.append((job.end, _CANCELLED if job.start is None else _ENDED, number))
+                held = job.start is not None and job.start < job.end
+                events.append((job.end, _ENDED if held else _LEFT, number))
         return sorted(events)
+
+
+def _date(epoch: datetime | None, seconds: float) -> datetime | None:
+    try:
+        return None if epoch is None else epoch + timedelta(seconds=seconds)
+    except OverflowError:  # times that are no dates
+        return None
 
 
 class _BatchSystem:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from freetrain_parsl.cluster.swf import SwfLog
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.replay.holes import numbered_lines
 from freetrain_parsl.replay.idle_log import IDLE_HEADER, IdleLog
 from freetrain_parsl.replay.job_log import JobLog, RecordedJob
+from freetrain_parsl.replay.outages import LogWithoutOutages
 from freetrain_parsl.replay.sacct import SacctLog, is_sacct_header
 
 if TYPE_CHECKING:
@@ -20,12 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["open_log"]
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_FIRST_YEAR = 1980  # no log of jobs is older
+
 
 def open_log(
     path: str | PathLike[str],
     *,
     nodes: int | None = None,
     lenient: bool = False,
+    processors_per_node: int | None = None,
+    partition: str | None = None,
     mask_idle_above: float | None = None,
     mask_longer_than: float = 3 * 3600.0,
 ) -> HoleLog:
@@ -40,9 +47,15 @@ def open_log(
         Size of the machine; ``None`` to take it from the log.
     lenient
         Skip what is malformed and count it in `HoleLog.skipped`, instead of refusing the log.
+    processors_per_node
+        Of a job log in Standard Workload Format, which counts processors; ``None`` to take it from its head.
+    partition
+        Of a job log in Standard Workload Format: read only the jobs of this one, by number or name. `nodes` is then
+        the size of the partition, and must be given.
     mask_idle_above
-        Leave out the times at which at least this share of the machine, 0 to 1, is idle for `mask_longer_than`
-        seconds or more without a break: such times look like outages. ``None`` to leave out nothing.
+        Remove the times at which at least this share of the machine, 0 to 1, is idle for `mask_longer_than`
+        seconds or more without a break: such times look like outages. They count in no figure; the log is shorter by
+        them. ``None`` to remove nothing.
 
     Raises
     ------
@@ -57,36 +70,59 @@ def open_log(
         raise InvalidSettings(
             f"the share of idle nodes that looks like an outage lies in (0, 1], got {mask_idle_above}"
         )
-    log = _open(Path(path), nodes, lenient=lenient)
-    if mask_idle_above is not None:
-        spans = log.table.spans_above(mask_idle_above * log.nodes, mask_longer_than)
-        log.table = log.table.without(spans)
-        if not len(log.table):
-            raise InvalidInput(f"{path}: nothing but times that look like outages; raise the share that does")
-    return log
+    if processors_per_node is not None and processors_per_node < 1:
+        raise InvalidSettings(f"a node has at least one processor, got {processors_per_node}")
+    path = Path(path)
+    kind = _kind(path)
+    if kind == "swf":
+        log: IdleLog | JobLog = _open_swf(path, nodes, processors_per_node, partition, lenient=lenient)
+    elif processors_per_node is not None or partition is not None:
+        raise InvalidSettings(
+            f"{path}: processors per node and partition are for job logs in Standard Workload Format; "
+            "other logs list nodes (with sacct, choose a partition by 'sacct -r NAME')"
+        )
+    elif kind == "idle":
+        log = IdleLog(path, nodes=nodes, lenient=lenient)
+    else:
+        log = _open_sacct(path, nodes, lenient=lenient)
+    if mask_idle_above is None:
+        return log
+    spans = log.table.spans_above(mask_idle_above * log.nodes, mask_longer_than)
+    log.table = log.table.without(spans)
+    if not len(log.table):
+        raise InvalidInput(f"{path}: nothing but times that look like outages; raise the share that does")
+    return LogWithoutOutages(log, spans) if spans else log
 
 
-def _open(path: Path, nodes: int | None, *, lenient: bool) -> IdleLog | JobLog:
-    kind = path.with_suffix("") if path.suffix == ".gz" else path
-    if kind.suffix == ".csv":
-        return IdleLog(path, nodes=nodes, lenient=lenient)
-    if kind.suffix == ".swf":
-        return _open_swf(path, nodes, lenient=lenient)
+def _kind(path: Path) -> Literal["idle", "swf", "sacct"]:
+    """Tell a log's format by its name, or else by its first line."""
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    if plain.suffix == ".csv":
+        return "idle"
+    if plain.suffix == ".swf":
+        return "swf"
     first = next((text for _, text in numbered_lines(path) if not text.startswith("#")), "")
     if is_sacct_header(first):
-        return _open_sacct(path, nodes, lenient=lenient)
+        return "sacct"
     if first.startswith(";") or len(first.split()) == 18:
-        return _open_swf(path, nodes, lenient=lenient)
+        return "swf"
     if first.count(",") == 2:
-        return IdleLog(path, nodes=nodes, lenient=lenient)
+        return "idle"
     raise InvalidInput(
         f"{path}: of no known kind; give an idle log (CSV {IDLE_HEADER}), a job log (.swf), or what "
         "'sacct -a -X -P -o JobID,Submit,Start,End,NNodes,Timelimit,State,NodeList' prints"
     )
 
 
-def _open_swf(path: Path, nodes: int | None, *, lenient: bool) -> JobLog:
-    swf = SwfLog(path, lenient=lenient)
+def _open_swf(
+    path: Path, nodes: int | None, processors_per_node: int | None, partition: str | None, *, lenient: bool
+) -> JobLog:
+    swf = SwfLog(path, lenient=lenient, processors_per_node=processors_per_node, partition=partition)
+    if partition is not None and nodes is None:
+        raise InvalidInput(
+            f"{path}: its head tells the size of the whole machine only; give the number of nodes of partition "
+            f"{partition!r}"
+        )
 
     def jobs() -> Iterator[RecordedJob]:
         for job in swf:
@@ -94,9 +130,21 @@ def _open_swf(path: Path, nodes: int | None, *, lenient: bool) -> JobLog:
             where = f"{path}, job {job.number}"
             yield RecordedJob(where, job.submit, start, start + job.run, job.nodes, job.requested_time)
 
-    log = JobLog(path.name, jobs(), swf.nodes if nodes is None else nodes, lenient=lenient)
+    size = swf.nodes if nodes is None else nodes
+    log = JobLog(path.name, jobs(), size, lenient=lenient, epoch=_swf_epoch(swf))
+    if log.date is not None and log.date.year < _FIRST_YEAR:
+        log.date = None  # a head whose UnixStartTime is 0, and times that do not count from 1970
     log.skipped += swf.malformed
     return log
+
+
+def _swf_epoch(swf: SwfLog) -> datetime | None:
+    """Return the date of zero on the log's clock, UTC."""
+    text = swf.header.get("UnixStartTime", "").split()
+    try:
+        return _EPOCH + timedelta(seconds=float(text[0])) if text else None
+    except (ValueError, OverflowError):  # no number, or no date
+        return None
 
 
 def _open_sacct(path: Path, nodes: int | None, *, lenient: bool) -> JobLog:
@@ -106,6 +154,6 @@ def _open_sacct(path: Path, nodes: int | None, *, lenient: bool) -> JobLog:
             "as 'sinfo -h -o %D' prints it"
         )
     text = SacctLog(path, lenient=lenient)
-    log = JobLog(path.name, text, nodes, lenient=lenient)
+    log = JobLog(path.name, text, nodes, lenient=lenient, epoch=_EPOCH.replace(tzinfo=None))
     log.skipped += text.malformed
     return log

@@ -1,7 +1,8 @@
 """What a replay's counts mean: efficiency, where the rest went, and the figures of log, decisions and trainers.
 
 Efficiency U is the value of what was trained in the holes, over the value that the same trainers reach in the same
-time on ``round(mean idle)`` dedicated nodes. Value is the objective per second, summed over time: with ``throughput``,
+time on as many dedicated nodes as were idle on average. The mean is rarely a whole number: between its neighbours the
+dedicated value is interpolated linearly. Value is the objective per second, summed over time: with ``throughput``,
 samples. Efficiency and losses add up to 1.
 """
 
@@ -42,16 +43,17 @@ class Yardstick:
     Parameters
     ----------
     nodes
-        Dedicated nodes: the mean number of idle ones, rounded, at least one.
+        Dedicated nodes: the mean number of idle ones.
     dedicated
-        Value that the trainers reach on them; rescaling is free, but only trainers that come or end give a reason.
+        Value that the trainers reach on them, interpolated between the whole numbers below and above; rescaling is
+        free, but only trainers that come or end give a reason.
     oracle
         Value that they reach in the holes if rescaling is free.
     dedicated_bins, oracle_bins
         ``value`` of both over time.
     """
 
-    nodes: int
+    nodes: float
     dedicated: float
     oracle: float
     dedicated_bins: Bins
@@ -78,11 +80,20 @@ class Yardstick:
         mean_idle = log.mean_idle()
         if mean_idle <= 0:
             raise InvalidInput(f"{log.name}: no node is idle in it, so there is nothing to train in")
-        nodes = max(1, round(mean_idle))
         dedicated_bins, oracle_bins = Bins(log.start, log.end), Bins(log.start, log.end)
-        dedicated = ideal_value(rates, log, nodes=nodes, concurrent=concurrent, bins=dedicated_bins)
+        dedicated = 0.0
+        for nodes, share in _neighbours(mean_idle):
+            bins = Bins(log.start, log.end)
+            dedicated += share * ideal_value(rates, log, nodes=nodes, concurrent=concurrent, bins=bins)
+            dedicated_bins.include(bins, share)
         oracle = ideal_value(rates, log, concurrent=concurrent, bins=oracle_bins)
-        return cls(nodes, dedicated, oracle, dedicated_bins, oracle_bins)
+        return cls(mean_idle, dedicated, oracle, dedicated_bins, oracle_bins)
+
+
+def _neighbours(mean: float) -> list[tuple[int, float]]:
+    """Return the whole numbers that a mean lies between, with their weights in a linear interpolation."""
+    below = math.floor(mean)
+    return [(below, 1 - (mean - below)), (below + 1, mean - below)] if mean > below else [(below, 1.0)]
 
 
 def log_figures(log: HoleLog) -> dict[str, Any]:
@@ -106,6 +117,9 @@ def log_figures(log: HoleLog) -> dict[str, Any]:
         "median_idle": _weighted_median(seconds_with, span),
         "skipped": log.skipped,
         "clipped": log.clipped,
+        "zero_length": log.zero_length,
+        "masked": [list(span) for span in log.masked],
+        "date": None if log.date is None else log.date.isoformat(),
     }
 
 

@@ -105,12 +105,19 @@ def _read_job(where: str, row: Mapping[str, str]) -> RecordedJob:
         nodes = len(expand_hosts(hosts))
     if start is not None and end is not None and end < start:
         raise ValueError(f"job {row['JobID']} ends ({row['End']}) before it starts ({row['Start']})")
-    if start == end or nodes == 0:
+    if nodes == 0 or (start == end and not _had_nodes(row, hosts)):
         start, hosts = None, None  # cancelled while it waited: sacct gives such jobs the time of that as both
     submit = submit if start is None else min(submit, start)
     return RecordedJob(
         where, submit, start, math.inf if end is None else end, max(1, nodes), _limit(row["Timelimit"]), hosts
     )
+
+
+def _had_nodes(row: Mapping[str, str], hosts: str | None) -> bool:
+    """Whether a job that ended as it started held nodes: it may have failed at once."""
+    if "NodeList" in row:
+        return hosts is not None
+    return not row.get("State", "CANCELLED").startswith("CANCELLED")
 
 
 def _time(text: str) -> float | None:

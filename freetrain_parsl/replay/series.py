@@ -42,6 +42,11 @@ class Bins:
         """Add an amount to the bin of an instant."""
         self._of(name)[self._bin(time)] += amount
 
+    def include(self, other: Bins, factor: float) -> None:
+        """Add `factor` times what others hold; they cover the same time in as many bins."""
+        for name, sums in other._sums.items():
+            self._of(name)[:] += factor * sums
+
     def sums(self, name: str) -> npt.NDArray[np.float64]:
         """Return the sum in each bin, shape (number,)."""
         return self._sums.get(name, np.zeros(self.number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.output import write_figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
         ),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
+    write_figure(path, figure)
 
 
 def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: float) -> None:

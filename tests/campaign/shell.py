@@ -61,13 +61,13 @@ class Shell:
         """Start the driver of the campaign."""
         return self.start("run", "campaign.yaml", "--config", "site.yaml", "--run-dir", "run")
 
-    def run(self, *arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         process = self.start(*arguments)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def until(self, condition: str, driver: subprocess.Popen[str], seconds: float = 60) -> None:
+    def until(self, condition: str, driver: subprocess.Popen[str], seconds: float = 240) -> None:
         """Wait until a query of the run's database gives something, or the driver has ended."""
         end = time.monotonic() + seconds
         database = self.run_dir / "campaign.sqlite"

@@ -155,3 +155,43 @@ def test_ctrl_c_ends_in_order_and_leaves_a_run_to_resume(shell: _Shell) -> None:
     assert [item["state"] for item in status["trainings"]] == ["waiting", "waiting"]
     saved = [(shell.run_dir / "checkpoints" / item["name"] / "latest").exists() for item in status["trainings"]]
     assert saved == [True, True]
+
+
+def test_cancel_from_another_shell_keeps_the_checkpoint_and_resume_needs_the_name(shell: _Shell) -> None:
+    """There is no periodic checkpoint here: what is resumed from was saved when it was cancelled."""
+    shell.slow.touch()
+    driver = shell.start_campaign()
+    shell.until(BOTH_RUN, driver)
+    cancelled = shell.run("cancel", "run", "t0.01")
+    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+    assert "--retry t0.01" in cancelled.stdout
+    assert shell.status()["trainings"][0]["state"] == "cancelled"
+    assert shell.run("cancel", "run", "t0.01").stderr.strip() == "freetrain cancel: t0.01 has ended already: cancelled"
+    assert (shell.run_dir / "checkpoints" / "t0.01" / "latest").exists()
+    shell.slow.unlink()
+    out, err = driver.communicate(timeout=300)
+    assert driver.returncode == 0, out + err
+    again = shell.run("resume", "run")
+    assert "left out, cancelled: t0.01; --retry NAME tries again" in again.stdout
+    assert [item["state"] for item in shell.status()["trainings"]] == ["cancelled", "finished"]
+    named = shell.run("resume", "run", "--retry", "t0.01")
+    assert named.returncode == 0, named.stdout + named.stderr
+    assert [item["result"]["samples"] for item in shell.status()["trainings"]] == [EPOCHS * SAMPLES] * 2
+
+
+def test_what_could_not_start_is_tried_again_by_resume(shell: _Shell) -> None:
+    good = (shell.directory / "site.yaml").read_text()
+    (shell.directory / "good.yaml").write_text(good)
+    bad = good.replace("{cluster: ", "{worker_init: 'no-such-module; exit 1', cluster: ")
+    (shell.directory / "site.yaml").write_text(bad.replace("manners: {", "manners: {max_failed_blocks: 1, "))
+    failed = shell.run("run", "campaign.yaml", "--config", "site.yaml", "--run-dir", "run")
+    assert failed.returncode == 1
+    assert "2 of 2 trainings are not finished, 0 of them failed" in failed.stdout
+    assert "no-such-module: command not found" in shell.status()["trainings"][0]["error"]
+    resumed = shell.run("resume", "run", "--config", "good.yaml")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert (
+        "trying t0.01 again, which was interrupted: BatchSystemError: an attempt to start a block ended"
+        in resumed.stdout
+    )
+    shell.check_results([EPOCHS * SAMPLES] * 2, resumed=False)

@@ -6,17 +6,18 @@ import os
 import platform
 import sqlite3
 import stat
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, own_identity
+from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
-from freetrain_parsl.campaign.run import find_run, preflight, refuse_living_driver
+from freetrain_parsl.campaign.run import CampaignRun, find_run, preflight, refuse_living_driver
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, DriverRecord, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidInput
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidInput, TrainingCancelled, TrainingInterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -244,3 +245,70 @@ def test_a_disk_without_room_for_checkpoints_is_refused(tmp_path: Path) -> None:
     site = Site.parse("system: local\ncheckpoints: {least_free: 1000000 TB}", "s.yaml", Variables({}, {}))
     with pytest.raises(InvalidInput, match=r"MB are free, fewer than the .* MB that site s wants for checkpoints"):
         preflight(site, tmp_path)
+
+
+class _Clocks:
+    """Clocks of this host, and a driver on another whose clock differs."""
+
+    def __init__(self, store: RunStore, *, ahead: float, beats: bool) -> None:
+        self.store = store
+        self.now = 1000.0
+        self.beats = beats
+        store._clock = lambda: self.now + ahead
+        self.driver = store.begin_driver("elsewhere", 1, 1)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.beats:
+            self.store.beat(self.driver, {})
+
+    def silent(self) -> bool:
+        return is_silent(self.store, clock=lambda: self.now, monotonic=lambda: self.now, sleep=self.sleep)
+
+
+@pytest.mark.parametrize("ahead", [-86400.0, -61.0, 0.0, 61.0, 86400.0])
+def test_a_driver_elsewhere_that_beats_lives_whatever_its_clock_shows(store, ahead) -> None:
+    assert not _Clocks(store, ahead=ahead, beats=True).silent()
+
+
+@pytest.mark.parametrize(("ahead", "seconds"), [(-86400.0, 10.0), (-61.0, 10.0), (86400.0, 60.0)])
+def test_a_driver_elsewhere_that_does_not_beat_is_watched_and_then_dead(store, ahead, seconds) -> None:
+    clocks = _Clocks(store, ahead=ahead, beats=False)
+    assert clocks.silent()
+    assert clocks.now == 1000.0 + seconds
+
+
+def test_a_driver_elsewhere_that_has_just_beaten_is_taken_for_alive(store) -> None:
+    assert not _Clocks(store, ahead=-30.0, beats=False).silent()
+
+
+def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_failed(store) -> None:
+    errors = [
+        TrainingInterrupted("the interchange is dead"),
+        BatchSystemError("5 attempts in a row"),
+        ClusterGone("the daemon is gone"),
+        TrainingCancelled("cancelled"),
+        ValueError("no data"),
+    ]
+    run = CampaignRun(store, None, None)  # type: ignore[arg-type]  # what it does not need
+    states = []
+    for error in errors:
+        future: Future[object] = Future()
+        future.set_exception(error)
+        run._futures = {"a": future}
+        run._collect()
+        states.append(store.training("a").state)
+        store.retry("a")
+    assert states == ["waiting", "waiting", "waiting", "cancelled", "failed"]
+
+
+def test_resume_says_what_it_tries_again_and_what_it_leaves_out(store) -> None:
+    store.fail("a", "TrainingInterrupted: the interchange\nis dead", final=False)
+    store.fail("b", "ValueError: no data", final=True)
+    lines: list[str] = []
+    CampaignRun(store, None, None)._tell_retries(lines.append)  # type: ignore[arg-type]
+    assert lines == [
+        "trying a again, which was interrupted: TrainingInterrupted: the interchange is dead",
+        "left out, failed: b; --retry-failed, or --retry NAME, tries again",
+    ]
+    assert store.training("a").error is None

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from freetrain_parsl.cli import app
+from freetrain_parsl.cli.commands import app
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 FACTS = {"epoch": 2, "reason": "periodic", "written": "2026-01-02T03:04:05.678+00:00", "world_size": 3, "code": "a:b#1"}

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from freetrain_parsl import __version__
-from freetrain_parsl.cli import app
+from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.demo import _CAMPAIGN
 
 KEYS = {

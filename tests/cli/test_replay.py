@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +132,48 @@ def test_outages_are_left_out_if_asked(replay, tmp_path):
     (tmp_path / "idle.csv").write_text("a,0,40000\nb,20000,40000\n")
     assert replay()["node_hours"]["idle"] == pytest.approx(60000 / 3600)
     assert replay("--mask-outages 0.9")["node_hours"]["idle"] == pytest.approx(20000 / 3600)
+
+
+def test_a_log_in_processors_and_partitions(freetrain, replay, tmp_path):
+    """Half of the eight processors are of partition 1: two nodes."""
+    job = "{} {} 0 {} {} -1 -1 {} 100 -1 1 -1 -1 -1 -1 {} -1 -1\n"
+    rows = [(1, 0, 100, 4, 4, 1), (2, 0, 100, 4, 4, 2), (3, 150, 50, 4, 4, 1), (4, 300, 0, 2, 2, 1)]
+    (tmp_path / "log.swf").write_text("; MaxProcs: 8\n" + "".join(job.format(*row) for row in rows))
+    inputs = "log.swf --trainers trainers.yaml"
+    assert replay("--processors-per-node 2", inputs)["log"]["nodes"] == 4
+    result = replay("--processors-per-node 2 --partition 1 --nodes 2", inputs)
+    assert result["node_hours"]["idle"] == pytest.approx((50 + 100) * 2 / 3600)
+    assert result["log"]["zero_length"] == 1
+    assert "jobs of less than a second: 1" in freetrain(f"replay {inputs}").out
+    wrong = freetrain(f"replay {inputs} --partition 1")
+    assert (wrong.code, "give the number of nodes of partition '1'" in wrong.err) == (2, True)
+
+
+def test_what_if_is_shown_and_written(freetrain, tmp_path):
+    done = freetrain("replay idle.csv --trainers trainers.yaml --what-if --json out.json --report page.html")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads((tmp_path / "out.json").read_text())
+    table = result["what_if"]
+    as_given = table["efficiency"][table["rescale_factors"].index(1.0)]
+    assert as_given[table["start_seconds"].index(0.0)] == pytest.approx(result["efficiency"])
+    page = (tmp_path / "page.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    for share in (share for row in table["efficiency"] for share in row):
+        assert f"{100 * share:.1f} %" in done.out
+        assert f"<td>{100 * share:.1f} %</td>" in page
+    assert "what_if" not in json.loads(_without_what_if(freetrain, tmp_path))
+
+
+def _without_what_if(freetrain, tmp_path):
+    freetrain("replay idle.csv --trainers trainers.yaml --json out.json")
+    return (tmp_path / "out.json").read_text()
+
+
+def test_too_few_trainers_are_told_of(freetrain, tmp_path):
+    (tmp_path / "trainers.yaml").write_text("- {name: one, max: 1, curve: {1: 10}}\n")
+    done = freetrain("replay idle.csv --trainers trainers.yaml --report page.html")
+    note = "one trainer can use at most 1 of the 2 nodes that are idle on average; add trainers"
+    assert f"Note: {note}" in " ".join(done.out.split())
+    assert note in (tmp_path / "page.html").read_text()
 
 
 def test_the_page_is_written(freetrain, tmp_path):
@@ -274,6 +317,18 @@ def test_interrupted_it_ends_without_a_traceback(freetrain, tmp_path, monkeypatc
     assert (done.code, done.out) == (130, "")
     assert done.err == "freetrain: interrupted; nothing was written\n"
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_a_device_is_never_replaced(freetrain, tmp_path, option, through_a_link):
+    """By root neither, who may."""
+    (tmp_path / "link").symlink_to("/dev/null")
+    name = "link" if through_a_link else "/dev/null"
+    done = freetrain(f"replay idle.csv --trainers hpo:1 {option} {name}")
+    assert (done.code, done.err) == (0, "")
+    assert Path("/dev/null").is_char_device()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_progress_is_shown_on_a_terminal(freetrain, monkeypatch):

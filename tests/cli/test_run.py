@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from freetrain_parsl.cli import app
+from freetrain_parsl.cli.commands import app
 
 APP = Path(__file__).parents[1] / "campaign" / "slow_app.py"
 CAMPAIGN = f"trainings: [{{app: '{APP}:train', name: one}}]\n"

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli import app
 from freetrain_parsl.cli.campaign_view import ago
+from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.explain import runs_here
+from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
 
 FACTS = {
@@ -155,3 +156,51 @@ def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> Non
     assert "attempts" not in freetrain("status").stdout
     assert list(runs_here()) == []
     journal.close()
+
+
+def test_cancel_without_a_driver_marks_the_training_and_resume_needs_its_name(store) -> None:
+    killed(store)
+    result = freetrain("cancel", str(store.directory), "a")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("a is cancelled; its checkpoints are kept. Go on with it: freetrain resume")
+    assert [item.state for item in store.trainings()] == ["cancelled", "waiting"]
+    assert json.loads(freetrain("status", "--json").stdout)["cancelled"] == 1
+    store.retry_failed()
+    assert store.training("a").state == "cancelled"
+    store.retry("a")
+    assert store.training("a").state == "waiting"
+
+
+def test_cancel_asks_a_living_driver_and_says_when_it_does_not_answer(store) -> None:
+    store.begin_driver(*own_identity())
+    result = freetrain("cancel", str(store.directory), "a", "--timeout", "0")
+    assert result.exit_code == 1
+    assert "a was asked to end, and has not after 0 s" in result.stdout
+    assert store.cancellations() == ["a"]
+    assert not store.stop_requested()
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "message"),
+    [
+        ("x", "a", "x is no run directory of 'freetrain run'"),
+        ("freetrain-run-1", "aa", "has no training 'aa' (did you mean 'a'?)"),
+        ("freetrain-run-1", "b", "b has ended already: finished"),
+        ("y" * 5000, "a", "File name too long"),
+    ],
+)
+def test_cancel_refuses_in_one_line(store, run, name, message) -> None:
+    store.finish("b", 1)
+    result = freetrain("cancel", run, name)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("freetrain cancel: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_training_that_has_finished_is_not_tried_again(store) -> None:
+    store.finish("b", 1)
+    with pytest.raises(InvalidInput, match="b has finished; there is nothing to try again"):
+        store.retry("b")
+    with pytest.raises(InvalidInput, match="has no training 'c'"):
+        store.retry("c")

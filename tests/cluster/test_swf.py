@@ -46,6 +46,38 @@ def test_jobs_that_never_ran_or_have_no_size_are_counted(write):
     assert log.unusable == 3
 
 
+def test_a_job_that_had_processors_for_less_than_a_second_ran(write):
+    """Unless it was cancelled: then nobody knows whether it began."""
+    log = SwfLog(write(row(run=0), row(run=0, processors=-1), row(run=0, status=5)))
+    assert [job.run for job in log] == [0]
+    assert log.unusable == 2
+
+
+def test_processors_per_node_may_be_given(write):
+    """Where the head lacks one of the numbers, or counts something else."""
+    log = SwfLog(write(row(processors=9), head="; MaxProcs: 40\n"), processors_per_node=4)
+    assert (log.nodes, [job.nodes for job in log]) == (10, [3])
+    assert [job.nodes for job in SwfLog(write(row(processors=9)), processors_per_node=8)] == [2]
+
+
+def in_partition(partition, **fields):
+    return row(**fields).removesuffix(TAIL) + f" -1 -1 -1 -1 {partition} -1 -1"
+
+
+def test_the_jobs_of_one_partition_are_read(write):
+    head = HEAD + "; Partition: 1 batch\n; Partition:  2  debug\n"
+    path = write(in_partition(1), in_partition(2, number=7), in_partition(1), head=head)
+    assert [job.number for job in SwfLog(path, partition="2")] == [7]
+    assert [job.number for job in SwfLog(path, partition="debug")] == [7]
+    assert len(list(SwfLog(path))) == 3
+    with pytest.raises(InvalidInput, match=r"no partition 'gpu'; its head lists 1 \(batch\), 2 \(debug\)"):
+        SwfLog(path, partition="gpu")
+    with pytest.raises(InvalidInput, match=r"no partition '3'"):
+        SwfLog(path, partition="3")
+    with pytest.raises(InvalidInput, match="its head names none; give a partition's number"):
+        SwfLog(write(row()), partition="batch")
+
+
 @pytest.mark.parametrize("line", ["1 2 3", row() + " 7", row().replace("60", "sixty"), row(run="nan")])
 def test_a_malformed_line_is_refused_by_file_and_number_or_skipped_and_counted(write, line):
     path = write(row(), line, row(3))

@@ -90,7 +90,7 @@ class FakeSlot:
     def __init__(self, bench: DriverBench, node: str, token: str) -> None:
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.lost = False
-        self.run = 0
+        self.run, self.trainer = 0, ""
         self.node, self.token, self._bench = node, token, bench
         block = next(block for block, job in bench.source.blocks.items() if node in bench.source.jobs[job].nodes)
         self.channel = Channel(
@@ -105,13 +105,13 @@ class FakeSlot:
 
     def _handle(self, message: Message) -> None:
         if message.type == "run":
-            self.run = message["run"]
+            self.run, self.trainer = message["run"], message["trainer"]
         if message.type != "beat":
             self.inbox.put(message)
 
     def tell(self, kind: str, payload: bytes = b"", **header: Any) -> None:
         if self.run:
-            header.setdefault("run", self.run)
+            header = {"run": self.run, "trainer": self.trainer, **header}
         self.channel.send(Message(kind, header, payload))
 
     def progress(self, step: int, **changes: Any) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.errors import BatchSystemError, ClusterGone
 from freetrain_parsl.executor.batch_systems import BlockSpec
-from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, BlockSubmitted, DeskClosed
+from freetrain_parsl.executor.blocks import BatchDesk, BatchSystemEnded, BlockRefused, BlockSubmitted, DeskClosed
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class _FakeBatchSystem(WindowSource):
         self.launched: list[str] = []
         self.cancelled: list[str] = []
         self.answers = True
+        self.ended = False
         self.refusal: Exception | None = None
         self.passing = False
         self.takes_seconds: Callable[[], None] = lambda: None
@@ -36,6 +37,8 @@ class _FakeBatchSystem(WindowSource):
     def survey(self, job_ids=()) -> Survey:
         self.surveys.append(tuple(job_ids))
         self.takes_seconds()
+        if self.ended:
+            raise ClusterGone("it has ended")
         if not self.answers:
             raise BatchSystemError("no answer")
         return Survey(0.0, blocks={job: self.statuses.get(job, BlockStatus(BlockState.RUNNING)) for job in job_ids})
@@ -82,8 +85,9 @@ class _Bench:
             self.desk._condition.notify()
 
     def until(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the desk's thread, at most two real seconds."""
-        for _ in range(2000):
+        """Wait for the desk's thread."""
+        end = time.monotonic() + 60.0
+        while time.monotonic() < end:
             if condition():
                 return True
             time.sleep(0.001)
@@ -187,6 +191,25 @@ def test_a_batch_system_that_does_not_answer_is_asked_ever_less(make_bench, capl
 
 
 REFUSED = RuntimeError("account without rights")
+
+
+@pytest.mark.parametrize("when", ["survey", "submission"])
+def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_asked_any_more(make_bench, when) -> None:
+    bench = make_bench(interval=10.0)
+    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    bench.batch.ended, bench.batch.refusal = True, ClusterGone("it has ended")
+    if when == "submission":
+        bench.desk.order(spec("0"))
+    else:
+        bench.at(10.0)
+    assert bench.until(lambda: BatchSystemEnded("it has ended") in bench.posts)
+    asked = len(bench.batch.surveys)
+    bench.desk.order(spec("1"))
+    for now in (100.0, 10_000.0):
+        bench.at(now)
+        time.sleep(0.02)
+    assert len(bench.batch.surveys) == asked
+    assert sum(isinstance(post, BatchSystemEnded) for post in bench.posts) == 1
 
 
 def test_a_refusal_is_told_with_its_reason(make_bench) -> None:

@@ -145,7 +145,7 @@ class _LateServer:
     def send(self, *_: object) -> bool:
         return True
 
-    wake = close = send
+    wake = close = forget = send
 
 
 @pytest.fixture

@@ -124,3 +124,33 @@ def test_a_slot_can_end_its_node(start, tmp_path) -> None:
     pilot = start(1, slot)
     pilot.wait(10)
     assert (tmp_path / "slot-0").read_text() == "saved"
+
+
+def test_a_pool_in_which_no_slot_ever_starts_is_ended_and_says_why() -> None:
+    """Its interchange may have died before it could register; on a batch system it would hold the node for nothing."""
+    pilot = subprocess.run(
+        [sys.executable, "-m", "freetrain_parsl.executor.pilot", "sleep", "600"],
+        env={**os.environ, "FREETRAIN_PILOT_PATIENCE": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert pilot.returncode == 1
+    assert "no slot ran here for 1 s" in pilot.stderr
+
+
+def test_a_pool_with_a_slot_is_left_alone() -> None:
+    slot = "printf freetrain-slot > /proc/$$/comm; while :; do sleep 1; done"
+    pilot = subprocess.Popen(
+        [sys.executable, "-m", "freetrain_parsl.executor.pilot", "bash", "-c", slot],
+        env={**os.environ, "FREETRAIN_PILOT_PATIENCE": "2"},
+        start_new_session=True,
+    )
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            pilot.wait(6)  # several times its patience
+    finally:
+        pilot.terminate()
+        _signal_all(pilot.pid, signal.SIGKILL)
+        pilot.wait(10)

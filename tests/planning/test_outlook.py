@@ -132,7 +132,7 @@ def test_the_horizon_is_between_the_gap_of_changes_and_the_life_of_nodes(gap: fl
         outlook.opened(gap * index, [str(index)])
         if index >= nodes:
             outlook.closed(gap * index, [str(index - nodes)])
-    assert outlook.horizon == pytest.approx(math.sqrt(gap * nodes * gap), rel=0.02)
+    assert outlook.horizon() == pytest.approx(math.sqrt(gap * nodes * gap), rel=0.02)
 
 
 def test_changes_at_one_instant_are_one_change() -> None:
@@ -141,11 +141,11 @@ def test_changes_at_one_instant_are_one_change() -> None:
         for node in "abcd":
             together.opened(100.0 * index, [node + str(index)])
         apart.opened(100.0 * index, [node + str(index) for node in "abcd"])
-    assert together.horizon == apart.horizon
+    assert together.horizon() == apart.horizon()
 
 
 def test_the_horizon_before_anything_was_seen_is_a_constant() -> None:
-    assert Outlook().horizon == pytest.approx(math.sqrt(12 * 1200))
+    assert Outlook().horizon() == pytest.approx(math.sqrt(12 * 1200))
 
 
 @given(
@@ -170,7 +170,15 @@ def test_whatever_the_times_of_its_events_it_answers_with_possible_numbers(event
             outlook.seen(time, node, prospect)
         else:
             outlook.closed(time, [node], given_back=what == "given back")
-        assert 0 < outlook.horizon < math.inf
+        assert 0 < outlook.horizon() < math.inf
         for name in "abc":
             assert outlook.remaining(name, now) > 0
             assert 0 <= outlook.closing_rate(name, now) < math.inf
+
+
+def test_the_horizon_grows_with_what_a_start_costs_and_never_below_that_of_free_starts() -> None:
+    """A start is charged at most a sixth of what its trainer yields within the horizon."""
+    outlook = Outlook()
+    free = outlook.horizon()
+    assert [outlook.horizon(start) for start in (0.0, 2.0, free / 6)] == [free, free, pytest.approx(free)]
+    assert [outlook.horizon(start) for start in (60.0, 300.0)] == [360.0, 1800.0]

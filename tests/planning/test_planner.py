@@ -11,7 +11,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, RescaleCosts, Trainer
 from freetrain_parsl.planning.objectives import MaxMin
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
@@ -241,7 +241,22 @@ def test_nodes_of_unknown_closing_come_with_what_is_expected_and_the_others_with
     assert (known.lasts_until, known.closing_rate) == (1500, 0)
     assert 1000 < unknown.lasts_until < 1100
     assert unknown.closing_rate > 0
-    assert spy.pool.horizon == planner.outlook.horizon
+    assert spy.pool.horizon == planner.outlook.horizon()
+
+
+def test_the_horizon_follows_the_mean_cost_of_a_start_of_those_that_are_alive() -> None:
+    """The planner is the same live and in a replay, so both follow it."""
+    spy = _Spy()
+    planner = Planner(spy, AT_ONCE)
+    for name, seconds in (("a", 90.0), ("b", 30.0)):
+        planner.advance(ev.TrainerSubmitted(0, replace(trainer(name), costs=RescaleCosts(start=seconds))))
+    planner.advance(joined(0, "b", "x", closes=None))
+    assert spy.pool.horizon == 6 * 60
+    planner.advance(ev.TrainerLearned(1, replace(trainer("a"), costs=RescaleCosts(start=150.0))))
+    planner.advance(joined(2, "b", "y", closes=None))
+    assert spy.pool.horizon == 6 * 90
+    planner.advance(ev.TrainerFinished(3, "a"))
+    assert spy.pool.horizon == 6 * 30
 
 
 def test_nodes_that_we_give_back_say_nothing_of_how_long_nodes_last() -> None:

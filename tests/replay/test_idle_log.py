@@ -106,14 +106,15 @@ def test_an_idle_log_knows_no_forecasts(write):
 
 
 def test_times_that_look_like_outages_are_left_out(write):
-    """The whole machine idle from 100 to 200 is cut out of the holes around it; a short time is not."""
+    """The whole machine idle from 100 to 200 is removed with its time; a short time is not."""
     path = write("a,0,250", "b,20,30", "b,100,200")
     log = open_log(path, mask_idle_above=0.9, mask_longer_than=50)
     assert [hole for change in log.changes() for hole in change.opened] == [
         Hole("a", 0, 100),
         Hole("b", 20, 30),
-        Hole("a", 200, 250),
+        Hole("a", 100, 150),
     ]
+    assert (log.start, log.end) == (0, 150)
     with pytest.raises(InvalidInput, match="nothing but times that look like outages"):
         open_log(path, mask_idle_above=0.1, mask_longer_than=50)
     with pytest.raises(InvalidSettings, match=r"lies in \(0, 1\]"):

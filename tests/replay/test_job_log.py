@@ -50,6 +50,39 @@ def test_jobs_get_the_first_free_nodes_and_leave_the_others_idle(write_swf):
     ]
 
 
+@pytest.mark.parametrize("forecasts", [False, True])
+def test_a_job_of_zero_length_takes_its_nodes_for_an_instant(write_swf, forecasts):
+    """A training in them is stopped all the same: the hole ends, and another begins."""
+    log = open_log(write_swf((0, 0, 10, 4, 20), (0, 15, 0, 2, 20), (0, 15, 0, 2, 20), (0, 20, 8, 4, 20)))
+    assert (log.zero_length, log.clipped) == (2, 0)
+    (at_15,) = (change for change in log.changes(forecasts=forecasts) if change.time == 15)
+    assert sorted(at_15.closed) == ["node0", "node1"]
+    assert {(hole.node, hole.end) for hole in at_15.opened} == {("node0", 20), ("node1", 20)}
+
+
+def test_a_job_of_zero_length_that_finds_too_few_nodes_says_nothing_of_the_machine(write_swf):
+    log = open_log(write_swf((0, 0, 10, 3, 20), (0, 5, 0, 2, 20), (0, 12, 8, 4, 20)))
+    assert (log.zero_length, log.clipped) == (1, 0)
+
+
+def test_a_partition_has_a_size_of_its_own(write_swf):
+    path = write_swf((0, 0, 10, 2, 20), (0, 12, 8, 3, 20))
+    with pytest.raises(InvalidInput, match="give the number of nodes of partition '1'"):
+        open_log(path, partition="1")
+
+
+@pytest.mark.parametrize("options", [{"processors_per_node": 4}, {"partition": "1"}])
+def test_logs_that_list_nodes_take_no_options_of_processors(tmp_path, options):
+    (tmp_path / "idle.csv").write_text("a,0,10\n")
+    with pytest.raises(InvalidSettings, match="for job logs in Standard Workload Format"):
+        open_log(tmp_path / "idle.csv", **options)
+
+
+def test_a_node_has_a_processor(write_swf):
+    with pytest.raises(InvalidSettings, match="at least one processor"):
+        open_log(write_swf((0, 0, 10, 2, 20)), processors_per_node=0)
+
+
 def test_a_job_log_is_known_by_its_first_line_too(write_swf):
     assert open_log(write_swf((0, 0, 10, 2, 20), name="log.txt")).nodes == 4
 

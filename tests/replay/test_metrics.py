@@ -16,6 +16,7 @@ from freetrain_parsl.planning.policies import POLICIES, Policy
 from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.replay.page.wording import percent
 from freetrain_parsl.replay.simulation import Cost, Knowledge, ReplaySettings
 from freetrain_parsl.replay.terminal import heading, result_table, summary
 from freetrain_parsl.replay.trainers import TrainerSet
@@ -67,12 +68,12 @@ def losses(entry):
 
 
 def test_a_node_that_leaves_costs_a_preemption(tmp_path):
-    """Dedicated: one node (mean 1.4) for 100 s is 1000; in the holes 40 s on two and 60 s on one, less 1 s at 16/s."""
+    """Dedicated: 1.4 nodes for 100 s, 1240 between 1000 and 1600; in the holes too, but for 1 s at 16/s."""
     entry = measure(read(tmp_path, "a,0,100", "b,0,40"))["policies"][0]
-    assert entry["efficiency"] == pytest.approx(1.224)
-    assert entry["oracle"] == pytest.approx(1.24)
+    assert entry["efficiency"] == pytest.approx(1224 / 1240)
+    assert entry["oracle"] == pytest.approx(1)
     assert entry["oracle_ratio"] == pytest.approx(1224 / 1240)
-    assert losses(entry) == {"concavity": -0.24, "unused": 0, "split": 0, "rescale": 0, "preemption": 0.016, "start": 0}
+    assert losses(entry) == {**dict.fromkeys(CAUSES, 0), "preemption": 16 / 1240}
     assert entry["node_hours"] == {"idle": pytest.approx(140 / 3600), "used": pytest.approx(140 / 3600)}
     assert (entry["events"], entry["refused"]) == (2, 0)
 
@@ -81,10 +82,10 @@ def test_a_node_that_comes_costs_a_rescale(tmp_path):
     """2 s at 10/s to grow; `full` charges the start too, 30 s at 10/s; the log's clock may begin anywhere."""
     log = read(tmp_path, "a,1000,1100", "b,1040,1080")
     paper, full = (measure(log, cost=cost)["policies"][0] for cost in (Cost.PAPER, Cost.FULL))
-    parts = {"concavity": -0.24, "unused": 0, "split": 0, "rescale": 0.02, "preemption": 0.016, "start": 0}
+    parts = {**dict.fromkeys(CAUSES, 0), "rescale": 20 / 1240, "preemption": 16 / 1240}
     assert losses(paper) == parts
-    assert losses(full) == {**parts, "start": 0.3}
-    assert (paper["efficiency"], full["efficiency"]) == (pytest.approx(1.204), pytest.approx(0.904))
+    assert losses(full) == {**parts, "start": 300 / 1240}
+    assert (paper["efficiency"], full["efficiency"]) == (pytest.approx(1204 / 1240), pytest.approx(904 / 1240))
     (one,) = paper["trainers"]
     assert (one["started"], one["finished"], one["work"]) == (0, None, None)
     assert (one["rescales"], one["preemptions"]) == (1, 1)
@@ -94,7 +95,7 @@ def test_a_node_that_comes_costs_a_rescale(tmp_path):
 def test_a_node_that_nobody_gets_is_unused(tmp_path, monkeypatch):
     monkeypatch.setitem(POLICIES, "first-node", FirstNodeOnly)
     entry = measure(read(tmp_path, "a,0,100", "b,0,40"), policy="first-node")["policies"][0]
-    assert losses(entry) == {"concavity": -0.24, "unused": 0.24, "split": 0, "rescale": 0, "preemption": 0, "start": 0}
+    assert losses(entry) == {**dict.fromkeys(CAUSES, 0), "unused": 240 / 1240}
     assert entry["node_hours"]["used"] == pytest.approx(100 / 3600)
     assert entry["proven_optimal_share"] == 0
 
@@ -168,12 +169,12 @@ def test_several_policies_are_measured_alike(tmp_path):
 
 
 def test_too_few_dedicated_nodes_leave_no_measure(tmp_path):
-    """A trainer that needs two nodes trains in a burst of two, but not on the one that is idle on average."""
-    result = measure(read(tmp_path, "a,0,100", "b,0,40"), trainer(least=2))
-    assert result["dedicated_nodes"] == 1
+    """A trainer that needs two nodes trains in a burst of two, but on neither none nor one: 0.8 are idle on average."""
+    result = measure(read(tmp_path, "a,0,40", "b,0,40", "c,99,100"), trainer(least=2))
+    assert result["dedicated_nodes"] == pytest.approx(0.81)
     assert result["efficiency"] is None
     assert result["loss_rescale"] is None
-    assert result["oracle_ratio"] == pytest.approx(624 / 640)
+    assert result["oracle_ratio"] == pytest.approx(624 / 640), "a preemption"
     assert "so U has no meaning" in summary(result)
     assert result_table(result).row_count == 2
 
@@ -199,9 +200,66 @@ def test_the_terminal_is_told_what_matters(tmp_path):
         "idle.csv: 2 nodes, 2 h\n"
         "idle: 1.5 nodes on average, 1 in the median, 2 changes\n"
         "trainings: 1 (test), measured by throughput, costs paper\n"
-        "In 2 h, training in the idle nodes with milp would have done 81.2 % of what 2 dedicated nodes do, in 3 of 3 "
-        "idle node-hours (100 %), worth 6 of 6."
+        "In 2 h, training in the idle nodes with milp would have done 100.0 % of what 1.5 dedicated nodes do, in 3 of "
+        "3 idle node-hours (100 %), worth 6 of 6."
     )
+
+
+@pytest.mark.parametrize("mean", [0.3, 1.0, 1.4, 1.5, 2.0, 2.9])
+def test_dedicated_nodes_are_a_mean_and_their_value_is_interpolated(tmp_path, mean):
+    """Between 10/s on one node, 16/s on two and 20/s on three; on none it is nothing."""
+    whole = int(mean)
+    lines = [f"n{node},0,1000" for node in range(whole)]
+    lines += [f"x,0,{1000 * (mean - whole):g}"] if mean > whole else []
+    result = measure(read(tmp_path, *lines, "end,999.999,1000"), trainer(most=3, rates=((1, 10), (2, 16), (3, 20))))
+    rates = [0, 10, 16, 20, 20]
+    value = 1000 * (rates[whole] + (mean - whole) * (rates[whole + 1] - rates[whole]))
+    assert result["dedicated_nodes"] == pytest.approx(mean, abs=1e-5)
+    assert result["oracle"] == pytest.approx(1, abs=1e-4), "which has the same nodes, one of them for a while"
+    samples = sum(item["samples"] for item in result["policies"][0]["trainers"])
+    assert samples / result["efficiency"] == pytest.approx(value, rel=1e-4)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seconds=st.floats(1, 999), more=st.floats(0.01, 1.0))
+def test_efficiency_has_no_jumps(tmp_path, seconds, more):
+    """A second more of one idle node out of 1000 changes U by thousandths, at a mean of a half and anywhere."""
+    before, after = (
+        measure(read(tmp_path, "a,0,500", f"b,0,{length!r}", "end,999.999,1000"))["efficiency"]
+        for length in (seconds, min(1000.0, seconds + more))
+    )
+    assert before == pytest.approx(after, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "concurrent", "note"),
+    [
+        (2, None, "2 trainers of at most 2 nodes can use at most 4 of the 4.5 nodes that are idle on average"),
+        (1, None, "one trainer can use at most 2 of the 4.5 nodes"),
+        (5, 2, "2 trainers at a time of at most 2 nodes can use at most 4 of the 4.5 nodes"),
+        (3, None, None),
+        (5, 3, None),
+    ],
+)
+def test_trainers_that_cannot_use_the_nodes_are_told_of(tmp_path, trainers, concurrent, note):
+    log = read(tmp_path, *(f"n{node},0,100" for node in range(4)), "x,0,50")
+    notes = measure(log, *(trainer(f"t{i}") for i in range(trainers)), concurrent=concurrent)["notes"]
+    assert len(notes) == (note is not None)
+    assert all(text.startswith(note) and text.endswith("add trainers, or let them use more nodes") for text in notes)
+
+
+def test_the_headline_is_of_what_can_be_had(tmp_path):
+    """Knowing all closings is better here: a start costs more than the first hole is worth."""
+    log = read(tmp_path, "a,0,40", "a,50,2000", "b,60,62")
+    told = [Contestant("window", knowledge, "throughput") for knowledge in (Knowledge.PERFECT, Knowledge.NONE)]
+    chosen = TrainerSet("test", (trainer(),), "throughput")
+    result = compare(log, chosen, told, ReplaySettings(cost=Cost.FULL))
+    perfect, none = result["policies"]
+    assert perfect["efficiency"] > none["efficiency"]
+    assert f"with window would have done {percent(none['efficiency'])} of" in summary(result)
+    alone = compare(log, chosen, told[:1], ReplaySettings(cost=Cost.FULL))
+    assert summary(alone).startswith("Upper bound, for no plan knows closings as they will be: In ")
+    assert percent(perfect["efficiency"]) in summary(alone)
 
 
 intervals = st.lists(

@@ -92,9 +92,13 @@ def make_result(*policies, **log):
             "mean_idle": 85.1,
             "median_idle": 40,
             "skipped": 0,
+            "zero_length": 0,
+            "masked": [],
+            "date": None,
         }
         | log,
         "trainers": {"spec": "hpo:3", "count": len(entries[0]["trainers"]), "objective": "throughput"},
+        "notes": [],
         "cost": "paper",
         "version": "0.1.0",
         "command": "freetrain replay idle-nodes.csv.gz --trainers hpo:3 --policy milp",
@@ -170,7 +174,7 @@ def test_the_headline_tells_the_result(page):
     entry = make_policy() | {"efficiency": 0.892}
     text = " ".join(Reader(page(make_result(entry))).text.split())
     assert "Your idle nodes: 85.1 of 1,024 on average" in text
-    assert "Training in them would have done 89 % of what 85 dedicated nodes do" in text
+    assert "Training in them would have done 89 % of what 85.1 dedicated nodes do" in text
 
 
 def test_the_best_policy_leads(page):
@@ -183,6 +187,44 @@ def test_the_best_policy_leads(page):
     assert ["open" in attrs for attrs in parts] == [True, False]
     assert sum(attrs.get("scope") == "col" for _, attrs in reader.tags) == 2 + 2 * 5
     assert sum(attrs.get("class") == "bar" for _, attrs in reader.tags) == 4
+
+
+def test_the_headline_is_of_a_plan_that_can_be_had(page):
+    """Knowing closings beforehand is better, and comes last."""
+    known, unknown = make_policy(seed=1, knowledge="perfect"), make_policy(seed=2)
+    known["efficiency"], unknown["efficiency"] = 0.91, 0.871
+    text = Reader(page(make_result(known, unknown))).text
+    assert "would have done 87 % of" in text
+    assert text.index("milp, closing times unknown: 87.1 %") < text.index("milp, closing times known: 91.0 %")
+    alone = Reader(page(make_result(known))).text
+    assert "an upper bound that no plan can have, training in them would have done 91 %" in alone
+
+
+def test_dates_stand_at_the_axis_and_in_the_heading(page):
+    """Two days; what was left out is told."""
+    week = make_result(make_policy(bins=173), date="2026-01-30T00:00:00", masked=[[86400.0, 432000.0]], zero_length=3)
+    text = Reader(page(week)).text
+    assert "30 Jan 2026 to 6 Feb 2026" in text
+    assert "31 Jan" in text
+    assert "5 days that look like outages were removed, and count in no figure." in text
+    assert "3 jobs of less than a second" in text
+
+
+def test_what_if_is_a_table_if_it_was_computed(page):
+    result = make_result()
+    assert "What if" not in Reader(page(result)).text
+    result["what_if"] = {
+        "rescale_factors": [0.5, 1.0],
+        "start_seconds": [0.0, 60.0],
+        "efficiency": [[0.9, 0.8], [0.7, None]],
+    }
+    text = Reader(page(result)).text
+    assert "Rescalingfree60 s0.5 times90.0 %80.0 %as given70.0 %\N{EN DASH}" in text
+
+
+def test_notes_stand_under_the_headline(page):
+    assert "one trainer can" not in Reader(page(make_result())).text
+    assert "one trainer can" in Reader(page(make_result() | {"notes": ["one trainer can use"]})).text
 
 
 def test_bars_add_up_to_the_whole(page):
@@ -272,21 +314,6 @@ def test_pictures_and_tables_can_be_heard(page):
     assert ("html", {"lang": "en"}) in reader.tags
 
 
-def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
-    """The page that is there stays until the new one is whole, and no remains are left beside it."""
-    path = tmp_path / "report.html"
-    path.write_text("old", encoding="utf-8")
-
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_page(make_result(), path)
-    assert path.read_text(encoding="utf-8") == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
-
-
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
@@ -328,7 +355,15 @@ def chromium():
     window.close()
 
 
+def dated_result():
+    table = {"rescale_factors": [0.5, 1.0], "start_seconds": [0.0, 60.0], "efficiency": [[0.9, 0.8], [0.7, 0.6]]}
+    dates = {"date": "2026-01-30T12:00:00+00:00", "masked": [[86400.0, 432000.0]], "zero_length": 3}
+    notes = ["5 trainers of at most 10 nodes can use at most 50 of the 85.1 nodes that are idle on average"]
+    return make_result(make_policy(bins=400), **dates) | {"what_if": table, "notes": notes}
+
+
 PAGES = {
+    "dates and notes": dated_result(),
     "plain": make_result(make_policy(bins=400), make_policy("equal-share", seed=1, bins=400)),
     "finite": make_result(*(make_policy(f"policy-{i}", trainers=60, seed=i, finite=True) for i in range(5))),
     "hostile": hostile_result(),

@@ -92,6 +92,12 @@ def test_jobs_that_run_wait_or_were_cancelled_are_told_apart(write):
     assert [(job.start, job.end) for job in jobs] == [(5, math.inf), (None, math.inf), (None, 8), (None, 9)]
 
 
+def test_a_job_that_ended_as_it_started_ran_if_it_had_nodes(write):
+    """Where the column of nodes is missing, if it was not cancelled."""
+    with_hosts = [row("1", 0, 9, 9, state="FAILED"), row("2", 0, 9, 9, state="CANCELLED by 7", hosts="None assigned")]
+    assert [job.start for job in read(write(*with_hosts))] == [9, None]
+
+
 def test_a_job_told_again_counts_as_told_last_and_one_requeued_runs_again(write):
     jobs = read(
         write(

@@ -15,15 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from xml.etree.ElementTree import Element
 
+    from freetrain_parsl.replay.page.dates import TimeAxis
+
 __all__ = ["Part", "Series", "columns", "figure", "legend", "lines", "share_bar", "stacked_areas"]
 
 _HEIGHT = 500  # units of the viewBox; paths hold integers, which keeps a page of 3,000 bins small
-_HOUR, _DAY = 3600.0, 86400.0
-_TIME_STEPS = (
-    *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)),
-    *(_HOUR * hours for hours in (1, 2, 3, 6, 12)),
-    *(_DAY * days for days in (1, 2, 5, 10, 20, 50, 100, 200)),
-)
 
 
 class Series(NamedTuple):
@@ -43,7 +39,7 @@ class Part(NamedTuple):
     value: float
 
 
-def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, seconds: float) -> Element:
+def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, axis: TimeAxis) -> Element:
     """Draw `layers`, the first at the bottom, as steps over time.
 
     Parameters
@@ -52,8 +48,8 @@ def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, seconds
         What the picture shows and what is to be seen in it, for those who do not see it.
     layers
         As many values each; None counts as 0.
-    seconds
-        What all bins together last.
+    axis
+        The time that all bins together cover.
     """
     sums: list[list[float]] = []
     below = [0.0] * len(layers[0].values)
@@ -67,10 +63,10 @@ def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, seconds
         for layer, total in reversed(list(zip(layers, sums, strict=True)))
     ]
     labels = [(tick / ticks[-1], f"{tick:,g}") for tick in ticks]
-    return _plot(title, summary, shapes, width=len(below), y_labels=labels, x_labels=_time_labels(seconds))
+    return _plot(title, summary, shapes, width=len(below), y_labels=labels, x_labels=axis.labels())
 
 
-def lines(title: str, summary: str, series: Sequence[Series], *, seconds: float) -> Element:
+def lines(title: str, summary: str, series: Sequence[Series], *, axis: TimeAxis) -> Element:
     """Draw shares (1 is 100 %) over time as lines; the axis starts where the later three quarters of them do."""
     settled = [value for one in series for value in one.values[len(one.values) // 4 :] if value is not None]
     low = math.floor(10 * min(settled, default=0.0)) / 10
@@ -90,7 +86,7 @@ def lines(title: str, summary: str, series: Sequence[Series], *, seconds: float)
         for one in series
     ]
     labels = [((tick - low) / (high - low), f"{100 * tick:.0f} %") for tick in ticks]
-    return _plot(title, summary, shapes, width=width, y_labels=labels, x_labels=_time_labels(seconds))
+    return _plot(title, summary, shapes, width=width, y_labels=labels, x_labels=axis.labels())
 
 
 def columns(title: str, summary: str, heights: Sequence[float], edges: Sequence[str], *, colour: str) -> Element:
@@ -159,7 +155,7 @@ def _plot(
             "span",
             text,
             style=f"left:{100 * share:.1f}%" if share < 0.97 else "right:0",
-            class_="minor" if i % 2 else "end" if share >= 0.97 else None,
+            class_="minor" if i % 2 else "end" if share >= 0.97 else "begin" if share < 0.03 else None,
         )
         for i, (share, text) in enumerate(x_labels)
     ]
@@ -222,12 +218,3 @@ def _ticks(top: float) -> list[float]:
     power = 10 ** math.floor(math.log10(top))
     step = next(size for size in (power / 5, power / 2, power, 2 * power) if top <= 5 * size * (1 + 1e-9))
     return [step * i for i in range(math.ceil(top / step - 1e-9) + 1)]
-
-
-def _time_labels(seconds: float) -> list[tuple[float, str]]:
-    step = next((step for step in _TIME_STEPS if seconds <= 8 * step), _TIME_STEPS[-1] * 2)
-    unit, name = (_DAY, "d") if step >= _DAY else (_HOUR, "h") if step >= _HOUR else (60.0, "min")
-    if seconds <= 0:
-        return []
-    count = int(seconds / step)
-    return [(i * step / seconds, f"{i * step / unit:g} {name}") for i in range(count + 1) if i * step <= seconds]

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from xml.etree.ElementTree import Element
 
+    from freetrain_parsl.replay.page.dates import TimeAxis
+
 __all__ = ["comparison"]
 
 _LINE_COLOURS = (4, 0, 2, 3, 5, 1, 7, 8)  # of the trainings' colours those that stand out as thin lines
 
 
-def comparison(policies: Sequence[Mapping[str, Any]], *, seconds: float) -> list[Element]:
-    """Compare the policies, the best first, over a log of this length."""
+def comparison(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
+    """Compare the policies, in this order, over the time of a log."""
     losses = losses_met(policies)
     labels = [entry["label"] for entry in policies]
     done = [[Part("done", "var(--solid)", entry["efficiency"] or 0.0)] for entry in policies]
@@ -41,7 +43,7 @@ def comparison(policies: Sequence[Mapping[str, Any]], *, seconds: float) -> list
     if most:
         text = f"Enlarged: the widest bar is {percent(most)}."
         made.append(charts.figure("The losses alone", text, _bars(labels, lost, whole=most)))
-    return [*made, _efficiency_over_time(policies, seconds=seconds), _table(policies)]
+    return [*made, _efficiency_over_time(policies, axis), _table(policies)]
 
 
 def _length(parts: Sequence[Part]) -> float:
@@ -57,7 +59,7 @@ def _bars(labels: Sequence[str], rows: Sequence[Sequence[Part]], *, whole: float
     return element("div", *cells, class_="bars")
 
 
-def _efficiency_over_time(policies: Sequence[Mapping[str, Any]], *, seconds: float) -> Element:
+def _efficiency_over_time(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> Element:
     series = [Series("oracle", "var(--text)", policies[0]["series"]["oracle"], dashed=True)]
     series += [
         Series(
@@ -73,7 +75,7 @@ def _efficiency_over_time(policies: Sequence[Mapping[str, Any]], *, seconds: flo
     return charts.figure(
         title,
         "Of everything up to that time. The beginning, with little behind it, may leave the picture.",
-        charts.lines(title, summary, series, seconds=seconds),
+        charts.lines(title, summary, series, axis=axis),
         charts.legend(names),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.replay.page import charts
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from xml.etree.ElementTree import Element
 
+    from freetrain_parsl.replay.page.dates import TimeAxis
+
 __all__ = ["policy_by_policy"]
 
 _TRAINERS_DRAWN = 10  # no more colours than that can be told apart
@@ -23,7 +26,7 @@ _TRAINERS_LISTED = 50
 _STEPS_DRAWN = 200  # of idle nodes over time: finer ones are narrower than a phone's dots
 
 
-def policy_by_policy(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
+def policy_by_policy(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
     """Tell each policy's story in a part that opens; the best one's is open."""
     return [
         element("h2", "In detail"),
@@ -35,7 +38,7 @@ def policy_by_policy(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
                     element("strong", entry["label"]),
                     element("span", f": {percent(entry['efficiency'])}"),
                 ),
-                _who_used_them(entry),
+                _who_used_them(entry, axis),
                 *_progress(entry),
                 *_solve_times(entry),
                 open=None if i else "",
@@ -45,7 +48,7 @@ def policy_by_policy(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
     ]
 
 
-def _who_used_them(entry: Mapping[str, Any]) -> Element:
+def _who_used_them(entry: Mapping[str, Any], axis: TimeAxis) -> Element:
     series = entry["series"]
     factor = math.ceil(len(series["idle"]) / _STEPS_DRAWN)
     idle = _coarser(series["idle"], factor)
@@ -65,10 +68,11 @@ def _who_used_them(entry: Mapping[str, Any]) -> Element:
     summary = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours were used by {len(used):,} trainings."
     caption = f"{summary} Each step is the mean of {duration(factor * series['bin_seconds'])}."
     title = "Idle nodes and who used them"
+    drawn_seconds = len(idle) * factor * series["bin_seconds"]
     return charts.figure(
         title,
         caption,
-        charts.stacked_areas(title, summary, layers, seconds=len(idle) * factor * series["bin_seconds"]),
+        charts.stacked_areas(title, summary, layers, axis=replace(axis, seconds=drawn_seconds)),
         charts.legend([(layer.name, layer.colour) for layer in layers]),
     )
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.replay.page.comparison import comparison
+from freetrain_parsl.replay.page.dates import TimeAxis, period
 from freetrain_parsl.replay.page.details import policy_by_policy
 from freetrain_parsl.replay.page.markup import document, element
-from freetrain_parsl.replay.page.wording import WORDS, count, describe, duration, losses_met, milliseconds, percent
+from freetrain_parsl.replay.page.what_if import what_if_table
+from freetrain_parsl.replay.page.wording import (
+    WORDS,
+    best_first,
+    count,
+    dedicated_nodes,
+    describe,
+    duration,
+    is_attainable,
+    losses_met,
+    milliseconds,
+    percent,
+)
+from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,27 +44,19 @@ def write_page(result: Mapping[str, Any], path: Path) -> None:
         The replay's figures, as ``freetrain replay --json`` writes them, with ``series`` and ``solve_histogram``.
         Figures that are None are shown as a dash.
     path
-        Where to; a file that is there is replaced, once the new one is complete.
+        Where to; see `freetrain_parsl.report.output.write_output`.
 
     Raises
     ------
     OSError
-        The directory cannot be written to.
+        It cannot be written.
     """
-    text = document(_page(result))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_output(path, document(_page(result)))
 
 
 def _page(result: Mapping[str, Any]) -> Element:
-    policies = sorted(_labelled(result["policies"]), key=lambda entry: entry["efficiency"] or 0.0, reverse=True)
+    policies = best_first(_labelled(result["policies"]))
+    axis = TimeAxis.of(result["log"])
     style = files("freetrain_parsl.replay.page").joinpath("page.css").read_text(encoding="utf-8")
     return element(
         "html",
@@ -67,9 +72,10 @@ def _page(result: Mapping[str, Any]) -> Element:
             "body",
             element(
                 "main",
-                *_opening(result, policies[0], len(policies)),
-                *comparison(policies, seconds=result["log"]["seconds"]),
-                *policy_by_policy(policies),
+                *_opening(result, policies),
+                *comparison(policies, axis),
+                *what_if_table(result, policies),
+                *policy_by_policy(policies, axis),
                 *_definitions(policies),
                 *_reproduction(result),
             ),
@@ -92,28 +98,36 @@ def _labelled(policies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _opening(result: Mapping[str, Any], best: Mapping[str, Any], candidates: int) -> list[Element]:
-    log, trainers = result["log"], result["trainers"]
-    span = duration(log["seconds"])
+def _opening(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -> list[Element]:
+    log, trainers, best = result["log"], result["trainers"], policies[0]
+    span, dates = duration(log["seconds"]), period(log)
+    eyebrow = f"FreeTrain replay of {log['name']}" + (f", {dates}" if dates else "")
     if not log["mean_idle"]:
         return [
-            element("p", f"FreeTrain replay of {log['name']}", class_="eyebrow"),
+            element("p", eyebrow, class_="eyebrow"),
             element("h1", f"None of the {log['nodes']:,} nodes was idle"),
             element("p", f"In {span} this log holds no idle node, so there was nothing to train in.", class_="lede"),
         ]
+    candidates = sum(map(is_attainable, policies))
     chosen = f"planned by {best['label']}" + (f", the best of {candidates} plans compared" if candidates > 1 else "")
-    dedicated = max(round(log["mean_idle"]), 1)
+    begin = (
+        "Training in them would have done "
+        if is_attainable(best)
+        else "With closing times known, which is an \
+upper bound that no plan can have, training in them would have done "
+    )
     return [
-        element("p", f"FreeTrain replay of {log['name']}", class_="eyebrow"),
+        element("p", eyebrow, class_="eyebrow"),
         element("h1", f"Your idle nodes: {log['mean_idle']:,.1f} of {log['nodes']:,} on average"),
         element(
             "p",
-            "Training in them would have done ",
+            begin,
             element("strong", percent(best["efficiency"], 0)),
-            f" of what {_several(dedicated, 'dedicated node')} do in the same {span}: "
+            f" of what {dedicated_nodes(log['mean_idle'])} do in the same {span}: "
             f"{_several(trainers['count'], 'training')} ({trainers['spec']}), {chosen}.",
             class_="lede",
         ),
+        *(element("p", note, class_="warning") for note in result["notes"]),
         element("dl", *_cards(log, best), class_="cards"),
     ]
 
@@ -153,6 +167,11 @@ def _definitions(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
 def _reproduction(result: Mapping[str, Any]) -> list[Element]:
     log = result["log"]
     skipped = f" {log['skipped']:,} lines of the log could not be read and were left out." if log["skipped"] else ""
+    if log["masked"]:
+        masked = sum(seconds for _, seconds in log["masked"])
+        skipped += f" {duration(masked)} that look like outages were removed, and count in no figure."
+    if log["zero_length"]:
+        skipped += f" {log['zero_length']:,} jobs of less than a second took nodes for an instant."
     accounting = {
         "paper": "as published: starting a training costs nothing",
         "full": "in full: starting a training is charged too",

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "LOSSES",
     "NO_FIGURE",
     "WORDS",
     "Loss",
+    "best_first",
     "count",
+    "dedicated_nodes",
     "describe",
     "duration",
+    "is_attainable",
     "milliseconds",
     "percent",
     "samples",
 ]
+
+_Entry = TypeVar("_Entry", bound="Mapping[str, Any]")
 
 _SPACE = "\N{NO-BREAK SPACE}"
 NO_FIGURE = "\N{EN DASH}"
@@ -61,13 +66,14 @@ LOSSES = {
 
 WORDS = {
     "Efficiency (U)": "Samples that the trainings processed in the idle nodes, divided by what the same trainings "
-    "process in the same time on dedicated nodes: as many as were idle on average, split among the trainings once and "
-    "for all in the best way.",
+    "process in the same time on dedicated nodes: as many as were idle on average (between whole numbers the value is "
+    "interpolated), split among the trainings once and for all in the best way.",
     "Oracle": "The same replay if every change were free: all idle nodes are split anew in the best way at every "
     "event. It is the upper bound of the efficiency.",
     "Share of the oracle": "Efficiency divided by the oracle's: how much of what is possible a plan reached.",
     "Closing times": "What a plan was told about when idle nodes will be needed again: nothing (unknown), what "
-    "walltimes and the queue said at the time (estimated), or what the log shows afterwards (known).",
+    "walltimes and the queue said at the time (estimated), or what the log shows afterwards (known). Nobody can have "
+    "the last: it shows what better estimates could bring, and is never the headline.",
     "Horizon": "How far a plan looks ahead when it weighs what a change costs now against what it gains later.",
     "Node-hour": "One node for one hour.",
 }
@@ -89,6 +95,23 @@ def describe(entry: Mapping[str, Any], keys: Sequence[str] = ("knowledge", "hori
         ahead = f"{horizon} horizon" if isinstance(horizon, str) else f"horizon{_SPACE}{duration(horizon)}"
         parts.append(ahead)
     return ", ".join(parts)
+
+
+def is_attainable(entry: Mapping[str, Any]) -> bool:
+    """Whether a plan could be had on a real machine: whether it was not told what only the finished log shows."""
+    return bool(entry["knowledge"] != "perfect")
+
+
+def best_first(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Sort policies by their efficiency, the best first; those that cannot be had come last."""
+    return sorted(entries, key=lambda entry: (is_attainable(entry), entry["efficiency"] or 0.0), reverse=True)
+
+
+def dedicated_nodes(number: float) -> str:
+    """Write a mean number of dedicated nodes, which need not be whole."""
+    text = f"{number:,.0f}" if number >= 1000 or number == round(number) else f"{number:,.1f}"
+    text = f"{number:.2g}" if float(text.replace(",", "")) == 0 else text
+    return f"{text} dedicated node{'s' * (text != '1')}"
 
 
 def losses_met(policies: Sequence[Mapping[str, Any]]) -> dict[str, Loss]:

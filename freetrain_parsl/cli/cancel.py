@@ -1,0 +1,50 @@
+"""``freetrain cancel``: ends one training of a campaign, from any shell, and keeps its checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from freetrain_parsl.campaign.lock import DriverState, driver_state
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli.sources import errors_in_one_line
+
+__all__ = ["cancel"]
+
+_PERIOD = 0.5  # seconds between looks at the training
+
+
+def cancel(
+    run_dir: Path = typer.Argument(metavar="RUN_DIR", help="Run directory."),
+    name: str = typer.Argument(metavar="NAME", help="Name of the training, as in freetrain status."),
+    timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait until it has ended."),
+) -> None:
+    """Cancel one training: its state is saved, its nodes go to the others, and resume leaves it out unless named."""
+    console = Console()
+    with errors_in_one_line("cancel"):
+        store = RunStore(run_dir.absolute())
+        store.request_cancel(name)
+        if driver_state(store.last_driver()) is not DriverState.ALIVE:
+            store.cancel(name)
+        end = time.monotonic() + timeout
+        with console.status("waiting for the training: it saves its state"):
+            while (training := store.training(name)).state in ("waiting", "running"):
+                if driver_state(store.last_driver()) is not DriverState.ALIVE:
+                    store.cancel(name)
+                elif time.monotonic() > end:
+                    console.print(f"{name} was asked to end, and has not after {timeout:g} s", highlight=False)
+                    raise typer.Exit(1)
+                else:
+                    time.sleep(_PERIOD)
+        if training.state != "cancelled":
+            console.print(f"{name} had ended before: {training.state}", highlight=False)
+            raise typer.Exit(1)
+        console.print(
+            f"{name} is cancelled; its checkpoints are kept. Go on with it: "
+            f"freetrain resume {store.directory} --retry {name}",
+            highlight=False,
+            soft_wrap=True,
+        )

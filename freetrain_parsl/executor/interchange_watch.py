@@ -1,0 +1,194 @@
+"""Watches HTEX's interchange: slot tasks never wait for it, and one that has ended or hangs is started again.
+
+A task that is sent while no interchange is connected blocks its sender for ever, so tasks are sent from a thread of
+their own. The sockets of the driver's end are bound, and workers find the interchange at its old port: a new process
+takes the place of the old one. What it does not know are the worker pools of the old one, which end by themselves soon.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import zmq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Interchange", "InterchangeEnded", "InterchangeRestarted", "InterchangeWatch"]
+
+
+@dataclass(frozen=True)
+class InterchangeEnded:
+    """The interchange is gone, and with it every slot task that had not started, for `reason`."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class InterchangeRestarted:
+    """There is a new interchange, without tasks and without worker pools."""
+
+
+class Interchange(ABC):
+    """What is watched; called from the thread of the watch only."""
+
+    @abstractmethod
+    def why_ended(self) -> str | None:
+        """Say how the process ended; ``None`` while it runs."""
+
+    @abstractmethod
+    def ask(self) -> None:
+        """Ask it something; does not wait for the answer."""
+
+    @abstractmethod
+    def answered(self) -> bool:
+        """Whether it has answered what it was asked; does not wait either."""
+
+    @abstractmethod
+    def send(self, token: str) -> None:
+        """Send it a slot task.
+
+        Raises
+        ------
+        zmq.Again
+            It takes none now.
+        """
+
+    @abstractmethod
+    def restart(self) -> None:
+        """End what is left of it and start a new process.
+
+        Raises
+        ------
+        Exception
+            The new one did not start.
+        """
+
+
+class InterchangeWatch(threading.Thread):
+    """Sends slot tasks, asks now and then, restarts.
+
+    Parameters
+    ----------
+    interchange
+        What is watched.
+    post
+        Takes `InterchangeEnded` and `InterchangeRestarted`; must not block.
+    give_up
+        Called once, with the reason, when restarting does not help.
+    clock
+        Seconds.
+    """
+
+    _LOOK = 0.5  # seconds between looks at the process
+    _ASK = 10.0  # seconds between an answer and the next question
+    _SILENCE = 30.0  # seconds without an answer after which the process counts as hanging
+    _MOST_RESTARTS = 3
+    _WITHIN = 600.0  # seconds in which so many restarts are the last
+
+    def __init__(
+        self,
+        interchange: Interchange,
+        post: Callable[[InterchangeEnded | InterchangeRestarted], None],
+        give_up: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name="freetrain-interchange-watch", daemon=True)
+        self._interchange = interchange
+        self._post = post
+        self._give_up = give_up
+        self._clock = clock
+        self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._unsent: deque[str] = deque()
+        self._restarts: deque[float] = deque()
+        self._stopping = threading.Event()
+        self._looked = clock()
+        self._ask_at = clock() + self._ASK
+        self._asked: float | None = None
+
+    def order(self, token: str) -> None:
+        """Send a slot task, soon; never blocks."""
+        self._orders.put(token)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the thread; the interchange is left as it is."""
+        self._stopping.set()
+        self._orders.put(None)
+        if self.is_alive():
+            self.join(timeout)
+
+    def run(self) -> None:
+        """Watch until stopped, or until restarting does not help."""
+        while not self._stopping.is_set():
+            self._take_order()
+            if self._stopping.is_set():
+                return
+            reason = self._interchange.why_ended() or self._why_silent()
+            if reason is None:
+                self._send()
+            elif not self._stopping.is_set() and not self._replace(reason):
+                return
+
+    def _take_order(self) -> None:
+        try:
+            token = self._orders.get(timeout=self._LOOK)
+        except queue.Empty:
+            return
+        if token is not None:
+            self._unsent.append(token)
+
+    def _why_silent(self) -> str | None:
+        now = self._clock()
+        stopped, self._looked = now - self._looked > self._ASK, now
+        if self._asked is None:
+            if now >= self._ask_at:
+                self._interchange.ask()
+                self._asked = now
+        elif self._interchange.answered():
+            self._asked, self._ask_at = None, now + self._ASK
+        elif stopped:  # this process was: the answer may be on its way
+            self._asked = now
+        elif now - self._asked > self._SILENCE:
+            return f"has not answered for {self._SILENCE:g} s"
+        return None
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                self._interchange.send(self._unsent[0])
+                self._unsent.popleft()
+        except zmq.Again:
+            return  # tried again at the next look, if it has not been replaced by then
+
+    def _replace(self, reason: str) -> bool:
+        now = self._clock()
+        logger.warning("HTEX's interchange %s: starting another", reason)
+        self._post(InterchangeEnded(reason))
+        while self._restarts and self._restarts[0] <= now - self._WITHIN:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._MOST_RESTARTS:
+            self._give_up(f"HTEX's interchange ended {len(self._restarts) + 1} times in a row; the last one {reason}")
+            return False
+        self._restarts.append(now)
+        try:
+            self._interchange.restart()
+        except Exception as error:  # whatever Parsl raises: nothing can be started any more, and that is told
+            if not self._stopping.is_set():
+                logger.exception("HTEX's interchange could not be restarted")
+                self._give_up(f"HTEX's interchange {reason} and could not be restarted: {error}")
+            return False
+        self._unsent.clear()  # the driver orders anew what it still needs
+        self._looked = self._clock()
+        self._asked, self._ask_at = None, self._looked + self._ASK
+        self._post(InterchangeRestarted())
+        return True

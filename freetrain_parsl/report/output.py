@@ -1,0 +1,98 @@
+"""Writing the files that a user names: reports, figures as JSON, pictures.
+
+A regular file is replaced once the new content is complete, so that a reader never sees half of it and a full disk
+leaves the file before. Anything else that a name can stand for (a device, a pipe, a terminal) is written in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_figure", "write_output"]
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write a file that a user named.
+
+    A symbolic link stays a link: the file that it points to is written. A file that belongs to another user, that has
+    several names (hard links), or whose directory takes no new files is overwritten in place, because a replacement
+    would change its owner or leave the other names behind. So is a file that standard output or standard error goes
+    to; the content is appended to what was written there.
+
+    Parameters
+    ----------
+    path
+        Where to.
+    content
+        The whole content; text is written as UTF-8.
+
+    Raises
+    ------
+    OSError
+        It cannot be written. A regular file that was to be replaced is then unchanged.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        present = path.stat()
+    except FileNotFoundError:
+        present = None
+    if present is not None and _is_standard_stream(present):
+        _write_in_place(path, data, append=True)
+    elif present is not None and not _may_be_replaced(present):
+        _write_in_place(path, data)
+    else:
+        target = Path(os.path.realpath(path))
+        try:
+            _replace(target, data, None if present is None else stat.S_IMODE(present.st_mode))
+        except PermissionError:
+            if present is None:
+                raise
+            _write_in_place(path, data)  # the directory takes no new files; the file itself may be writable
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write a picture in the format that the suffix of `path` names, PNG if it has none; see `write_output`."""
+    picture = BytesIO()
+    figure.savefig(picture, format=path.suffix.removeprefix(".") or "png", dpi=130)
+    write_output(path, picture.getvalue())
+
+
+def _may_be_replaced(present: os.stat_result) -> bool:
+    return stat.S_ISREG(present.st_mode) and present.st_nlink == 1 and present.st_uid == os.geteuid()
+
+
+def _is_standard_stream(present: os.stat_result) -> bool:
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # a descriptor that is closed is not this file
+            if stat.S_ISREG(present.st_mode) and os.path.samestat(present, os.fstat(descriptor)):
+                return True
+    return False
+
+
+def _write_in_place(path: Path, data: bytes, *, append: bool = False) -> None:
+    with path.open("ab" if append else "wb", buffering=0) as file:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) or 0 :]
+
+
+def _replace(target: Path, data: bytes, mode: int | None) -> None:
+    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    try:
+        with partial.open("xb") as file:
+            file.write(data)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,81 @@
+"""The entry point: what happens before and around the verbs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+# Says when imports have begun, and takes its time with them; an extension module that is interrupted while it is
+# imported may raise anything but KeyboardInterrupt.
+SLOW_MODULE = """
+import sys, time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    raise ImportError("numpy failed to import") from None
+"""
+
+
+@pytest.fixture
+def importing(tmp_path):
+    """Start the command with a `typer` that is imported slowly; yield the process in the middle of that."""
+    (tmp_path / "typer.py").write_text(SLOW_MODULE)
+    script = "import sys; sys.path.insert(0, sys.argv.pop()); from freetrain_parsl.cli import main; main()"
+    processes = []
+
+    def start(**options):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "importing\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_during_imports_is_one_line_and_code_130(importing):
+    process = importing()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "freetrain: interrupted\n")
+
+
+def test_a_command_that_ignores_interrupts_goes_on_ignoring_them(importing):
+    """Shells start jobs in the background so."""
+    process = importing(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # a wrong answer would come at once; there is nothing to wait for where nothing happens
+    assert process.poll() is None
+
+
+def test_ctrl_c_in_a_verb_is_code_130_without_a_traceback(monkeypatch, capsys):
+    from freetrain_parsl.cli import commands, main
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, capsys.readouterr().err) == (130, "freetrain: interrupted\n")
+
+
+def test_the_entry_point_imports_no_verb():
+    """Else an interruption could come before it is handled."""
+    script = "import sys, freetrain_parsl.cli; print(*[name for name in sys.modules if 'freetrain' in name])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
+    assert set(done.stdout.split()) == {"freetrain_parsl", "freetrain_parsl._version", "freetrain_parsl.cli"}

@@ -1,0 +1,22 @@
+"""A driver that offers only an address that the nodes do not reach."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetrain_parsl.testing.hosts import Hosts
+
+pytestmark = pytest.mark.hosts
+
+
+def test_the_address_that_no_node_reaches_is_in_the_error(start):
+    """Packets to it are dropped without a word; a worker pool tries for half a minute."""
+    site = {"login": {"eth0": "10.77.0.1/24", "ext0": "10.99.0.1/24"}, "n00": {"eth0": "10.77.0.10/24"}}
+    with Hosts(site) as hosts:
+        hosts.lead_nowhere("n00", "10.77.0.254")
+        login = start(hosts, address="10.99.0.1", max_failed_blocks=1)
+        error = login.train("t", 1).answer()["error"]
+        login.close()
+    assert "ended before a worker connected" in error
+    assert "No viable ZMQ url from: tcp://10.99.0.1:" in error
+    assert "\n" not in error

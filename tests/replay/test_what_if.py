@@ -1,0 +1,59 @@
+"""The table of other costs: each cell is the replay with these costs, wherever it is computed."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+
+from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.policies import MilpPolicy
+from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.replay import what_if as module
+from freetrain_parsl.replay.ideal import BestRates
+from freetrain_parsl.replay.simulation import ReplaySettings
+from freetrain_parsl.replay.what_if import RESCALE_FACTORS, START_SECONDS, Case, what_if
+from tests.replay.small_logs import SmallLog
+
+
+def make_policy():
+    return MilpPolicy("throughput")
+
+
+@pytest.fixture
+def case():
+    log = SmallLog([("a", 0.0, 400.0), ("b", 100.0, 300.0), ("a", 450.0, 900.0)])
+    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10, 2: 16}), RescaleCosts(up=4, down=2))
+    return Case(log, BestRates((trainer,), OBJECTIVES["throughput"]), make_policy, ReplaySettings())
+
+
+def test_each_cell_is_what_a_hand_computes(case):
+    """850 s on one node and 200 s with another; it grows at 10/s, loses a node at 16/s, all at 10/s; two starts."""
+    table = what_if(case, 1000.0, processes=1)
+    assert (table["rescale_factors"], table["start_seconds"]) == (list(RESCALE_FACTORS), list(START_SECONDS))
+    for factor, row in zip(RESCALE_FACTORS, table["efficiency"], strict=True):
+        charged = factor * (4 * 10 + 2 * 16 + 2 * 10)
+        worth = [8500 + 1200 - charged - 2 * 10 * start for start in START_SECONDS]
+        assert row == [pytest.approx(value / 1000) for value in worth]
+
+
+def test_parallel_processes_compute_the_same(case):
+    shares = []
+    assert what_if(case, 1.0, processes=2, on_progress=shares.append) == what_if(case, 1.0, processes=1)
+    assert shares == [number / 16 for number in range(17)]
+    assert multiprocessing.active_children() == []
+
+
+def test_an_interruption_leaves_no_process(case, monkeypatch):
+    def interrupted(_futures):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        what_if(case, 1.0, processes=2)
+    assert multiprocessing.active_children() == []
+
+
+def test_where_dedicated_nodes_do_nothing_there_are_no_figures(case):
+    assert {cell for row in what_if(case, 0.0, processes=1)["efficiency"] for cell in row} == {None}
