@@ -6,7 +6,6 @@ Jobs tell their own start, end and nodes into files: measuring costs the schedul
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -21,13 +20,15 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
 
-_NEIGHBOUR = "nobody"
 _LIMIT_SLACK = 10.0  # seconds by which a job's limit exceeds its run at least: none is killed
 _PERIOD = 0.1
 
 # What nodes tell the controller of themselves, at intervals of their own.
 _NODE_RPCS = ("MESSAGE_NODE_REGISTRATION_STATUS",)
-_MEASURING_RPCS = ("REQUEST_STATS_INFO",)
+_STATISTICS = "REQUEST_STATS_INFO"  # of which the last is the measurement's own
+
+# What asks without changing anything: the looks.
+_LOOKS = re.compile(r"REQUEST_(\w+_INFO(_\w+)?|PING)")
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,17 @@ class MainQueue:
         Whose partition ``main`` it goes to.
     jobs
         The workload, by time of submission.
+    user
+        Whose jobs they are; ``None`` for whoever runs this.
     """
 
-    def __init__(self, cluster: LoopbackSlurm, jobs: Sequence[MainJob]) -> None:
+    def __init__(self, cluster: LoopbackSlurm, jobs: Sequence[MainJob], user: str | None) -> None:
         self._cluster = cluster
         self._jobs = jobs
         self._files = cluster.work / "main"
         self._files.mkdir()
         self._files.chmod(0o1777)
-        self._user = _NEIGHBOUR if os.geteuid() == 0 else None
+        self._user = user
         self.begin = 0.0
 
     def run(self) -> list[Ran]:
@@ -134,16 +137,26 @@ def idle_intervals(ran: Sequence[Ran], nodes: Sequence[str], end: float) -> Iter
 def count_rpcs(cluster: LoopbackSlurm, ran: Sequence[Ran]) -> dict[str, int]:
     """Read from ``sdiag`` who asked slurmctld how often since the last ``sdiag --reset``.
 
-    All that neither the main jobs nor the nodes' daemons caused counts as ours: our queries and submissions, and what
-    Slurm itself asks for our jobs and their steps.
+    All that neither the main jobs nor the nodes' daemons caused counts as ours: our looks, our submissions and
+    cancellations, and what Slurm itself asks for our jobs and their steps. `rpcs_looks` are the looks alone.
     """
     by_type = {
         name: int(count)
         for name, count in re.findall(r"^\s+(\w+)\s+\(\s*\d+\) count:(\d+)", cluster.run("sdiag"), re.MULTILINE)
         if name.isupper()
     }
-    total = sum(count for name, count in by_type.items() if name not in _MEASURING_RPCS)
+    if _STATISTICS in by_type:
+        by_type[_STATISTICS] -= 1
+    total = sum(by_type.values())
+    looks = sum(count for name, count in by_type.items() if _LOOKS.fullmatch(name))
     daemons = sum(by_type.get(name, 0) for name in _NODE_RPCS)
     main = 2 * len(ran)  # its submission, and the end of its script
     ours = max(0, total - daemons - main)
-    return {"rpcs": total, "rpcs_main": main, "rpcs_nodes": daemons, "rpcs_ours": ours, **by_type}
+    return {
+        "rpcs": total,
+        "rpcs_main": main,
+        "rpcs_nodes": daemons,
+        "rpcs_ours": ours,
+        "rpcs_looks": looks,
+        **by_type,
+    }

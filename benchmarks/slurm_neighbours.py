@@ -10,6 +10,8 @@ backfill
     with our trainings in a partition of low priority whose jobs are not preempted: they must leave by themselves;
 preemptible
     with our trainings in a partition whose jobs are cancelled for those of the main queue, after a grace;
+hidden, hidden-preemptible
+    like the two before, as an ordinary user of a site that hides the jobs of others (``PrivateData=jobs``); needs root;
 requeue
     with the usual alternative, written with submitit: preemptible jobs of a fixed size and time that checkpoint and are
     requeued.
@@ -19,6 +21,8 @@ that counted, of the node-seconds in which a node had no main job for longer tha
 start-up, least useful time and margin. A step mostly sleeps, and a sample costs the same node-seconds on any number of
 nodes; ``work_share`` takes that cost instead of the time that the steps really took. RPCs are those that slurmctld
 served; all that neither the main jobs nor the nodes' daemons caused are ours, those for the steps of our jobs too.
+Looks are those of them that only ask: at most twelve a minute at the default interval. Several seeds are run one after
+another; the table has the median over them, and the least and the largest value.
 
 A machine with few cores starts Python and torch slowly, on all nodes of a block at once: a real cluster does not.
 """
@@ -26,6 +30,7 @@ A machine with few cores starts Python and torch slowly, on all nodes of a block
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import shutil
@@ -44,6 +49,7 @@ from _report import report
 from _slurm_main_queue import MainQueue, Ran, count_rpcs, draw, idle_intervals
 from _slurm_training import SAMPLE_NODE_SECONDS
 
+from freetrain_parsl import FreeTrainExecutor
 from freetrain_parsl.report.output import write_figure, write_output
 from freetrain_parsl.testing.loopback_slurm import LoopbackPartition, LoopbackSlurm
 from freetrain_parsl.testing.slurm_machine import slurm_version
@@ -54,11 +60,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.cluster.workload import MainJob
 
 HERE = Path(__file__).parent
-MODES = ("without", "again", "backfill", "preemptible", "requeue")
+HIDING = {"hidden": "backfill", "hidden-preemptible": "preemptible"}  # mode -> the partition of our blocks
+MODES = ("without", "again", "backfill", "preemptible", *HIDING, "requeue")
+OTHER = "nobody"  # an ordinary user: the main queue, or where it is hidden, we
 GRACE = 10  # seconds; of the preemptible partitions
-# Sites have 30 s between passes of the scheduler, and we ask every 10 s; here the queue is compressed, and both are.
-CYCLE = 10
-POLL = 3.0
+CYCLE = 10  # sites have 30 s between passes of the scheduler; here the queue is compressed
+POLL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
 PLANNER = {
     "startup": 8.0,
     "min_useful": 10.0,
@@ -91,8 +98,15 @@ class Outcome:
 
 def live_through(mode: str, jobs: Sequence[MainJob], options: argparse.Namespace, logs: Path) -> Outcome:
     """Run the main queue once, with whatever the mode adds."""
-    with LoopbackSlurm(nodes=options.nodes, partitions=PARTITIONS, bf_interval=CYCLE) as cluster:
-        queue = MainQueue(cluster, jobs)
+    hides = mode in HIDING
+    with LoopbackSlurm(
+        nodes=options.nodes,
+        partitions=PARTITIONS,
+        bf_interval=CYCLE,
+        jobs_read_all=hides,
+        extra=["PrivateData=jobs"] if hides else [],
+    ) as cluster:
+        queue = MainQueue(cluster, jobs, OTHER if os.geteuid() == 0 and not hides else None)
         if mode in ("without", "again"):
             cluster.run("sdiag", "--reset")
             ran = queue.run()
@@ -120,20 +134,25 @@ def _guest(
     directory = Path(tempfile.mkdtemp(prefix=f"{mode}-", dir=cluster.work))
     settings = {
         "directory": str(directory),
-        "partition": mode,
+        "partition": HIDING.get(mode, mode),
         "nodes": options.nodes,
         "trainings": options.trainings,
         "planner": PLANNER,
-        "poll": POLL,
+        "poll": options.poll,
         "grace": GRACE / 2,
         "fixed_nodes": options.fixed_nodes,
         "fixed_minutes": options.fixed_minutes,
     }
     script = HERE / ("_slurm_requeue.py" if mode == "requeue" else "_slurm_freetrain.py")
     environment = {**cluster.environment, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    command = [sys.executable, str(script), json.dumps(settings)]
+    if mode in HIDING:
+        command = cluster.as_user(OTHER, *command)
+        environment["HOME"] = str(directory)
+        shutil.chown(directory, OTHER)
     with (logs / f"{mode}.log").open("w", encoding="utf-8") as log:
         guest = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(settings)],
+            command,
             env=environment,
             cwd=directory,
             stdin=subprocess.PIPE,
@@ -195,6 +214,7 @@ def figures(outcome: Outcome, alone: Outcome, nodes: Sequence[str]) -> dict[str,
         "rpcs": outcome.rpcs["rpcs"],
         "rpcs_ours": outcome.rpcs["rpcs_ours"] if account else 0,
         "rpcs_ours_per_minute": outcome.rpcs["rpcs_ours"] / makespan * 60 if account else 0.0,
+        "looks_per_minute": outcome.rpcs["rpcs_looks"] / makespan * 60 if account else 0.0,
         "rpc_share": outcome.rpcs["rpcs_ours"] / outcome.rpcs["rpcs"] if account else 0.0,
     }
 
@@ -228,6 +248,27 @@ def plot(outcomes: dict[str, Outcome], nodes: Sequence[str], file: Path) -> None
     write_figure(file, figure)
 
 
+def run_seed(seed: int, options: argparse.Namespace, logs: Path) -> dict[str, Outcome]:
+    """Run one main queue in every mode."""
+    jobs = draw(nodes=options.nodes, minutes=options.minutes, load=options.load, mean_run=options.mean_run, seed=seed)
+    outcomes = {}
+    for mode in ("without", *options.modes):
+        began = time.time()
+        outcomes[mode] = live_through(mode, jobs, options, logs)
+        told = {"account": outcomes[mode].account, "rpcs": outcomes[mode].rpcs}
+        print(f"seed {seed}, {mode}: {time.time() - began:.0f} s, {told}", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def spread(values: Sequence[float | None]) -> str | None:
+    """Write the median of some values, and the least and the largest if they differ."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    middle, least, most = (f"{value:.3g}" for value in (float(np.median(known)), min(known), max(known)))
+    return middle if least == most else f"{middle} ({least} to {most})"
+
+
 def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -235,7 +276,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=8, help="of the cluster (default 8)")
     parser.add_argument("--load", type=float, default=0.65, help="of the main queue (default 0.65)")
     parser.add_argument("--mean-run", type=float, default=60.0, help="of a main job, seconds (default 60)")
-    parser.add_argument("--seed", type=int, default=1, help="of the main queue (default 1)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the main queues, one after another")
+    parser.add_argument("--poll", type=float, default=POLL, help=f"seconds between looks (default {POLL:g})")
     parser.add_argument("--trainings", type=int, default=4, help="trainings at a time (default 4)")
     parser.add_argument("--fixed-nodes", type=int, default=2, help="nodes of a requeued job (default 2)")
     parser.add_argument("--fixed-minutes", type=int, default=5, help="time limit of a requeued job (default 5)")
@@ -246,28 +288,29 @@ def main() -> int:
     options = parser.parse_args()
     if (missing := LoopbackSlurm.missing()) is not None:
         parser.error(missing)
+    if os.geteuid() != 0:
+        options.modes = [mode for mode in options.modes if mode not in HIDING]
     logs = options.logs or Path(tempfile.mkdtemp(prefix="neighbours-"))
     logs.mkdir(exist_ok=True)
-    jobs = draw(
-        nodes=options.nodes, minutes=options.minutes, load=options.load, mean_run=options.mean_run, seed=options.seed
-    )
     nodes = [f"node{number:02d}" for number in range(1, options.nodes + 1)]
-    outcomes = {}
-    for mode in ("without", *options.modes):
-        began = time.time()
-        outcomes[mode] = live_through(mode, jobs, options, logs)
-        told = {"account": outcomes[mode].account, "rpcs": outcomes[mode].rpcs}
-        print(f"{mode}: {time.time() - began:.0f} s, {told}", file=sys.stderr, flush=True)
-    modes = {mode: figures(outcome, outcomes["without"], nodes) for mode, outcome in outcomes.items()}
-    rows = [{"figure": key, **{mode: modes[mode][key] for mode in modes}} for key in modes["without"]]
+    found: list[dict[str, dict[str, Any]]] = []
+    for seed in options.seeds:
+        outcomes = run_seed(seed, options, logs)
+        found.append({mode: figures(outcome, outcomes["without"], nodes) for mode, outcome in outcomes.items()})
+        if options.json is not None:
+            by_seed = dict(zip(options.seeds, found, strict=False))  # as far as they have been run
+            write_output(options.json, json.dumps(by_seed, indent=2) + "\n")
+    modes = ("without", *options.modes)
+    rows = [
+        {"figure": key, **{mode: spread([one[mode][key] for one in found]) for mode in modes}}
+        for key in found[0]["without"]
+    ]
     report("Neighbours of our trainings on a real Slurm", rows, ["parsl", "submitit", "torch"])
-    if options.json is not None:
-        write_output(options.json, json.dumps(modes, indent=2) + "\n")
     major, minor = slurm_version()
     print(
         f"Slurm {major}.{minor:02}: {options.nodes} nodes on the loopback, scheduler cycle {CYCLE} s, grace {GRACE} s;"
     )
-    print(f"we ask every {POLL:g} s; least window {MINIMUM:g} s; logs in {logs}")
+    print(f"we ask every {options.poll:g} s; least window {MINIMUM:g} s; logs in {logs}")
     if options.plot is not None:
         plot(outcomes, nodes, options.plot)
     return 0

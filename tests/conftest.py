@@ -72,6 +72,7 @@ def shared_cluster(slurm_is_here) -> Iterator[LoopbackSlurm]:
         features={"node01": "fast", "node02": "fast"},
         partitions=(*PARTITIONS, small, graceless),
         bf_interval=1,
+        kill_wait=20,
     ) as cluster:
         yield cluster
 

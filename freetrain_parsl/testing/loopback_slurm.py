@@ -331,12 +331,16 @@ class LoopbackSlurm:
     def kill_node(self, name: str) -> None:
         """Kill a node with all that runs on it, as a loss of power does."""
         self._lost.add(name)
-        pids = [pid for pid in sweeper.marked(self._plan.name) if _runs_on(pid, name)]
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._end(name, signal.SIGKILL)
-        _wait(lambda: not any(map(sweeper.is_alive, pids)), 10.0, lambda: f"the processes of {name} to die")
+        self._end(name, signal.SIGKILL)  # first, so that it starts nothing more
+
+        def dead() -> bool:
+            pids = [pid for pid in sweeper.marked(self._plan.name) if _runs_on(pid, name)]
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not pids
+
+        _wait(dead, 60.0, lambda: f"the processes of {name} to die")
 
     def start_node(self, name: str) -> None:
         """Start a node's daemon, unless it runs."""

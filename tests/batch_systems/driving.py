@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Everything in seconds, where a site has minutes.
 PLANNER = PlannerSettings(
-    startup=8, min_useful=10, closing_margin=3, max_walltime=600, idle_timeout=3, join_timeout=30, settle=1
+    startup=8, min_useful=10, closing_margin=3, max_walltime=600, idle_timeout=3, join_timeout=120, settle=1
 )
 SAMPLES_PER_EPOCH = 200
 
@@ -83,14 +83,14 @@ class Driver(Site):
             lambda run: "t" in run.trainings and run.trainings["t"].progress.get("step", 0) >= step and run
         )
 
-    def until_block_ended(self, pattern: str, seconds: float = 60.0) -> str:
+    def until_block_ended(self, pattern: str, seconds: float = 240.0) -> str:
         """Wait until a block has ended for a reason that reads so."""
         return self.until(lambda run: next((why for why in run.blocks_ended if re.search(pattern, why)), None), seconds)
 
     def finish(self, future: Future[Any]) -> None:
         """Let the training go fast, and hold what must hold however it was disturbed: every sample once."""
         self.slow.unlink()
-        assert future.result(timeout=90)["metrics"]["samples"] == self.epochs * SAMPLES_PER_EPOCH
+        assert future.result(timeout=240)["metrics"]["samples"] == self.epochs * SAMPLES_PER_EPOCH
         progress = self.until(lambda run: run.completed and run.trainings["t"].progress)
         assert (progress["samples_lost"], progress["duplicate_samples"]) == (0, 0)
 

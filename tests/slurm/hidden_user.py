@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import parsl
@@ -10,18 +9,17 @@ from parsl.launchers import SrunLauncher
 from parsl.providers import SlurmProvider
 
 from tests.batch_systems.backends import WORKER_INIT
-from tests.batch_systems.driving import PLANNER, Driver
+from tests.batch_systems.driving import Driver
 
 
 def main(directory: str, partition: str) -> None:
     """Load Parsl, train, finish at a line on standard input, and tell what came of it."""
     provider = SlurmProvider(partition=partition, launcher=SrunLauncher(), worker_init=WORKER_INIT, cmd_timeout=10)
-    planner = replace(PLANNER, join_timeout=120)
-    driver = Driver(provider, Path(directory), planner=planner).load()
+    driver = Driver(provider, Path(directory)).load()
     future = driver.train(nodes=1, epochs=60)
-    driver.until(lambda run: "t" in run.trainings and run.trainings["t"].progress.get("step", 0) >= 5, seconds=150)
+    driver.until_step()
     print("trains", flush=True)
-    print(driver.until_block_ended("made way", seconds=60), flush=True)
+    print(driver.until_block_ended("made way"), flush=True)
     sys.stdin.readline()
     driver.finish(future)
     parsl.dfk().cleanup()

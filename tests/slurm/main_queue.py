@@ -13,7 +13,7 @@ def main_job(cluster, nodes, seconds, minutes=1):
 
 def until_planned(cluster, job):
     """Wait until Slurm has a plan for a job that waits."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while "SchedNodeList" not in cluster.describe(job):
         assert time.monotonic() < end, cluster.describe(job)
         time.sleep(0.1)
@@ -22,5 +22,5 @@ def until_planned(cluster, job):
 def seconds_until_started(cluster, job):
     """Wait until it has its nodes."""
     begin = time.monotonic()
-    cluster.wait_for_state(job, "RUNNING", "COMPLETED", timeout=20)
+    cluster.wait_for_state(job, "RUNNING", "COMPLETED", timeout=120)
     return time.monotonic() - begin

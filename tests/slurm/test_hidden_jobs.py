@@ -60,7 +60,7 @@ def run_as_user(cluster, *words) -> subprocess.Popen[str]:
 
 def survey(cluster, partition):
     """Look for windows as the ordinary user: nodes of each window, why the others are in none, notes."""
-    told, _ = run_as_user(cluster, "-c", SURVEY.format(partition)).communicate(timeout=60)
+    told, _ = run_as_user(cluster, "-c", SURVEY.format(partition)).communicate(timeout=240)
     return json.loads(told)
 
 
@@ -75,7 +75,7 @@ def head_job(cluster):
 
 def until_marked(cluster, count):
     """Wait until Slurm marks that many idle nodes as planned."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while (states := cluster.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()).count(
         "planned"
     ) != count:

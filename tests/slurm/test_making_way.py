@@ -16,7 +16,8 @@ def test_without_any_grace_the_main_job_has_its_nodes_at_once_and_no_work_is_los
     future = driver.train()
     driver.until_step()
     saved = driver.step
-    assert seconds_until_started(cluster, main_job(cluster, 8, 1)) < 4, "Slurm would kill after KillWait, five seconds"
+    waited = seconds_until_started(cluster, main_job(cluster, 8, 1))
+    assert waited < 15, f"waited {waited:.1f} s, and Slurm would kill after KillWait, 20 s"
     driver.until_block_ended("preempted|made way")  # the latter if our look at the queue was before its signal
     driver.finish(future)
     assert driver.run.fragments[-1].resumed_from >= saved
@@ -29,6 +30,6 @@ def test_a_main_job_does_not_wait_for_a_block_that_cannot_be_preempted(start, cl
     future = driver.train()
     driver.until_step()
     waited = seconds_until_started(cluster, main_job(cluster, 8, 1))
-    assert waited < 8, "a round of queries, the closing margin, and a cycle of the scheduler"
+    assert waited < 60, f"waited {waited:.1f} s: for a look, the closing margin and a cycle, not for the block's end"
     driver.until_block_ended("made way")
     driver.finish(future)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import parsl
@@ -68,9 +67,7 @@ def load(cluster, tmp_path):
     def load(worker_init: str, **settings) -> None:
         provider = Slurm(cluster).provider()
         provider.worker_init = f"{WORKER_INIT}\n{worker_init}"
-        executor = FreeTrainExecutor(
-            provider=provider, address="127.0.0.1", planner=replace(PLANNER, join_timeout=120), **settings
-        )
+        executor = FreeTrainExecutor(provider=provider, address="127.0.0.1", planner=PLANNER, **settings)
         parsl.load(Config(executors=[executor], run_dir=str(tmp_path / "runinfo"), initialize_logging=False))
 
     yield load
@@ -80,12 +77,12 @@ def load(cluster, tmp_path):
 
 def test_a_name_is_the_python_that_worker_init_activates(load, environment) -> None:
     load(f"source {environment}/bin/activate", node_python="python")
-    assert where().result(timeout=150)["prefix"] == str(environment)
+    assert where().result(timeout=240)["prefix"] == str(environment)
 
 
 def test_without_a_name_the_nodes_run_the_drivers_interpreter_whatever_is_activated(load, environment) -> None:
     load(f"source {environment}/bin/activate")
-    assert where().result(timeout=150)["prefix"] == sys.prefix
+    assert where().result(timeout=240)["prefix"] == sys.prefix
 
 
 def test_a_container_runs_the_worker_pool_and_sees_run_directory_and_checkpoints(load, environment, tmp_path) -> None:
@@ -101,7 +98,7 @@ def test_a_container_runs_the_worker_pool_and_sees_run_directory_and_checkpoints
         container=Container(str(image), options=("--nv",)),
         checkpoint_dir=tmp_path / "checkpoints",
     )
-    told = where().result(timeout=150)
+    told = where().result(timeout=240)
     assert told == {"prefix": str(environment), "container": str(image)}
     called = (tmp_path / "called").read_text()
     for word in ("--nv", f"--bind={tmp_path}/checkpoints", f"--bind={tmp_path}/runinfo/000"):
@@ -117,7 +114,7 @@ def test_a_node_with_other_versions_ends_the_run_with_one_line_before_anything_t
     load(f"source {environment}/bin/activate", node_python="python")
     future = where()
     with pytest.raises(BatchSystemError) as caught:
-        future.result(timeout=150)
+        future.result(timeout=240)
     message = str(caught.value)
     assert "\n" not in message
     for part in ("node node0", "parsl 2020.1.1 (driver: ", str(environment), "set `node.python`"):

@@ -36,7 +36,7 @@ def test_repeated_refusals_end_the_trainings_with_the_reason(start, cluster) -> 
     try:
         future = driver.train()
         with pytest.raises(BatchSystemError, match=r"refused 2 blocks in a row.*partition"):
-            future.result(timeout=60)
+            future.result(timeout=240)
     finally:
         cluster.run("scontrol", "update", "PartitionName=backfill", "MaxTime=UNLIMITED")
 

@@ -46,7 +46,7 @@ def test_two_users_after_the_same_nodes_both_finish_with_few_blocks(start, clust
     future = driver.train(nodes=HOLE)
     driver.until_step(40)  # some seconds, in which the other may want the nodes
     driver.finish(future)
-    told, _ = other_user.communicate(timeout=60)
+    told, _ = other_user.communicate(timeout=240)
     assert json.loads(told)["samples"] == driver.epochs * SAMPLES_PER_EPOCH
     assert other_user.returncode == 0
 

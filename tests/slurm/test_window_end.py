@@ -18,9 +18,9 @@ def test_a_training_leaves_before_its_window_ends_and_the_head_job_starts_in_tim
     driver = start("backfill")
     future = driver.train(epochs=60)
     driver.until_step()
-    driver.until_block_ended("left its window in time", seconds=70)
+    driver.until_block_ended("left its window in time", seconds=100)
     assert [cluster.state_of(job) for job in (busy, head)] == ["RUNNING", "PENDING"], "nobody drove it out"
     cluster.run("scancel", busy)
-    assert seconds_until_started(cluster, head) < 5, "the scheduler's cycle: no node waits for us"
+    assert seconds_until_started(cluster, head) < 30, "a cycle of the scheduler: no node waits for us"
     driver.finish(future)
     assert not any(fragment.lost for fragment in driver.run.fragments)
