@@ -27,8 +27,8 @@ _PERIOD = 0.1
 _NODE_RPCS = ("MESSAGE_NODE_REGISTRATION_STATUS",)
 _STATISTICS = "REQUEST_STATS_INFO"  # of which the last is the measurement's own
 
-# What asks without changing anything: the looks.
-_LOOKS = re.compile(r"REQUEST_(\w+_INFO(_\w+)?|PING)")
+# What only looks ask.
+_LOOKS = re.compile(r"REQUEST_((JOB|JOB_USER|NODE|PARTITION|RESERVATION|BUILD|STATS)_INFO|PING)")
 
 
 @dataclass(frozen=True)
