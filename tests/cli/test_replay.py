@@ -215,7 +215,7 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
         ("idle.csv --mask-outages 2 --trainers hpo:2", "lies in (0, 1]"),
         ("idle.csv --trainers hpo:0", "after the colon stands how many"),
         ("idle.csv --trainers best", "no trainers 'best'"),
-        ("idle.csv --trainers none.yaml", "none.yaml: cannot read the trainers"),
+        ("idle.csv --trainers none.yaml", "none.yaml: cannot read the list of trainers"),
         ("idle.csv --trainers curve.yaml", "curve.yaml:1: trainer 'a': its curve starts at 2 nodes, min is 1"),
         ("idle.csv --trainers work.yaml", "work.yaml:1: 'work' must be a positive number, got -5"),
         ("idle.csv --trainers hpo:2 --policy mlip", "--policy: no 'mlip' (did you mean 'milp'?); known are"),
