@@ -33,6 +33,7 @@ __all__ = ["INVALID", "Channel", "SlotServer", "Waker"]
 INVALID = "invalid"
 """Type of a message that stands for one that could not be used."""
 
+_STOPPED = 1.0  # seconds by which a turn may be late before it is taken for a stop of the process
 _HANDSHAKE = 10_000  # milliseconds in which a peer must have proved who it is
 
 
@@ -301,7 +302,7 @@ class Channel(threading.Thread):
         poller.register(connected, zmq.POLLIN)
         poller.register(self._waker, zmq.POLLIN)
         connections = 0
-        heard = beaten = time.monotonic()
+        heard = beaten = turned = time.monotonic()
         lost = False
         while not (self._closing.is_set() and not self._outbox):
             ready = dict(poller.poll(int(self._beat * 1000)))
@@ -316,6 +317,9 @@ class Channel(threading.Thread):
                 if connections > 1:
                     self._outbox.append(Message("resumed"))
             now = time.monotonic()
+            if now - turned > self._beat + _STOPPED:  # this process was stopped, and could not hear the driver
+                heard = min(now, heard + now - turned)
+            turned = now
             if now - beaten >= self._beat:
                 beaten = now
                 self._outbox.append(Message("beat", self._condition()))

@@ -84,6 +84,10 @@ class _Bench:
         with self.desk._condition:
             self.desk._condition.notify()
 
+    def surveyed(self, count: int) -> bool:
+        """Wait until the desk has asked so often and is done with the last answer: it reads the clock after that."""
+        return self.until(lambda: len(self.batch.surveys) == count and self.desk._survey_at > self.now)
+
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait for the desk's thread."""
         end = time.monotonic() + 60.0
@@ -114,41 +118,41 @@ def spec(block: str) -> BlockSpec:
 
 def test_there_is_one_round_of_queries_an_interval(make_bench) -> None:
     bench = make_bench()
-    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    assert bench.surveyed(1)
     bench.at(9.9)
     time.sleep(0.05)
     assert len(bench.batch.surveys) == 1
     bench.at(10.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+    assert bench.surveyed(2)
 
 
 def test_a_slow_batch_system_is_asked_less_often(make_bench) -> None:
     """A round that took 3 s is followed by 30 s of peace, not by 10."""
     bench = make_bench(interval=10.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    assert bench.surveyed(1)
 
     def three_seconds() -> None:
         bench.now += 3.0
 
     bench.batch.takes_seconds = three_seconds
     bench.at(10.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+    assert bench.surveyed(2)
     bench.at(42.0)
     time.sleep(0.05)
     assert len(bench.batch.surveys) == 2
     bench.at(43.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 3)
+    assert bench.surveyed(3)
 
 
 def test_nothing_is_asked_while_nobody_waits_for_the_answer(make_bench) -> None:
     bench = make_bench(interval=10.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    assert bench.surveyed(1)
     bench.desk.rest(True)
     bench.at(100.0)
     time.sleep(0.05)
     assert len(bench.batch.surveys) == 1
     bench.desk.rest(False)
-    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+    assert bench.surveyed(2)
 
 
 def test_a_cancellation_that_fails_is_tried_again(make_bench) -> None:
@@ -179,14 +183,14 @@ def test_submissions_beyond_the_rate_limit_wait_for_their_minute(make_bench) -> 
 def test_a_batch_system_that_does_not_answer_is_asked_ever_less(make_bench, caplog) -> None:
     bench = make_bench(interval=10.0)
     bench.batch.answers = False
-    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    assert bench.surveyed(1)
     bench.at(10.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 2)
+    assert bench.surveyed(2)
     bench.at(29.0)  # 20 s after the first failure
     time.sleep(0.05)
     assert len(bench.batch.surveys) == 2
     bench.at(30.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 3)
+    assert bench.surveyed(3)
     assert "asking again in" in caplog.text
 
 
@@ -196,7 +200,7 @@ REFUSED = RuntimeError("account without rights")
 @pytest.mark.parametrize("when", ["survey", "submission"])
 def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_asked_any_more(make_bench, when) -> None:
     bench = make_bench(interval=10.0)
-    assert bench.until(lambda: len(bench.batch.surveys) == 1)
+    assert bench.surveyed(1)
     bench.batch.ended, bench.batch.refusal = True, ClusterGone("it has ended")
     if when == "submission":
         bench.desk.order(spec("0"))

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from dataclasses import asdict, fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -14,6 +15,7 @@ import zmq
 from parsl import curvezmq
 
 from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.executor import slots
 from freetrain_parsl.executor.headers import PROGRESS, TO_DRIVER
 from freetrain_parsl.executor.protocol import Message, ProtocolError
 from freetrain_parsl.executor.slots import INVALID, Channel, SlotServer
@@ -104,6 +106,21 @@ def test_a_silent_driver_is_noticed_once(driver: _Driver, cert_dir: str) -> None
     assert got.get(timeout=5) == "lost"
     with pytest.raises(queue.Empty):
         got.get(timeout=0.5)
+    link.close()
+
+
+def test_a_slot_that_was_stopped_does_not_take_the_driver_for_silent(
+    driver: _Driver, cert_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its machine suspended it hears nothing, and neither is heard: both go on."""
+    ahead = [0.0]
+    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+    link, got = channel(driver, cert_dir, silence=5.0)
+    link.start()
+    driver.received.get(timeout=60)  # it beats
+    ahead[0] = 100.0
+    with pytest.raises(queue.Empty):
+        got.get(timeout=1.0)
     link.close()
 
 
