@@ -60,9 +60,11 @@ class Admission:
         TimeoutError
             The first member did not come in time.
         """
-        if rank == 0:
-            store.set(_KEY, secrets.token_hex())
-        return cls(rank, size, timeout, store.get(_KEY))
+        if rank:
+            return cls(rank, size, timeout, store.get(_KEY))
+        secret = secrets.token_hex()
+        store.set(_KEY, secret)
+        return cls(rank, size, timeout, secret.encode())
 
     def check(self, group: dist.ProcessGroup | None = None) -> None:
         """Exchange proofs with every other member.

@@ -322,15 +322,16 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
     if notice is not None:
         notice.on_abort = group.abort
         notice.blocked = BlockedThread(threading.get_ident(), time.monotonic).seconds
-    store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
+    # A name of its own: torch finds the Python store behind a PrefixStore only as long as somebody else holds it.
+    own_store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
     with _network_interface(membership.interface), group.waits():
         try:
             if membership.address is not None:
-                check_reachable(store, membership.rank, membership.world_size, membership.address)
-            admission = Admission.share(store, membership.rank, membership.world_size, membership.admission)
+                check_reachable(own_store, membership.rank, membership.world_size, membership.address)
+            admission = Admission.share(own_store, membership.rank, membership.world_size, membership.admission)
             dist.init_process_group(
                 backend,
-                store=store,
+                store=own_store,
                 rank=membership.rank,
                 world_size=membership.world_size,
                 timeout=membership.meeting,
