@@ -264,10 +264,10 @@ class CampaignRun:
             how = self._watch(driver, run, caught, tell, show, executor.cancel)
             if how != "finished":
                 tell("stopping: trainings save their work, jobs are withdrawn")
-        for name, future in self._futures.items():  # what has finished while we were leaving
-            if future.done() and future.exception() is None:
-                with self._kept(tell):
-                    self.store.finish(name, future.result())
+        with self._kept(tell):
+            for name, future in self._futures.items():  # what has ended while we were leaving
+                if future.done() and not isinstance(future.exception(), TrainingInterrupted):
+                    self._keep(name, future)
         with self._kept(tell):
             for name in self.store.cancellations():
                 self.store.cancel(name)
@@ -319,16 +319,20 @@ class CampaignRun:
         for name, future in list(self._futures.items()):
             if not future.done():
                 continue
-            error = future.exception()
-            if error is None:
-                self.store.finish(name, future.result())
-            elif isinstance(error, TrainingCancelled):
-                self.store.cancel(name)
-            else:
-                # The site's refusals and the driver's own end are not the training's failure: resume goes on with it.
-                final = not isinstance(error, (BatchSystemError, TrainingInterrupted))
-                self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
+            self._keep(name, future)
             del self._futures[name]  # not before it is kept
+
+    def _keep(self, name: str, future: Future[Any]) -> None:
+        """Keep what a future that is done holds."""
+        error = future.exception()
+        if error is None:
+            self.store.finish(name, future.result())
+        elif isinstance(error, TrainingCancelled):
+            self.store.cancel(name)
+        else:
+            # The site's refusals and the driver's own end are not the training's failure: resume goes on with it.
+            final = not isinstance(error, (BatchSystemError, TrainingInterrupted))
+            self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
 
     @contextmanager
     def _kept(self, tell: Callable[[str], None]) -> Iterator[None]:
