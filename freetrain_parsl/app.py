@@ -13,6 +13,7 @@ from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.scaling import CurveLike, ScalingCurve
+from freetrain_parsl.training.identity import Code, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.trainings import TrainingRequest
     from freetrain_parsl.planning.model import RescaleCosts
+    from freetrain_parsl.training.code_change import OnCodeChange
 
 __all__ = ["TrainingApp", "training_app"]
 
@@ -40,6 +42,7 @@ class _Options:
     seed: int = 0
     checkpoint_interval: timedelta | None = None
     name: str | None = None
+    on_code_change: OnCodeChange = "refuse"
 
 
 class TrainingApp(AppBase):
@@ -113,7 +116,10 @@ class TrainingApp(AppBase):
 
         self.check_arguments(*args, **kwargs)
         kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
-        request = self.request(self._options.name or self._derived_name(args, kwargs))
+        code = code_of(self.func)
+        call = "" if self._options.name else self._call_name(args, kwargs)
+        name = self._options.name or _derived_name(call, code)
+        request = replace(self.request(name), code=code, call=call)
         return kernel.submit(
             self.func,
             app_args=args,
@@ -162,10 +168,11 @@ class TrainingApp(AppBase):
             costs=options.rescale_costs,
             seed=options.seed,
             checkpoint_interval=options.checkpoint_interval,
+            on_code_change=options.on_code_change,
         )
 
-    def _derived_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Name the training by its function and arguments, so that a second run of a script finds its checkpoints."""
+    def _call_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Name a call by function and arguments: with its code, that is how a second run finds its checkpoints."""
         try:
             key = id_for_memo([list(args), kwargs, self._options.seed])
         except ValueError:
@@ -185,6 +192,10 @@ class TrainingApp(AppBase):
             found = f"{len(ours)} of them ({', '.join(ours)}): choose with executors=[…]" if ours else "none"
             raise InvalidSettings(f"{self.__name__} needs one FreeTrainExecutor in the loaded Config, found {found}")
         return str(ours[0])
+
+
+def _derived_name(call: str, code: Code) -> str:
+    return f"{call}-{code.digest[:8]}"
 
 
 def _check_signature(func: Callable[..., Any]) -> None:
@@ -228,6 +239,7 @@ def training_app(
     seed: int = ...,
     checkpoint_interval: timedelta | None = ...,
     name: str | None = ...,
+    on_code_change: OnCodeChange = ...,
     executors: Sequence[str] | Literal["all"] = ...,
     cache: bool = ...,
     data_flow_kernel: DataFlowKernel | None = ...,
@@ -267,7 +279,11 @@ def training_app(
     checkpoint_interval
         Between periodic checkpoints. Default: the executor's.
     name
-        Names the training and its checkpoints. Default: derived from function and arguments.
+        Names the training and its checkpoints. Default: derived from function, arguments and code, so that a call of
+        edited code begins anew.
+    on_code_change
+        What becomes of a training whose newest checkpoint was written by other code: ``"refuse"`` ends it with
+        `CodeChanged`, ``"resume"`` goes on from it, ``"restart"`` sets the old checkpoints aside and begins anew.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; there must be one FreeTrainExecutor among the executors.
 

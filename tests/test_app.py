@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import pytest
+from parsl.dataflow.dflow import DataFlowKernel
 
-from freetrain_parsl import ScalingCurve, TrainingApp, training_app
+from freetrain_parsl import FreeTrainExecutor, ScalingCurve, TrainingApp, training_app
 from freetrain_parsl.errors import InvalidInput, InvalidSettings, InvalidTrainer
 
 
@@ -116,18 +118,65 @@ def test_options_refuse_what_the_decorator_refuses(changes: dict) -> None:
         training_app(max_nodes=4)(train).options(**changes)
 
 
+class Kernel(DataFlowKernel):
+    """Stands for Parsl's DataFlowKernel: takes what is submitted."""
+
+    def __init__(self) -> None:
+        self.requests = []
+        self.executors = {"freetrain": object.__new__(FreeTrainExecutor)}
+
+    def submit(self, _function, app_kwargs, **_others) -> None:
+        self.requests.append(app_kwargs["parsl_resource_specification"]["freetrain"])
+
+
+def called(function, *args, seed=0, name=None, **kwargs):
+    """Return the request that a call makes."""
+    kernel = Kernel()
+    training_app(data_flow_kernel=kernel, seed=seed, name=name)(function)(*args, **kwargs)
+    return kernel.requests[0]
+
+
+def edited(session, lr=0.1):
+    """Train something."""
+    return lr * 2
+
+
+edited.__name__ = edited.__qualname__ = "train"
+
+
 def test_names_follow_from_function_arguments_and_seed_so_that_a_second_run_finds_its_checkpoints() -> None:
-    app = training_app(train)
-    name = app._derived_name((), {"lr": 0.1})
-    assert name == training_app(train)._derived_name((), {"lr": 0.1})
-    assert name.startswith("train-")
-    others = [app._derived_name((), {"lr": 0.2}), app._derived_name((0.1,), {})]
-    assert len({name, *others, app.options(seed=1)._derived_name((), {"lr": 0.1})}) == 4
+    name = called(train, lr=0.1).name
+    assert name == called(train, lr=0.1).name
+    assert re.fullmatch("train-[0-9a-f]{8}-[0-9a-f]{8}", name)
+    others = [called(train, lr=0.2), called(train, 0.1), called(train, lr=0.1, seed=1)]
+    assert len({name, *(other.name for other in others)}) == 4
+
+
+def test_edited_code_has_another_name_that_tells_the_same_call() -> None:
+    """So a call of edited code begins anew, and finds what it began with before."""
+    before, after = called(train, lr=0.1), called(edited, lr=0.1)
+    assert before.name != after.name
+    assert before.call == after.call
+    assert after.name.startswith(f"{before.call}-")
+    assert after.code.changes_since(before.code) != []
+
+
+def test_a_name_of_ones_own_stays_and_the_code_is_told_beside_it() -> None:
+    request = called(train, name="mine")
+    assert (request.name, request.call) == ("mine", "")
+    assert request.code == called(train, lr=0.1).code
+
+
+def test_what_to_do_on_a_change_of_code_is_one_of_three() -> None:
+    assert training_app(train).request("t").on_code_change == "refuse"
+    assert training_app(train).options(on_code_change="resume").request("t").on_code_change == "resume"
+    with pytest.raises(InvalidTrainer, match="on_code_change is 'yes'; it is one of 'refuse', 'resume', 'restart'"):
+        training_app(train).options(on_code_change="yes")
 
 
 def test_arguments_without_a_stable_identity_ask_for_a_name() -> None:
     with pytest.raises(InvalidTrainer, match=r"options\(name="):
-        training_app(train)._derived_name((object(),), {})
+        called(train, object())
 
 
 def test_a_training_needs_a_freetrain_executor_in_the_config() -> None:

@@ -157,6 +157,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "epochs": section.count("epochs"),
         "seed": section.count("seed", least=0),
         "checkpoint_interval": section.duration("checkpoint_interval", positive=True),
+        "on_code_change": section.text("on_code_change"),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))

@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
     from types import FrameType
+
+    from freetrain_parsl.training.code_change import OnCodeChange
 
 __all__ = ["CampaignRun", "find_run", "preflight", "run_directories"]
 
@@ -149,7 +151,9 @@ class CampaignRun:
         return cls(store, site, campaign)
 
     @classmethod
-    def reopen(cls, directory: Path, config: Path | None = None) -> CampaignRun:
+    def reopen(
+        cls, directory: Path, config: Path | None = None, on_code_change: OnCodeChange | None = None
+    ) -> CampaignRun:
         """Read a run directory; campaign and site are those that the run was made with.
 
         Parameters
@@ -158,6 +162,8 @@ class CampaignRun:
             The run directory.
         config
             Another site file to go on with.
+        on_code_change
+            What becomes of trainings whose code has changed; ``None``: what the campaign says.
 
         Raises
         ------
@@ -170,6 +176,12 @@ class CampaignRun:
         campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
         if {training.name for training in campaign.trainings} != {item.name for item in store.trainings()}:
             raise InvalidInput(f"{directory}: its trainings are not those of its campaign; it was tampered with")
+        if on_code_change is not None:
+            trainings = (
+                replace(training, app=training.app.options(on_code_change=on_code_change))
+                for training in campaign.trainings
+            )
+            campaign = replace(campaign, trainings=tuple(trainings))
         return cls(store, read_site(store) if config is None else Site.load(config, variables), campaign)
 
     @property
@@ -267,7 +279,7 @@ class CampaignRun:
         with self._kept(tell):
             for name, future in self._futures.items():  # what has ended while we were leaving
                 if future.done() and not isinstance(future.exception(), TrainingInterrupted):
-                    self._keep(name, future)
+                    self._keep(name, future, run)
         with self._kept(tell):
             for name in self.store.cancellations():
                 self.store.cancel(name)
@@ -290,7 +302,7 @@ class CampaignRun:
             if now >= next_beat or any(future.done() for future in self._futures.values()):
                 next_beat = now + BEAT
                 with self._kept(tell):
-                    self._collect()
+                    self._collect(run.refresh())
                     self._cancel_requested(cancel)
                     # Of a training whose future is done the reason is kept already.
                     current = [item for item in _unfinished(run) if item.name in self._futures]
@@ -314,19 +326,20 @@ class CampaignRun:
             if name in self._futures and name not in self._cancelled and cancel(self._futures[name]):
                 self._cancelled.add(name)
 
-    def _collect(self) -> None:
+    def _collect(self, run: RunState) -> None:
         """Keep what the futures that are done hold."""
         for name, future in list(self._futures.items()):
             if not future.done():
                 continue
-            self._keep(name, future)
+            self._keep(name, future, run)
             del self._futures[name]  # not before it is kept
 
-    def _keep(self, name: str, future: Future[Any]) -> None:
-        """Keep what a future that is done holds."""
+    def _keep(self, name: str, future: Future[Any], run: RunState) -> None:
+        """Keep what a future that is done holds, and what the journal remarks about its training."""
         error = future.exception()
         if error is None:
-            self.store.finish(name, future.result())
+            told = run.trainings.get(name)
+            self.store.finish(name, future.result(), told.remark() if told is not None else "")
         elif isinstance(error, TrainingCancelled):
             self.store.cancel(name)
         else:

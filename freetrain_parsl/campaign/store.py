@@ -25,7 +25,7 @@ __all__ = ["DATABASE", "DriverRecord", "RunStore", "TrainingRecord"]
 
 DATABASE = "campaign.sqlite"
 
-_VERSION = 1
+_VERSION = 2
 _BUSY = 30.0  # seconds to wait for another process's lock
 _SCHEMA = """
 CREATE TABLE fact (           -- what does not change: name, texts of both files, run id, …
@@ -53,6 +53,7 @@ CREATE TABLE training (
     result TEXT,              -- of a finished one: JSON, or repr
     result_is_json INTEGER NOT NULL,
     error TEXT,               -- of one that waits: why its last run was interrupted
+    remark TEXT,              -- what the user should know: what it waits for, that its result is an old one, …
     updated REAL NOT NULL
 );
 CREATE TABLE request (        -- from other shells
@@ -89,6 +90,7 @@ class TrainingRecord:
     nodes: tuple[str, ...]
     result: Any
     error: str | None
+    remark: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Describe it for ``--json``."""
@@ -200,7 +202,7 @@ class RunStore:
         trainings
             Name -> state, share done, nodes.
         remarks
-            Name -> what keeps a training from starting or saving; those not named have nothing to tell.
+            Name -> what the user should know of a training; those not named have nothing to tell.
         """
         now = self._clock()
         rows = [
@@ -210,7 +212,7 @@ class RunStore:
         with self._transaction() as database:
             database.execute("UPDATE driver SET heartbeat = ? WHERE id = ?", (now, driver))
             database.executemany(
-                "UPDATE training SET state = ?, share = COALESCE(?, share), nodes = ?, error = ?, updated = ? "
+                "UPDATE training SET state = ?, share = COALESCE(?, share), nodes = ?, remark = ?, updated = ? "
                 "WHERE name = ? AND state IN ('waiting', 'running')",
                 rows,
             )
@@ -235,11 +237,19 @@ class RunStore:
     def trainings(self) -> list[TrainingRecord]:
         """Return all trainings in the campaign's order."""
         rows = self._rows(
-            "SELECT name, state, share, nodes, result, result_is_json, error FROM training ORDER BY position"
+            "SELECT name, state, share, nodes, result, result_is_json, error, remark FROM training ORDER BY position"
         )
         return [
-            TrainingRecord(name, state, share, tuple(json.loads(nodes)), json.loads(result) if plain else result, error)
-            for name, state, share, nodes, result, plain, error in rows
+            TrainingRecord(
+                name,
+                state,
+                share,
+                tuple(json.loads(nodes)),
+                json.loads(result) if plain else result,
+                error,
+                remark,
+            )
+            for name, state, share, nodes, result, plain, error, remark in rows
         ]
 
     def training(self, name: str) -> TrainingRecord:
@@ -258,16 +268,16 @@ class RunStore:
             )
         return trainings[name]
 
-    def finish(self, name: str, result: object) -> None:
-        """Keep the result of a training: as JSON if it can be, else as Python shows it."""
+    def finish(self, name: str, result: object, remark: str = "") -> None:
+        """Keep the result of a training, as JSON if it can be, else as Python shows it, and what to remark on it."""
         try:
             text, plain = json.dumps(result, allow_nan=False), True
         except (TypeError, ValueError):
             text, plain = repr(result), False
         self._write(
             "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
-            "error = NULL, updated = ? WHERE name = ?",
-            text, plain, self._clock(), name,
+            "error = NULL, remark = ?, updated = ? WHERE name = ?",
+            text, plain, remark or None, self._clock(), name,
         )  # fmt: skip
 
     def fail(self, name: str, error: str, *, final: bool) -> None:

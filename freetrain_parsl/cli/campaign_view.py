@@ -155,6 +155,10 @@ def result_table(trainings: list[TrainingRecord]) -> Table:
 
 
 def _detail(item: TrainingRecord) -> str:
+    return "; ".join(filter(None, [_outcome(item), item.remark]))
+
+
+def _outcome(item: TrainingRecord) -> str:
     if item.error:
         first = item.error.strip().splitlines()[0]
         return first[:_LONGEST_ERROR]

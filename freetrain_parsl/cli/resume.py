@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import typer
 
 from freetrain_parsl.campaign.run import CampaignRun, find_run, refuse_living_driver
 from freetrain_parsl.cli.campaign_view import RunDirectory, drive_and_report
 from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.training.code_change import check_on_code_change
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.code_change import OnCodeChange
 
 __all__ = ["resume"]
 
@@ -24,11 +29,19 @@ def resume(
     retry: list[str] = typer.Option(
         [], "--retry", metavar="NAME", help="Try this training again, which failed or was cancelled."
     ),
+    on_code_change: str | None = typer.Option(
+        None,
+        metavar="CHOICE",
+        help="What becomes of trainings whose code has changed: 'refuse', 'resume' from their checkpoints, or "
+        "'restart'. Default: what the campaign says.",
+    ),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
     """Remove what a dead driver left, then go on with the trainings that are not finished."""
     with errors_in_one_line("resume"):
-        campaign_run = CampaignRun.reopen(find_run(run_dir), config)
+        if on_code_change is not None:
+            check_on_code_change(on_code_change)
+        campaign_run = CampaignRun.reopen(find_run(run_dir), config, cast("OnCodeChange | None", on_code_change))
         refuse_living_driver(campaign_run.store)
         if retry_failed:
             campaign_run.store.retry_failed()

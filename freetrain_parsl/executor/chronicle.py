@@ -94,6 +94,10 @@ class Chronicle:
             self._learn(training, "start", now - generation.began)
             if progress["resumed_from"] is not None:
                 self._journal.write(now, "fragment_resumed", training.name, step=progress["resumed_from"])
+        if (note := progress.get("code_note", "")) and note != training.code_note:
+            training.code_note = note
+            logger.warning("training %s: %s", training.name, note)
+            self._journal.write(now, "code_changed", training.name, note=note)
         self._note_storage(training, progress.get("storage_problem", ""), progress.get("next_save", 0.0))
         if training.take(progress):
             self._journal.write(now, "checkpoint", training.name, step=progress["checkpoint_step"])
@@ -149,7 +153,13 @@ class Chronicle:
         """Tell that a training is done; durably, before anybody who waits for its future looks into the journal."""
         now = self._clock()
         self._emit(ev.TrainerFinished(now, training.name))
-        self._journal.write(now, "training_finished", training.name)
+        if not training.trained:
+            logger.warning(
+                "training %s: its result is that of an earlier run, whose checkpoint of step %d was complete: nothing "
+                "was trained; to train again, give it another name or remove its checkpoints",
+                training.name, training.furthest,
+            )  # fmt: skip
+        self._journal.write(now, "training_finished", training.name, trained=training.trained)
         self._journal.commit()
 
     def cancelled(self, training: Training) -> None:

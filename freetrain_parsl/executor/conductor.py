@@ -9,6 +9,7 @@ nodes, or cannot change in place, is paused with a checkpoint and begins again.
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts, TrainingCancelled
@@ -305,6 +306,9 @@ class Conductor:
             "threads": settings.threads,
             "epochs": request.epochs,
             "root_identity": settings.root_identity,
+            "code": None if request.code is None else asdict(request.code),
+            "on_code_change": request.on_code_change,
+            "call": request.call,
             **place,
         }
         role = Role.NEWCOMER if place["joining"] else Role.MEMBER

@@ -79,6 +79,19 @@ def _is_progress(value: Any) -> bool:
     return isinstance(value, dict) and fault_in(value, PROGRESS) is None
 
 
+def _is_code(value: Any) -> bool:
+    """Whether it has the fields of `training.identity.Code`."""
+    if not isinstance(value, dict) or value.keys() != {"name", "parts", "python"}:
+        return False
+    parts = value["parts"]
+    return (
+        isinstance(parts, dict)
+        and all(map(_is_text, [*parts, *parts.values()]))
+        and _is_text(value["name"])
+        and _is_text(value["python"])
+    )
+
+
 def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -118,6 +131,7 @@ PROGRESS: Fields = {
     "in_place": _is_flag,
     "storage_problem": _Optional(_is_text),
     "next_save": _Optional(_is_duration),
+    "code_note": _Optional(_is_text),
 }
 """The fields of `training.terms.Progress`."""
 
@@ -186,6 +200,9 @@ TO_SLOT: Mapping[str, Fields] = {
         "threads": _or_none(_is_count),
         "epochs": _or_none(_is_count),
         "root_identity": _Optional(_is_text),
+        "code": _Optional(_or_none(_is_code)),
+        "on_code_change": _Optional(_one_of("refuse", "resume", "restart")),
+        "call": _Optional(_is_text),
     },
     "regroup": {
         **_OF_RUN,

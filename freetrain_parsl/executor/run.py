@@ -18,6 +18,7 @@ from parsl.serialize import serialize
 from freetrain_parsl.errors import PeerLost, StorageUnavailable
 from freetrain_parsl.executor.protocol import Message, unpack_training
 from freetrain_parsl.executor.rendezvous import ChannelKeyValue
+from freetrain_parsl.training.identity import Code
 from freetrain_parsl.training.terms import (
     Finished,
     Membership,
@@ -182,6 +183,7 @@ class Run:
     def _options(self) -> SessionOptions:
         order = self._order
         interval = order["checkpoint_interval"]
+        code = order.header.get("code")
         return SessionOptions(
             name=order["trainer"],
             checkpoint_root=Path(order["checkpoint_root"]),
@@ -193,6 +195,9 @@ class Run:
             threads=order["threads"],
             epochs=order["epochs"],
             root_identity=order.header.get("root_identity", ""),
+            code=Code(**code) if code else None,
+            on_code_change=order.header.get("on_code_change", "refuse"),
+            call=order.header.get("call", ""),
         )
 
     def _meet(self, membership: Membership) -> Store:

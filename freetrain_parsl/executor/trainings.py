@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.training.code_change import OnCodeChange, check_on_code_change
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.planning.scaling import ScalingCurve
+    from freetrain_parsl.training.identity import Code
 
 __all__ = ["Change", "Generation", "Loss", "Participant", "Role", "Training", "TrainingRequest", "TrainingSettings"]
 
@@ -44,6 +46,12 @@ class TrainingRequest:
         Of everything random in the training.
     checkpoint_interval
         Between periodic checkpoints; ``None``: the executor's own.
+    code
+        Of the function, to compare with that of its checkpoints; ``None``: not known.
+    on_code_change
+        What becomes of it if its newest checkpoint was written by other code, see `OnCodeChange`.
+    call
+        How names begin that are derived from this function and these arguments; empty: the name was given.
     """
 
     name: str
@@ -56,6 +64,9 @@ class TrainingRequest:
     costs: RescaleCosts | None = None
     seed: int = 0
     checkpoint_interval: timedelta | None = None
+    code: Code | None = None
+    on_code_change: OnCodeChange = "refuse"
+    call: str = ""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.name):
@@ -66,6 +77,10 @@ class TrainingRequest:
         for word, value in (("samples", self.samples), ("epochs", self.epochs)):
             if value is not None and value <= 0:
                 raise InvalidTrainer(f"training {self.name!r}: {word} must be positive, got {value}")
+        try:
+            check_on_code_change(self.on_code_change)
+        except InvalidSettings as error:
+            raise InvalidTrainer(f"training {self.name!r}: {error}") from None
         self.trainer()  # its own checks
 
     def trainer(self, costs: RescaleCosts | None = None, submitted: float = 0.0) -> Trainer:
@@ -279,6 +294,10 @@ class Training:
     checkpoint_step: int | None = None
     furthest: int = 0
     """The furthest step reached."""
+    first_step: int | None = None
+    """The step that it stood at when this run began with it; -1 without a checkpoint."""
+    code_note: str = ""
+    """What the user should know about a change of its code."""
     restarts: int = 0
     """Crashes since that step was reached."""
     last_crash: str = ""
@@ -306,6 +325,11 @@ class Training:
         """Whether it has finished or failed."""
         return self.future.done()
 
+    @property
+    def trained(self) -> bool:
+        """Whether a step was made in this run."""
+        return self.first_step is None or self.furthest > self.first_step
+
     def members(self) -> list[Participant]:
         """List the members of the present group that have not ended, in order of rank."""
         ranks = self.generation.ranks if self.generation is not None else ()
@@ -318,6 +342,8 @@ class Training:
     def take(self, progress: dict[str, Any]) -> bool:
         """Note what a progress report says; whether there is a new checkpoint."""
         self.in_place = progress["in_place"]
+        if self.first_step is None:
+            self.first_step = -1 if progress["resumed_from"] is None else progress["resumed_from"]
         if progress["step"] > self.furthest:
             self.furthest, self.restarts = progress["step"], 0
         before, self.checkpoint_step = self.checkpoint_step, progress["checkpoint_step"]

@@ -64,12 +64,24 @@ class TrainingState:
     """When it will try again then, seconds since the epoch."""
     stalled: str = ""
     """Why else it has not got on for about a minute."""
+    trained: bool = True
+    """A step was made in this run; otherwise its result is that of an earlier one."""
+    code_note: str = ""
+    """What the user should know about a change of its code."""
 
     def remark(self, now: float | None = None) -> str:
-        """Say what keeps it from starting or saving, and with `now`, when the next attempt is; empty: nothing."""
+        """Say what the user should know: what keeps it from starting or saving, or that its result is an old one.
+
+        Parameters
+        ----------
+        now
+            Seconds since the epoch, to say when the next attempt is; ``None``: that is left out.
+        """
+        if self.state == "finished" and not self.trained:
+            return "result of an earlier run: nothing was trained"
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            return self.stalled
+            return self.stalled or self.code_note
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
         head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
@@ -177,6 +189,9 @@ class RunState:
         if training.state == "running":
             training.state = "waiting"
 
+    def _on_code_changed(self, entry: Entry) -> None:
+        self.trainings[entry.subject].code_note = entry.detail["note"]
+
     def _on_training_waits(self, entry: Entry) -> None:
         training = self.trainings[entry.subject]
         training.waits_for, training.next_attempt = entry.detail["reason"], entry.detail["until"]
@@ -200,6 +215,7 @@ class RunState:
     def _on_training_finished(self, entry: Entry) -> None:
         training = self.trainings[entry.subject]
         training.state, training.ended = "finished", entry.time
+        training.trained = entry.detail.get("trained", True)
 
     def _on_training_failed(self, entry: Entry) -> None:
         training = self.trainings[entry.subject]

@@ -312,6 +312,25 @@ class CheckpointDirectory:
             if not self._latest_is(newest):  # there was no room for that before
                 staging.note(_LATEST, newest.path.name + "\n")
 
+    def set_aside(self) -> Path:
+        """Move all checkpoints into a directory of their own, where they are kept and do not count; return it.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses, or another process writes now.
+        """
+        with self._writing("set checkpoints aside"):
+            number = 1
+            while (aside := self.path / f"set-aside-{number}").exists():
+                number += 1
+            aside.mkdir(mode=0o700)
+            for entry in self.entries():
+                entry.path.rename(aside / entry.path.name)
+            sync_directory(aside)
+            sync_directory(self.path)
+        return aside
+
     def _latest_is(self, entry: Entry) -> bool:
         try:
             return (self.path / _LATEST).read_text(encoding="utf-8").strip() == entry.path.name

@@ -8,7 +8,7 @@ import math
 import pickle
 import platform
 from collections import deque
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -18,6 +18,7 @@ from freetrain_parsl._version import __version__
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 from freetrain_parsl.storage.entry import FORMAT, STATE
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
+from freetrain_parsl.training.code_change import code_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.storage.entry import Entry
     from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
+    from freetrain_parsl.training.identity import Code
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Facts:
     world_size, generation
         Of the group that saved it.
     code
-        Identity of the training's code, see `code_identity`.
+        The training's code, if it is known.
     blocked_seconds
         For which the training was stopped for it.
     """
@@ -59,8 +61,13 @@ class Facts:
     reason: str
     world_size: int = 1
     generation: int = 0
-    code: str = ""
+    code: Code | None = None
     blocked_seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return them for a manifest."""
+        facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "code"}
+        return facts | code_facts(self.code)
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ class Checkpoints:
         told = {
             "format": FORMAT,
             "trainer": self._trainer,
-            **asdict(facts),
+            **facts.as_json(),
             "written": self._now().isoformat(timespec="milliseconds"),
             "torch": torch.__version__,
             "freetrain": __version__,

@@ -68,8 +68,6 @@ class Engine:
         Gets the progress on the first member, and what happens to the group on all; must not block.
     clock
         Seconds on a clock that never goes back.
-    code
-        Identity of the user's function, for the checkpoints.
 
     Raises
     ------
@@ -84,14 +82,13 @@ class Engine:
         notice: Notice,
         report: Callable[[Report], None],
         clock: Clock,
-        code: str,
     ) -> None:
         self.options = options
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.unwinding: PauseReason | None = None
-        self.keeper = Keeper(options, lambda: self.group, code)
+        self.keeper = Keeper(options, lambda: self.group)
         self.stepper: Stepper | None = None
         self._state = TrainingState(
             options.seed, lambda: self.keeper.newest.path if self.keeper.newest else self.keeper.path
@@ -405,6 +402,7 @@ class Engine:
             write_seconds=self.keeper.write_seconds_estimate,
             refused_checkpoints=self._refused,
             in_place=self._in_place,
+            code_note=self.keeper.code_note,
             storage_problem=self.keeper.storage_problem,
             next_save=self.keeper.due_in(self._clock()) if self.keeper.storage_problem else 0.0,
         )

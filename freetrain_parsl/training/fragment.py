@@ -19,7 +19,7 @@ import torch
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.engine import Engine, Unwind
-from freetrain_parsl.training.identity import code_identity
+from freetrain_parsl.training.identity import code_of
 from freetrain_parsl.training.members import Members
 from freetrain_parsl.training.membership import gist, is_lost_peer
 from freetrain_parsl.training.session import TrainingSession
@@ -37,6 +37,8 @@ from freetrain_parsl.training.terms import (
 
 if TYPE_CHECKING:  # torch.distributed does not declare it among its exports
     from torch._C._distributed_c10d import Store
+
+    from freetrain_parsl.training.code_change import OnCodeChange
 
 __all__ = [
     "Finished",
@@ -98,7 +100,7 @@ def run_fragment(
     engine = None
     members = Members(membership, meet, notice, report)
     try:
-        engine = Engine(options, members, notice, report, clock, code_identity(function))
+        engine = Engine(options, members, notice, report, clock)
         session = TrainingSession(engine)
         rng.seed_all(options.seed)
         try:
@@ -127,7 +129,12 @@ def run_fragment(
 
 
 def run_alone(
-    function: TrainingFunction, *args: Any, directory: Path | None = None, seed: int = 0, **kwargs: Any
+    function: TrainingFunction,
+    *args: Any,
+    directory: Path | None = None,
+    seed: int = 0,
+    on_code_change: OnCodeChange = "refuse",
+    **kwargs: Any,
 ) -> Any:
     """Run a training function to its end in this process, without Parsl: to try it out or to debug it.
 
@@ -139,6 +146,8 @@ def run_alone(
         Where its checkpoints go; a second call goes on from them. ``None``: they are thrown away.
     seed
         Start of every random number.
+    on_code_change
+        What to do if the checkpoints were written by other code: ``"refuse"``, ``"resume"`` or ``"restart"``.
 
     Returns
     -------
@@ -150,7 +159,9 @@ def run_alone(
             function,
             args,
             kwargs,
-            options=SessionOptions("alone", directory or Path(scratch), seed=seed),
+            options=SessionOptions(
+                "alone", directory or Path(scratch), seed=seed, code=code_of(function), on_code_change=on_code_change
+            ),
             membership=Membership("alone"),
             meet=_nobody_to_meet,
             notice=Notice(),

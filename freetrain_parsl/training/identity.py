@@ -1,45 +1,341 @@
-"""Which code a training runs, so that a checkpoint can tell that it comes from other code."""
+"""Which code a training runs, so that a checkpoint can tell that it comes from other code.
+
+What counts is the training function and what it refers to in files of the user's own, in scripts and in notebooks:
+functions, classes, constants, defaults and closures. Libraries, that is what lies in the directories of Python and its
+packages, do not count. The digests are of the instructions that run, not of their text: comments, docstrings,
+formatting and line numbers do not change them, and they are the same in every process of one minor version of Python.
+"""
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
+import inspect
+import platform
+import re
+import site
+import sys
+import sysconfig
 import types
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+__all__ = ["Code", "code_of"]
+
+_DIGITS = 16
+_SKIPPED = {"NOP", "CACHE", "RESUME", "EXTENDED_ARG", "PRECALL"}
+_JUMPS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"}
+_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+_FLAGS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, PurePath)
+_BY_REPR = {
+    "datetime",
+    "decimal",
+    "fractions",
+    "numpy",
+    "uuid",
+}  # modules whose objects are values, told whole by their repr
+_MOST_ITEMS = 4096  # up to so many, a global list or tensor is a constant; beyond, it is data
+_NOT_CODE = {
+    "__module__", "__doc__", "__dict__", "__weakref__", "__qualname__", "__firstlineno__", "__static_attributes__",
+    "__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__", "__parameters__", "__orig_bases__",
+    "__slotnames__", "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__", "_abc_impl",
+}  # fmt: skip
 
 
-def code_identity(function: Callable[..., Any]) -> str:
-    """Return ``module:qualname#digest``; the digest changes with the code, not with its comments or its place.
+@dataclass(frozen=True)
+class Code:
+    """The code of a training.
 
-    It is of the bytecode that runs, since the source of a function that travelled may be gone or newer. Functions
-    that it calls do not count. Another version of Python gives another digest.
+    Parameters
+    ----------
+    name
+        ``module:qualname`` of its function.
+    parts
+        What counts as its code: ``module.qualname`` -> digest.
+    python
+        Version of Python (major and minor) that compiled it: digests of different versions cannot be compared.
+    """
+
+    name: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+    python: str = ".".join(platform.python_version_tuple()[:2])
+
+    @property
+    def digest(self) -> str:
+        """Of all parts together."""
+        return _digest(f"{name}={digest}" for name, digest in sorted(self.parts.items()))
+
+    @property
+    def identity(self) -> str:
+        """``module:qualname#digest``."""
+        return f"{self.name}#{self.digest}"
+
+    def changes_since(self, other: Code) -> list[str]:
+        """Say which parts are not those of `other`; empty: none, or nothing can be said."""
+        if self.python != other.python or not self.parts or not other.parts:
+            return []
+        names = sorted(self.parts.keys() | other.parts.keys())
+        return [name for name in names if self.parts.get(name) != other.parts.get(name)]
+
+
+def code_of(function: Callable[..., Any]) -> Code:
+    """Return the code of a training function; wrappers made with `functools.wraps` are looked through.
 
     Parameters
     ----------
     function
-        A training function; wrappers made with `functools.wraps` are looked through.
+        The function, or another callable.
     """
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if not isinstance(code, types.CodeType):
-        return name
+    function = inspect.unwrap(function)
+    walk = _Walk()
+    walk.add(function)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return Code(f"{getattr(function, '__module__', None) or '?'}:{name}", walk.parts)
+
+
+class _Walk:
+    """Goes from a function to all that it refers to in code of the user's own."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, str] = {}
+        self._seen: dict[int, Any] = {}  # functions and classes; kept alive, so that no id comes twice
+        self._open: set[int] = set()  # values that are being told: one may hold itself
+
+    def add(self, value: Any) -> str:
+        """Add a function or class, if it counts; return what stands for it where it is referred to."""
+        value = inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
+        if not isinstance(value, (type, types.FunctionType)):
+            return self._object(value)
+        label = f"{value.__module__}.{value.__qualname__}"
+        if id(value) in self._seen or not _is_own(value.__module__):
+            return label
+        self._seen[id(value)] = value
+        digest = self._class(value) if isinstance(value, type) else self._function(value)
+        # Two things of one name, such as lambdas: both count.
+        self.parts[label] = digest if label not in self.parts else _digest(sorted([self.parts[label], digest]))
+        return label
+
+    def _function(self, function: types.FunctionType) -> str:
+        self._globals(function.__code__, function.__globals__)
+        closure = []
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":  # the class that the function is in
+                closure.append(f"{name}={self._cell(cell)}")
+        defaults = [self.value(function.__defaults__), self.value(function.__kwdefaults__)]
+        return _digest([*self._code(function.__code__), *defaults, *closure])
+
+    def _cell(self, cell: Any) -> str:
+        try:
+            return self.value(cell.cell_contents)
+        except ValueError:  # not filled yet
+            return "empty"
+
+    def _class(self, cls: type) -> str:
+        tokens = [self.add(base) for base in cls.__bases__]
+        for name, value in sorted(vars(cls).items()):
+            if name not in _NOT_CODE and not name.startswith("_abc_"):
+                tokens.append(f"{name}={self._member(value)}")
+        return _digest(tokens)
+
+    def _member(self, value: Any) -> str:
+        if isinstance(value, (staticmethod, classmethod)):
+            return f"{type(value).__name__}({self._member(value.__func__)})"
+        if isinstance(value, property):
+            return f"property({[self._member(part) for part in (value.fget, value.fset, value.fdel)]})"
+        if isinstance(value, functools.cached_property):
+            return f"cached_property({self._member(value.func)})"
+        return self.value(value)
+
+    def _globals(self, code: types.CodeType, names: Mapping[str, Any]) -> None:
+        """Add what a code object, and those inside it, refers to by global names."""
+        owner: types.ModuleType | None = None
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in _SKIPPED:
+                continue
+            name = instruction.argval
+            if instruction.opname in _GLOBALS and name in names and not name.startswith("__"):
+                found, module = names[name], names.get("__name__")
+            elif instruction.opname in _ATTRIBUTES and owner is not None and hasattr(owner, name):
+                found, module = getattr(owner, name), owner.__name__
+            else:
+                owner = None
+                continue
+            owner = found if isinstance(found, types.ModuleType) and _is_own(found.__name__) else None
+            if not isinstance(found, types.ModuleType):
+                self._global(f"{module}.{name}", found)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._globals(constant, names)
+
+    def _global(self, label: str, value: Any) -> None:
+        if isinstance(inspect.unwrap(value) if callable(value) else value, (type, types.FunctionType)):
+            self.add(value)
+        elif label not in self.parts:
+            self.parts[label] = ""  # while it is looked at, which may lead here again
+            self.parts[label] = _digest([self.value(value)])
+
+    def value(self, value: Any) -> str:
+        """Return a text that tells a value from others and is the same in every process."""
+        if isinstance(value, Enum):
+            return f"{self.add(type(value))}.{value.name}"
+        if isinstance(value, _SIMPLE):
+            return f"{type(value).__name__}:{value!r}"
+        if isinstance(value, types.CodeType):
+            return _digest(self._code(value))
+        if isinstance(value, re.Pattern):
+            return f"pattern:{value.pattern!r} {value.flags}"
+        if isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > _MOST_ITEMS:
+            return f"{type(value).__qualname__} of {len(value)}"
+        if isinstance(value, (set, frozenset)):
+            return f"set{sorted(self.value(item) for item in value)}"
+        if isinstance(value, (types.FunctionType, type)):
+            return self.add(value)
+        if id(value) in self._open:
+            return "itself"
+        self._open.add(id(value))
+        try:
+            if isinstance(value, (list, tuple)):
+                return f"{type(value).__qualname__}{[self.value(item) for item in value]}"
+            if isinstance(value, dict):
+                items = [(self.value(key), self.value(item)) for key, item in value.items()]
+                return f"{type(value).__qualname__}{items}"
+            return self.add(value)
+        finally:
+            self._open.discard(id(value))
+
+    def _object(self, value: Any) -> str:
+        """Tell an object by its type and, if the type is the user's own or a plain record, by its attributes."""
+        cls = type(value)
+        label = f"{cls.__module__}.{cls.__qualname__}"
+        if isinstance(value, types.MethodType):
+            return f"{self.add(value.__func__)} of {self.value(value.__self__)}"
+        if isinstance(value, functools.partial):
+            return f"partial({self.add(value.func)}, {self.value(value.args)}, {self.value(value.keywords)})"
+        if label in {"torch.Tensor", "numpy.ndarray"}:
+            return f"{label}:{_elements(value)}"
+        if cls.__module__ in _BY_REPR or label in {"torch.dtype", "torch.device", "torch.Size"}:
+            return f"{label}:{value!r}"
+        if _is_own(cls.__module__):
+            return f"{self.add(cls)}{self.value(getattr(value, '__dict__', None))}"
+        if label in {"types.SimpleNamespace", "argparse.Namespace"}:
+            return f"{label}{self.value(vars(value))}"
+        return label
+
+    def _code(self, code: types.CodeType) -> Iterator[str]:
+        """Yield what a code object does, without where it stands in a file."""
+        yield f"{code.co_name} {code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"
+        arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        yield repr(code.co_varnames[: arguments + bool(code.co_flags & inspect.CO_VARKEYWORDS)])
+        yield str(code.co_flags & _FLAGS)
+        instructions = list(dis.get_instructions(code))
+        flow = _Flow(instructions)
+        for instruction in instructions:
+            if instruction.opname in _SKIPPED:
+                continue
+            if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
+                yield flow.jump(instruction)
+            elif instruction.opcode in dis.hasconst:
+                yield f"{instruction.opname} {self.value(instruction.argval)}"
+            else:
+                yield f"{instruction.opname} {instruction.argval!r}"
+        for entry in getattr(dis.Bytecode(code), "exception_entries", ()):  # from Python 3.11 on
+            yield f"try {[flow.place(offset) for offset in (entry.start, entry.end, entry.target)]} {entry.depth}"
+
+
+class _Flow:
+    """Where jumps lead, in instructions that count.
+
+    A jump to a jump leads on: whether the compiler has seen that depends on the lines on which the source stands.
+    """
+
+    def __init__(self, instructions: list[dis.Instruction]) -> None:
+        self._counting = [one for one in instructions if one.opname not in _SKIPPED]
+        self._places: dict[int, int] = {}
+        place = 0
+        for one in instructions:
+            self._places[one.offset] = place
+            place += one.opname not in _SKIPPED
+
+    def place(self, offset: int) -> int:
+        """Return the number of the instruction at an offset, or of the next one that counts."""
+        return self._places.get(offset, len(self._counting))
+
+    def jump(self, instruction: dis.Instruction) -> str:
+        """Tell what a jump does and where it leads in the end."""
+        way, place = _way(instruction), self.place(instruction.argval)
+        for _ in self._counting:  # at most: jumps may go round in a circle
+            if place >= len(self._counting):
+                break
+            target = self._counting[place]
+            onward = _way(target)
+            if onward == "JUMP":
+                place = self.place(target.argval)
+            elif way.endswith("_OR_POP") and onward in (way, _popping(way)):  # taken here, so taken there
+                way, place = onward, self.place(target.argval)
+            elif way.endswith("_OR_POP") and onward.removesuffix("_OR_POP").endswith(("IF_TRUE", "IF_FALSE")):
+                way, place = _popping(way), place + 1  # taken here, so not taken there
+            else:
+                break
+        return f"{way} {place}"
+
+
+def _way(instruction: dis.Instruction) -> str:
+    """Name a jump without its direction."""
+    name = instruction.opname.replace("FORWARD_", "").replace("BACKWARD_", "")
+    return "JUMP" if instruction.opname in _JUMPS else name
+
+
+def _popping(way: str) -> str:
+    """Name the jump that takes its condition from the stack in any case."""
+    return f"POP_{way.removesuffix('_OR_POP')}"
+
+
+def _elements(array: Any) -> str:
+    """Tell a global tensor or array: by its elements if it is small and can be read, else by its shape."""
+    shape = f"{tuple(array.shape)} {array.dtype}"
+    count = 1
+    for size in array.shape:
+        count *= size
+    if count > _MOST_ITEMS:
+        return shape
+    try:
+        return f"{shape} {array.tolist()!r}"
+    except Exception:  # noqa: BLE001 - meta, sparse, quantized, … tensors: each refuses in its own way
+        return shape
+
+
+@functools.cache
+def _is_own(module: str | None) -> bool:
+    """Whether a module is the user's own: a script, a notebook, or a file outside of where packages are installed."""
+    if module in (None, "__main__", "__mp_main__"):
+        return True
+    assert module is not None, "just looked at"
+    if module.partition(".")[0] == "freetrain_parsl" or module in sys.builtin_module_names:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:  # made by exec, or not imported here any more
+        return module.partition(".")[0] not in sys.stdlib_module_names
+    return not any(Path(file).resolve().is_relative_to(place) for place in _library_places())
+
+
+@functools.cache
+def _library_places() -> tuple[Path, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    places = [sysconfig.get_path(name) for name in names]
+    places += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({Path(place).resolve() for place in places if place})
+
+
+def _digest(tokens: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    _feed(digest.update, code)
-    return f"{name}#{digest.hexdigest()[:16]}"
-
-
-def _feed(update: Callable[[bytes], None], code: types.CodeType) -> None:
-    update(code.co_code)
-    for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars):
-        update(repr(names).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            _feed(update, constant)
-        elif isinstance(constant, frozenset):
-            update(repr(sorted(map(repr, constant))).encode())  # its order depends on the process
-        else:
-            update(repr(constant).encode())
+    for token in tokens:
+        digest.update(token.encode("utf-8", errors="surrogatepass") + b"\0")
+    return digest.hexdigest()[:_DIGITS]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import platform
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +22,7 @@ from freetrain_parsl.storage.root import check_same_root
 from freetrain_parsl.training import sharded
 from freetrain_parsl.training.background import Background
 from freetrain_parsl.training.checkpoint import Checkpoints, Facts
+from freetrain_parsl.training.code_change import accept_code, other_code_of_this_call
 from freetrain_parsl.training.joint import JointSave, JointWrite
 from freetrain_parsl.training.schedule import TRIES, Schedule
 from freetrain_parsl.training.snapshot import HostBuffers
@@ -53,19 +53,14 @@ class Keeper:
         Where they are, how many stay, how often.
     group_of
         Returns the present group; it changes in place.
-    code
-        Identity of the training's code, see `code_identity`; a checkpoint of other code is taken with a warning.
     clock
         Seconds on a clock that never goes back.
     """
 
-    def __init__(
-        self, options: SessionOptions, group_of: Callable[[], Group], code: str = "", clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, options: SessionOptions, group_of: Callable[[], Group], clock: Clock = time.monotonic) -> None:
         self._trainer = options.name
-        self._root, self._root_identity = options.checkpoint_root, options.root_identity
         self._group_of = group_of
-        self._code = code
+        self._options = options
         self._clock = clock
         self._directory = CheckpointDirectory(options.checkpoint_root, options.name)
         self._checkpoints = Checkpoints(self._directory, options.name, options.keep)
@@ -80,6 +75,8 @@ class Keeper:
         """Whether the members hold different parts of the state, see `is_sharded`; to be set once it is known."""
         self.storage_problem = ""
         """Why the last attempt to save failed, if its directory could not be used; empty once one has succeeded."""
+        self.code_note = ""
+        """What the user should know about a change of the training's code; the first member learns it at its start."""
         self.newest: Entry | None = None
         """The newest durable checkpoint, as far as this member knows: the first one learns from its own writes."""
 
@@ -169,7 +166,7 @@ class Keeper:
         group = self._group_of()
         if not group.is_first and not self.sharded:
             return
-        facts = Facts(step, epoch, reason, group.size, group.generation, self._code)
+        facts = Facts(step, epoch, reason, group.size, group.generation, self._options.code)
         if self.sharded:
             self._save_together(make_state, facts, mark, wait=wait)
             return
@@ -285,8 +282,8 @@ class Keeper:
         """Become the writer, once in each generation: who is shut out in it must not push its way in again."""
         generation = self._group_of().generation
         if self._writes_for != generation:
-            if self._root_identity:
-                check_same_root(self._root, self._root_identity)
+            if self._options.root_identity:
+                check_same_root(self._options.checkpoint_root, self._options.root_identity)
             self._directory.open(generation)
             self._writes_for = generation
 
@@ -475,7 +472,7 @@ class Keeper:
 
         Raises
         ------
-        DamagedCheckpoint, CheckpointMismatch, ForeignCheckpoint, StorageUnavailable, CheckpointError
+        DamagedCheckpoint, CheckpointMismatch, CodeChanged, ForeignCheckpoint, StorageUnavailable, CheckpointError
             There are checkpoints, but none can be used; raised on all members.
         """
         group = self._group_of()
@@ -484,7 +481,7 @@ class Keeper:
         if group.is_first:
             try:
                 self._claim()
-                found = self._checkpoints.newest()
+                found = self._find()
             except CheckpointError as error:
                 problem = error
         place = None if found is None else (found.entry.step, found.entry.revision)
@@ -495,8 +492,17 @@ class Keeper:
             found = self._checkpoints.load(self._directory.entry(*place), names=[STATE])
         if found is not None:
             self.newest = found.entry
-            if group.is_first:
-                self._compare_code(found)
+        return found
+
+    def _find(self) -> Restored | None:
+        """Read the newest intact checkpoint, if it is one to go on from."""
+        found = self._checkpoints.newest()
+        if found is None:
+            self.code_note = other_code_of_this_call(self._options, self._directory)
+        else:
+            found, self.code_note = accept_code(found, self._options, self._directory)
+        if self.code_note:
+            logger.warning("trainer %s: %s", self._trainer, self.code_note)
         return found
 
     def load_into(self, objects: Mapping[str, Stateful], restored: Restored) -> None:
@@ -531,13 +537,3 @@ class Keeper:
             f"checkpoint {restored.entry.path} is of another training: {difference}; "
             "undo the change, or use another trainer name or checkpoint directory"
         ) from cause
-
-    def _compare_code(self, restored: Restored) -> None:
-        """Warn of a checkpoint of other code; nothing can be said if another Python compiled it."""
-        before, python = restored.manifest.get("code"), str(restored.manifest.get("python"))
-        same_python = python.split(".")[:2] == platform.python_version().split(".")[:2]
-        if before and self._code and before != self._code and same_python:
-            logger.warning(
-                "trainer %s: checkpoint %s was written by other code (%s, now %s); going on from it",
-                self._trainer, restored.entry.path, before, self._code,
-            )  # fmt: skip

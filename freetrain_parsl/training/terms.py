@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.training.code_change import OnCodeChange, check_on_code_change
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.identity import Code
 
 Clock = Callable[[], float]
 """Seconds on a clock that never goes back; injected wherever time matters."""
@@ -52,6 +56,12 @@ class SessionOptions:
         Default of ``session.epochs()``.
     root_identity
         Tells the checkpoint root from another directory of its name, see `identify_root`; empty: not known.
+    code
+        The training's code; ``None``: not known, and not compared with that of checkpoints.
+    on_code_change
+        What becomes of the training if its newest checkpoint was written by other code, see `OnCodeChange`.
+    call
+        How names begin that were derived from this function and these arguments; empty: the name was given.
 
     Raises
     ------
@@ -69,6 +79,9 @@ class SessionOptions:
     threads: int | None = None
     epochs: int | None = None
     root_identity: str = ""
+    code: Code | None = None
+    on_code_change: OnCodeChange = "refuse"
+    call: str = ""
 
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"
@@ -81,6 +94,7 @@ class SessionOptions:
             raise InvalidSettings(f"{who}: keep must be at least 1 checkpoint, got {self.keep}")
         if self.save_margin < timedelta(0):
             raise InvalidSettings(f"{who}: save_margin must not be negative, got {self.save_margin}")
+        check_on_code_change(self.on_code_change)
         if self.threads is not None and self.threads < 1:
             raise InvalidSettings(f"{who}: threads must be at least 1, got {self.threads}")
 
@@ -266,6 +280,8 @@ class Progress:
         The condition of a checkpoint directory in which nothing can be saved for now; empty while saving works.
     next_save
         Seconds until the next periodic save is due, then.
+    code_note
+        What the user should know about a change of the training's code; empty: nothing.
     """
 
     step: int = 0
@@ -284,6 +300,7 @@ class Progress:
     in_place: bool = True
     storage_problem: str = ""
     next_save: float = 0.0
+    code_note: str = ""
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def test_a_run_of_another_version_is_refused(store: RunStore) -> None:
     database = sqlite3.connect(store.directory / DATABASE)
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(InvalidInput, match=r"is of another version of FreeTrain \(format 99, not 1\)"):
+    with pytest.raises(InvalidInput, match=r"is of another version of FreeTrain \(format 99, not 2\)"):
         RunStore(store.directory)
 
 

@@ -9,11 +9,14 @@ import pytest
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
+from freetrain_parsl.executor.headers import TO_SLOT, fault_in
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.regrouping import cut_off
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.report.run import RunState
+from freetrain_parsl.training.identity import Code
 from freetrain_parsl.training.terms import PauseReason, Progress
 from tests.executor.stage import Stage, kinds
 
@@ -462,3 +465,51 @@ def test_a_report_of_an_older_group_sets_nobody_aside(stage) -> None:
 )
 def test_few_are_cut_off_so_that_the_others_reach_each_other(unreachable, chosen) -> None:
     assert cut_off(("a", "b", "c", "d"), unreachable) == chosen
+
+
+# Old results, and other code.
+
+
+def test_a_result_of_an_earlier_run_is_told_as_one(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """The function finds a complete checkpoint, trains nothing, and returns what it returned before."""
+    future = stage.submit()
+    stage.on("n0")
+    stage.progress("s0", step=40, resumed_from=40)
+    stage.ended("s0", "finished", serialize("old"), progress=stage.report(step=40, resumed_from=40))
+    assert future.result(0) == "old"
+    assert "its result is that of an earlier run, whose checkpoint of step 40 was complete" in caplog.text
+    assert stage.history()[-2][1].detail == {"trained": False}
+    training = RunState(stage.journal.path).refresh().trainings["t"]
+    assert training.remark() == "result of an earlier run: nothing was trained"
+
+
+@pytest.mark.parametrize("resumed_from", [None, 39])
+def test_a_result_that_this_run_has_trained_for_is_told_without_a_remark(
+    stage: Stage, resumed_from: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.submit()
+    stage.on("n0")
+    stage.progress("s0", step=resumed_from or 0, resumed_from=resumed_from)
+    stage.ended("s0", "finished", serialize("new"), progress=stage.report(step=40, resumed_from=resumed_from))
+    assert "earlier run" not in caplog.text
+    assert RunState(stage.journal.path).refresh().trainings["t"].remark() == ""
+
+
+def test_a_change_of_code_is_told_once_and_kept_in_the_journal(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    stage.submit()
+    stage.on("n0")
+    for step in (1, 2):
+        stage.progress("s0", step=step, code_note="beginning anew: its code has changed")
+    assert caplog.text.count("training t: beginning anew") == 1
+    assert [entry.detail for _, entry in stage.history() if entry.kind == "code_changed"] == [
+        {"note": "beginning anew: its code has changed"}
+    ]
+
+
+def test_slots_are_told_the_code_that_they_should_find_in_checkpoints(stage: Stage) -> None:
+    code = Code("app:train", {"app.train": "1"})
+    stage.submit(code=code, on_code_change="resume", call="train-1")
+    (_, message), *_ = stage.on("n0")
+    assert fault_in(message.header, TO_SLOT["run"]) is None
+    assert Code(**message["code"]) == code
+    assert (message["on_code_change"], message["call"]) == ("resume", "train-1")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from freetrain_parsl.training.identity import Code
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.sharded import is_sharded
@@ -52,7 +53,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any]:
     """Go on from the newest checkpoint up to a step, save there, and return the whole parameters."""
-    keeper = Keeper(SessionOptions("net", root), lambda: group, "tests:train#1")
+    keeper = Keeper(SessionOptions("net", root, code=Code("tests:train", {"tests.train": "1"})), lambda: group)
     restored = keeper.restore()
     net = model()
     if shard:

@@ -2,40 +2,195 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
+import inspect
 import subprocess
 import sys
-from typing import Any
+import textwrap
+import types
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from freetrain_parsl.training.identity import code_identity
+import pytest
+
+from freetrain_parsl.training.identity import Code, _Walk, code_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 
 def compiled(source: str) -> Any:
-    names: dict[str, Any] = {"__name__": "app"}
-    exec(source, names)
-    return names["train"]
+    """Run a script; return its function `train`."""
+    module = types.ModuleType("app")
+    with mock.patch.dict(sys.modules, {"app": module}):  # where dataclasses look for it
+        exec(textwrap.dedent(source), vars(module))
+    return module.train
 
 
-def test_the_name_is_readable() -> None:
-    assert code_identity(compiled("def train(session): pass")).startswith("app:train#")
+SCRIPT = """
+import math
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import nn
+
+RATE = 0.1
+WIDTHS = [8, 16]
+MODES = {"a", "b"}
+WEIGHTS = torch.tensor([1.0, 2.0])
+
+class Mode(Enum):
+    FAST = 1
+
+MODE = Mode.FAST
+
+@dataclass
+class Config:
+    depth: int = 3
+
+CONFIG = Config()
+
+class Block(nn.Module):
+    def forward(self, x):
+        return scale(x)
+
+class Net(Block):
+    size = 4
+
+    @staticmethod
+    def initial(x):
+        return x
+
+    @property
+    def width(self):
+        return WIDTHS[0]
+
+def scale(x):
+    return x * FACTOR
+
+FACTOR = 2
+
+def augment(x, strength=1):
+    return x + strength
+
+transform = partial(augment, strength=2)
+
+def deco(function):
+    def wrapper(*args):
+        return function(*args) + 0
+    return wrapper
+
+@deco
+def decorated(x):
+    return x
+
+def unused():
+    return 1
+
+def train(session, lr=RATE, *, decay=0.5):
+    \"\"\"Train.\"\"\"
+    net = Net()
+    for x in range(10):  # steps
+        if x in MODES and MODE is Mode.FAST:
+            x = transform(x) + decorated(x)
+        def inner(y):
+            return y + math.pi + CONFIG.depth
+    return [net(x) for x in WIDTHS if x], WEIGHTS, inner, (lambda z: z + 1), (yield_all(x) if x else None)
+
+def yield_all(x):
+    try:
+        yield x
+    finally:
+        print("done")
+"""
 
 
-def test_place_and_comments_do_not_count() -> None:
-    one = compiled("def train(session):\n    return {1, 2, 3} & set(session)")
-    other = compiled("\n\n# new\ndef train(session):\n    # better\n    return {1, 2, 3} & set(session)")
-    assert code_identity(one) == code_identity(other)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("RATE = 0.1", "RATE = 0.2"),  # a default
+        ("WIDTHS = [8, 16]", "WIDTHS = [8, 17]"),
+        ('MODES = {"a", "b"}', 'MODES = {"a", "c"}'),
+        ("torch.tensor([1.0, 2.0])", "torch.tensor([1.0, 3.0])"),
+        ("FAST = 1", "FAST = 2"),
+        ("depth: int = 3", "depth: int = 4"),
+        ("CONFIG = Config()", "CONFIG = Config(5)"),
+        ("FACTOR = 2", "FACTOR = 3"),  # of a function of a method of a base of a class
+        ("return scale(x)", "return -scale(x)"),
+        ("class Net(Block)", "class Net(nn.Module)"),
+        ("size = 4", "size = 5"),
+        ("return x\n\n    @property", "return -x\n\n    @property"),  # a static method
+        ("WIDTHS[0]", "WIDTHS[1]"),  # a property
+        ("strength=2)", "strength=3)"),  # a partial
+        ("x + strength", "x - strength"),
+        ("function(*args) + 0", "function(*args) + 1"),  # a decorator without functools.wraps
+        ("def decorated(x):\n    return x", "def decorated(x):\n    return x + x"),
+        ("decay=0.5", "decay=0.6"),
+        ("range(10)", "range(11)"),
+        ("y + math.pi", "y + math.e"),
+        ("z + 1", "z + 2"),
+        ("WIDTHS if x]", "WIDTHS if not x]"),
+        ('print("done")', 'print("end")'),
+        ("        yield x\n    finally:", "        pass\n    finally:"),
+        ("    try:\n        yield x\n    finally:\n        print", "    yield x\n    if True:\n        print"),
+    ],
+)
+def test_a_change_of_what_the_function_refers_to_counts(old: str, new: str) -> None:
+    assert old in SCRIPT
+    before, after = code_of(compiled(SCRIPT)), code_of(compiled(SCRIPT.replace(old, new)))
+    assert before.identity != after.identity
+    assert after.changes_since(before) != []
 
 
-def test_a_changed_constant_name_or_inner_function_counts() -> None:
-    sources = [
-        "def train(session): return 0.1",
-        "def train(session): return 0.2",
-        "def train(session): return session.a",
-        "def train(session): return session.b",
-        "def train(session): return lambda x: x + 1",
-        "def train(session): return lambda x: x + 2",
-    ]
-    assert len({code_identity(compiled(source)) for source in sources}) == len(sources)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("  # steps", "  # other steps"),
+        ("Train.", "Train well."),
+        ("RATE = 0.1", "\n\n# the rate\nRATE = 0.1"),
+        ("return 1\n", "return 2\n"),  # nobody calls it
+        ("[net(x) for x in WIDTHS if x]", "[\n        net(x)\n        for x in WIDTHS\n        if x\n    ]"),
+    ],
+)
+def test_comments_docstrings_formatting_and_what_is_not_used_do_not_count(old: str, new: str) -> None:
+    assert old in SCRIPT
+    assert code_of(compiled(SCRIPT)) == code_of(compiled(SCRIPT.replace(old, new)))
+
+
+def test_what_has_changed_is_named() -> None:
+    before = code_of(compiled(SCRIPT))
+    after = code_of(compiled(SCRIPT.replace("FACTOR = 2", "FACTOR = 3").replace("x + strength", "x - strength")))
+    assert after.changes_since(before) == ["app.FACTOR", "app.augment"]
+
+
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes(constant)
+
+
+@pytest.mark.parametrize(
+    "module", ["argparse", "inspect", "tarfile", "torch.optim.adam", "torch.utils.data.dataloader"]
+)
+def test_formatting_does_not_count_in_any_function_of_large_modules(module: str) -> None:
+    """Compiled from the text as it is, and from the text without its layout."""
+    source = inspect.getsource(importlib.import_module(module))
+    one, other = compile(source, "one", "exec"), compile(ast.unparse(ast.parse(source)), "other", "exec")
+    pairs = list(zip(codes(one), codes(other), strict=True))
+    assert len(pairs) > 10
+    for left, right in pairs:
+        assert list(_Walk()._code(left)) == list(_Walk()._code(right)), left.co_name
+
+
+def test_the_identity_is_readable() -> None:
+    code = code_of(compiled("def train(session): pass"))
+    assert code.identity == f"app:train#{code.digest}"
 
 
 def test_wrappers_are_looked_through() -> None:
@@ -46,29 +201,86 @@ def test_wrappers_are_looked_through() -> None:
     def wrapper(session: Any) -> None:
         train(session)
 
-    assert code_identity(wrapper) == code_identity(train)
+    assert code_of(wrapper).identity == code_of(train).identity
 
 
-def test_callables_without_code_of_their_own_have_a_name() -> None:
+def test_a_closure_counts() -> None:
+    def make(rate: float) -> Any:
+        def train(session: Any) -> float:
+            return rate
+
+        return train
+
+    assert code_of(make(0.1)) == code_of(make(0.1))
+    assert code_of(make(0.1)) != code_of(make(0.2))
+
+
+def test_callables_of_other_kinds_have_a_code() -> None:
     class Training:
-        def __call__(self, session: Any) -> None:
-            """Do nothing."""
+        def __init__(self, rate: float) -> None:
+            self.rate = rate
 
-    assert "Training" in code_identity(Training())
-    assert "#" not in code_identity(print)
+        def __call__(self, session: Any) -> float:
+            return self.rate
+
+    assert code_of(Training(0.1)).parts.keys() == code_of(Training(0.2)).parts.keys()
+    code_of(print)
+    code_of(functools.partial(print, 1))
 
 
-def test_it_is_the_same_in_another_process() -> None:
-    """Sets have another order there."""
-    script = (
-        "from freetrain_parsl.training.identity import code_identity\n"
-        "def train(x): return x in {'a', 'b', 'c', 'd', 'e'}\n"
-        "print(code_identity(train))"
-    )
-    seen = {
-        subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(seen) == 1
+def test_what_holds_itself_and_what_is_recursive_is_told() -> None:
+    code = code_of(compiled("LOOP = []\nLOOP.append(LOOP)\ndef train(s): return train, LOOP"))
+    assert code.parts.keys() == {"app.train", "app.LOOP"}
+
+
+def test_objects_without_a_value_of_their_own_do_not_count_by_their_address() -> None:
+    source = "import threading\nLOCK, THING = threading.Lock(), object()\ndef train(s): return LOCK, THING"
+    assert code_of(compiled(source)) == code_of(compiled(source))
+
+
+def test_data_is_not_code() -> None:
+    """A global list of many items is not read as a constant."""
+    source = "DATA = list(range({}))\ndef train(s): return DATA"
+    assert code_of(compiled(source.format(10))) != code_of(compiled(source.format(10).replace("range(", "range(1, ")))
+    assert code_of(compiled(source.format(100_000))).parts["app.DATA"]
+
+
+def test_another_version_of_python_says_nothing() -> None:
+    code = code_of(compiled("def train(session): return 1"))
+    other = code_of(compiled("def train(session): return 2"))
+    assert other.changes_since(Code(code.name, code.parts, "3.1")) == []
+
+
+SEPARATE = {
+    "models.py": "WIDTH = 3\nclass Net:\n    def width(self):\n        return WIDTH\ndef unused():\n    return 1\n",
+    "script.py": """
+import models
+from models import Net
+from freetrain_parsl.training.identity import code_of
+
+def train(session):
+    return {"a", "b", "c", "d", "e"}, models.Net, Net().width()
+
+code = code_of(train)
+print(code.identity, sorted(code.parts))
+""",
+}
+
+
+def run(directory: Path, seed: str = "0", **changes: str) -> str:
+    directory.mkdir(exist_ok=True)
+    for name, text in SEPARATE.items():
+        changed = functools.reduce(lambda so_far, change: so_far.replace(*change), changes.items(), text)
+        (directory / name).write_text(changed)
+    command = [sys.executable, "-B", str(directory / "script.py")]
+    environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_it_is_the_same_in_every_process_and_modules_beside_the_script_count(tmp_path: Path) -> None:
+    said = run(tmp_path / "a", seed="1")
+    assert said == run(tmp_path / "b", seed="2")
+    assert said.startswith("__main__:train#")
+    assert "['__main__.train', 'models.Net', 'models.Net.width', 'models.WIDTH']" in said
+    assert run(tmp_path / "c", WIDTH="DEPTH") != said
+    assert run(tmp_path / "d", unused="renamed") == said

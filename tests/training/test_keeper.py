@@ -18,10 +18,17 @@ import pytest
 import torch
 from training_runs import Clock
 
-from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, StorageUnavailable, TrainingError
+from freetrain_parsl.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CodeChanged,
+    StorageUnavailable,
+    TrainingError,
+)
 from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.storage.root import check_writable, identify_root
 from freetrain_parsl.training.checkpoint import Checkpoints
+from freetrain_parsl.training.identity import Code
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.terms import SessionOptions
@@ -45,9 +52,7 @@ class Kept:
         self.problem: OSError | None = None
         self.states = 0
         self.weight = torch.zeros(4)
-        self.keeper = Keeper(
-            SessionOptions("net", root, **options), lambda: self.group, options.pop("code", ""), clock=self.clock
-        )
+        self.keeper = Keeper(SessionOptions("net", root, **options), lambda: self.group, clock=self.clock)
         real_save = Checkpoints.save
 
         def save(checkpoints: Checkpoints, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +250,7 @@ def test_a_first_member_that_stays_goes_on_writing_in_the_new_group(kept: Kept) 
 
 
 def test_manifests_tell_where_a_checkpoint_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = Keeper(SessionOptions("net", tmp_path), lambda: Group(0, 1, 7), "app:train#1")
+    keeper = Keeper(SessionOptions("net", tmp_path, code=OLD), lambda: Group(0, 1, 7))
     keeper.restore()
     keeper.save(lambda: {"objects": {}}, step=3, epoch=1, reason="test", wait=False)
     keeper.close()
@@ -256,26 +261,84 @@ def test_manifests_tell_where_a_checkpoint_comes_from(tmp_path: Path, monkeypatc
     }
     assert told == {
         "format": 3, "trainer": "net", "step": 3, "epoch": 1, "reason": "test", "world_size": 1, "generation": 7,
-        "code": "app:train#1",
+        "code": OLD.identity,
     }  # fmt: skip
     assert manifest["torch"] == torch.__version__
     assert manifest["bytes"] == sum(file["bytes"] for file in manifest["files"].values())
     assert {"freetrain", "python", "written", "write_seconds", "blocked_seconds"} <= manifest.keys()
 
 
-@pytest.mark.parametrize(("code", "warns"), [("app:train#1", False), ("app:train#2", True), ("", False)])
-def test_a_checkpoint_of_other_code_is_taken_with_a_warning(
-    tmp_path: Path, code: str, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = SessionOptions("net", tmp_path)
-    before = Keeper(options, Group, "app:train#1")
+OLD = Code("app:train", {"app.train": "1", "app.LR": "1"})
+NEW = Code("app:train", {"app.train": "1", "app.LR": "2", "app.augment": "3"})
+
+
+def restored(tmp_path: Path, code: Code | None, **options: Any) -> tuple[Keeper, int | None]:
+    """Go on, with this code, from a checkpoint of step 5 of the old code."""
+    before = Keeper(SessionOptions("net", tmp_path, code=OLD), Group)
     before.restore()
-    before.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
+    before.save(lambda: {"objects": {}}, step=5, epoch=0, reason="test", wait=True)
     before.close()
-    after = Keeper(options, Group, code)
-    assert after.restore() is not None
+    after = Keeper(SessionOptions("net", tmp_path, code=code, **options), Group)
+    try:
+        found = after.restore()
+    finally:
+        after.close()
+    return after, None if found is None else found.entry.step
+
+
+@pytest.mark.parametrize("code", [OLD, None])
+def test_a_checkpoint_of_the_same_code_is_gone_on_from_without_a_word(tmp_path: Path, code: Code | None) -> None:
+    keeper, step = restored(tmp_path, code)
+    assert (step, keeper.code_note) == (5, "")
+
+
+def test_a_checkpoint_of_other_code_is_refused_and_the_message_tells_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(
+        CodeChanged, match=r"changed: app\.LR, app\.augment\); undo the change, go on .*'resume'"
+    ) as caught:
+        restored(tmp_path, NEW)
+    assert "\n" not in str(caught.value)
+    assert "training 'net'" in str(caught.value)
+    assert "on_code_change='restart'" in str(caught.value)
+
+
+def test_a_checkpoint_of_other_code_is_gone_on_from_if_that_was_asked_for(tmp_path: Path) -> None:
+    keeper, step = restored(tmp_path, NEW, on_code_change="resume")
+    assert step == 5
+    assert "was written by other code (changed: app.LR, app.augment); going on from it" in keeper.code_note
+
+
+def test_a_restart_sets_the_checkpoints_of_other_code_aside(tmp_path: Path) -> None:
+    keeper, step = restored(tmp_path, NEW, on_code_change="restart")
+    assert step is None
+    aside = tmp_path / "net" / "set-aside-1"
+    assert str(aside) in keeper.code_note
+    assert [path.name for path in aside.iterdir()] == ["step-0000000005"]
+    again = Keeper(SessionOptions("net", tmp_path, code=NEW, on_code_change="restart"), Group)
+    assert again.restore() is None
+    again.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
+    again.close()
+    later = Keeper(SessionOptions("net", tmp_path, code=NEW, on_code_change="restart"), Group)
+    assert later.restore().entry.step == 1, "it goes on from what the new code has written"
+    later.close()
+
+
+def test_code_of_another_python_cannot_be_compared_and_that_is_said(tmp_path: Path) -> None:
+    keeper, step = restored(tmp_path, Code("app:train", {"app.train": "9"}, "3.99"))
+    assert step == 5
+    assert "whether the code has changed since cannot be said" in keeper.code_note
+
+
+def test_a_call_of_edited_code_begins_anew_and_says_how_to_go_on(tmp_path: Path) -> None:
+    before = Keeper(SessionOptions("train-0000-aaaa", tmp_path, code=OLD, call="train-0000"), Group)
+    before.restore()
+    before.save(lambda: {"objects": {}}, step=5, epoch=0, reason="test", wait=True)
+    before.close()
+    after = Keeper(SessionOptions("train-0000-bbbb", tmp_path, code=NEW, call="train-0000"), Group)
+    assert after.restore() is None
     after.close()
-    assert ("was written by other code (app:train#1, now app:train#2)" in caplog.text) is warns
+    assert "its code has changed since train-0000-aaaa, which has a checkpoint of step 5" in after.code_note
+    assert "options(name='train-0000-aaaa', on_code_change='resume')" in after.code_note
 
 
 def test_another_format_is_refused_by_name(kept: Kept) -> None:

@@ -14,6 +14,7 @@ from sharded_crew import ShardedCrew, model, train, train_on_full_disk, train_on
 
 from freetrain_parsl.errors import DamagedCheckpoint
 from freetrain_parsl.storage.posix import CheckpointDirectory
+from freetrain_parsl.training.identity import Code
 from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.sharded import fill, is_sharded, read_index, split
 
@@ -75,7 +76,7 @@ def test_every_file_is_in_the_manifest_and_a_damaged_shard_is_refused(
     manifest = json.loads((newest.path / "manifest.json").read_text())
     files = {str(path.relative_to(newest.path)) for path in newest.path.rglob("*") if path.is_file()}
     assert manifest["files"].keys() == files - {"manifest.json"}
-    assert (manifest["world_size"], manifest["code"]) == (2, "tests:train#1")
+    assert (manifest["world_size"], manifest["code"]) == (2, Code("tests:train", {"tests.train": "1"}).identity)
     damage(newest.path / "shards" / "__1_0.distcp")
     with pytest.raises(DamagedCheckpoint, match="__1_0"):
         newest.verify()
