@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+# This host or its file systems fail, not the batch system, and may recover.
+_OF_THIS_HOST = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+)
 
 __all__ = ["BatchDesk", "BatchSystemEnded", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost", "StartsFailed"]
 
@@ -339,7 +342,7 @@ class BatchDesk(threading.Thread):
             self._in_the_dark_until = self._clock() + self._DARKNESS
         self._post(BlockRefused(spec.block, refusal.reason))
         with self._condition:
-            self._count_refusal(refusal.reason, passing=refusal.passing or _is_of_storage(error))
+            self._count_refusal(refusal.reason, passing=refusal.passing or _is_of_this_host(error))
 
     def _count_refusal(self, reason: str, *, passing: bool) -> None:
         """Submit more slowly, or, after repeated refusals that waiting does not mend, no more."""
@@ -425,6 +428,10 @@ class BatchDesk(threading.Thread):
             self._survey_at = self._clock() + pause
 
 
-def _is_of_storage(error: Exception) -> bool:
-    """Whether a provider could not write its script: a condition of the file system that passes."""
-    return any(getattr(one, "errno", None) in _STORAGE for one in (error, error.__context__))
+def _is_of_this_host(error: BaseException | None) -> bool:
+    """Whether a submission failed for want of descriptors, memory, processes or space, which passes."""
+    while error is not None:
+        if getattr(error, "errno", None) in _OF_THIS_HOST:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

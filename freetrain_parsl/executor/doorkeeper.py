@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -71,12 +72,25 @@ class Doorkeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the sockets must be closed after this, not before."""
+        """End the thread; a socket that is closed already has ended its part of it."""
         for one in self._sockets:
-            one.disable_monitor()
+            with suppress(zmq.ZMQError):
+                one.disable_monitor()
         self._thread.join(5)
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except zmq.ContextTerminated:
+            pass  # a socket's owner ends it without us
+        except Exception:
+            logger.exception("connections that do not authenticate are not bounded any more")
+        finally:  # a context does not end while a monitor is open
+            for monitor, door in self._doors.items():
+                monitor.close(0)
+                door.close()
+
+    def _watch(self) -> None:
         poller = zmq.Poller()
         for monitor in self._doors:
             poller.register(monitor, zmq.POLLIN)
@@ -92,8 +106,9 @@ class Doorkeeper:
                     door.disconnected(event["value"])
                 else:
                     poller.unregister(monitor)
+                    del self._doors[monitor]
                     monitor.close(0)
-                    self._doors.pop(monitor).close()
+                    door.close()
             if (now := time.monotonic()) >= look_at:
                 look_at = now + self._PERIOD
                 for door in self._doors.values():
@@ -145,12 +160,10 @@ class _Door:
         The descriptor belongs to libzmq, which may have closed it, and something else in this process may have its
         number by now. The copy stays what it is while we look.
         """
+        connection = None
         try:
             os.dup2(descriptor, self._copy, inheritable=False)
             connection = socket.socket(fileno=self._copy)
-        except OSError:
-            return True  # closed, or no socket: not what was accepted
-        try:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != port:
                 return True
             sent, received = _traffic(connection)
@@ -160,12 +173,13 @@ class _Door:
                 return False
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return True  # not connected any more
+            return True  # closed, no longer connected, or no socket: not what was accepted
         else:
             self._closed += 1
             return True
         finally:
-            connection.detach()
+            if connection is not None:
+                connection.detach()
             os.dup2(self._nothing, self._copy, inheritable=False)
 
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 
+from freetrain_parsl.executor.doorkeeper import raise_descriptor_limit
 from freetrain_parsl.executor.steady import run_steadily
 
 
@@ -22,6 +23,7 @@ def _end_with(parent: int, period: float = 1.0) -> None:
 
 if __name__ == "__main__":
     os.umask(0o077)  # its log is the user's
+    raise_descriptor_limit()  # workers connect to it, and so may anybody
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us in order
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     run_steadily("parsl.executors.high_throughput.interchange")

@@ -39,7 +39,8 @@ class Commands:
         CommandNotFound
             It is not on PATH.
         BatchSystemError
-            It failed, hung or printed what is not text; the message carries its own first line of complaint.
+            It could not be started, failed, hung or printed what is not text; the message carries its own first line
+            of complaint.
         """
         command = arguments[0]
         try:
@@ -57,6 +58,8 @@ class Commands:
             ) from None
         except PermissionError:
             raise CommandNotFound(f"{command} is on PATH but may not be executed") from None
+        except OSError as error:  # no descriptors, memory or processes are left on this host
+            raise BatchSystemError(f"{command} could not be started: {error.strerror or error}") from error
         except subprocess.TimeoutExpired:
             raise BatchSystemError(f"{command} did not answer within {self.timeout.total_seconds():g} s") from None
         if done.returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import threading
 import time
@@ -267,6 +268,19 @@ def test_repeated_refusals_end_with_a_clear_message(make_bench) -> None:
     bench.at(bench.now + 10_000.0)
     time.sleep(0.05)
     assert bench.batch.launched == [], "nothing is submitted any more"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "as a cause"])
+def test_a_host_without_descriptors_memory_or_space_is_no_refusal(make_bench, wrapped: bool) -> None:
+    """Blocks are submitted ever less until it has some again; the trainings go on."""
+    bench = make_bench()
+    lack = OSError(errno.EMFILE, "Too many open files")
+    bench.batch.refusal = lack
+    if wrapped:
+        bench.batch.refusal = RuntimeError("could not submit")
+        bench.batch.refusal.__cause__ = lack
+    assert len(refuse(bench, 6)) == 6
+    assert not any(isinstance(post, DeskClosed) for post in bench.posts)
 
 
 def test_blocks_that_are_taken_but_would_never_start_count_as_refused(make_bench) -> None:

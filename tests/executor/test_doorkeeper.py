@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,24 @@ def test_a_peer_that_sends_much_without_authenticating_is_closed(server: _Server
     """A command that is announced with a gigabyte, of which some comes: libzmq would wait for the rest."""
     stranger = server.stranger(GREETING + b"\x06" + (1 << 30).to_bytes(8, "big") + b"\x05HELLO" + bytes(8192))
     until(lambda: not is_open(stranger))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_context_that_its_owner_ends_first_ends_all_the_same() -> None:
+    """Parsl closes its sockets when it likes; the doorkeeper's own must not keep their contexts waiting."""
+    contexts = [zmq.Context() for _ in range(3)]
+    sockets = [context.socket(zmq.DEALER) for context in contexts]
+    for one in sockets:
+        one.bind_to_random_port("tcp://127.0.0.1")
+    doorkeeper = Doorkeeper(*sockets)
+    ends = [threading.Thread(target=context.term, daemon=True) for context in contexts]
+    for one, end in zip(sockets, ends, strict=True):
+        one.close()
+        end.start()
+    for end in ends:
+        end.join(10)
+        assert not end.is_alive()
+    doorkeeper.close()
 
 
 def descriptors() -> int:

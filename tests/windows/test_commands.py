@@ -1,0 +1,21 @@
+"""Commands of the batch system are run as programs; what keeps one from starting is told in one line."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from typing import Any
+
+import pytest
+
+from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.windows.commands import Commands
+
+
+def test_a_process_without_descriptors_fails_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "run", lack)
+    with pytest.raises(BatchSystemError, match="squeue could not be started: Too many open files"):
+        Commands()("squeue")
