@@ -126,7 +126,7 @@ def test_a_training_leaves_before_its_window_closes(start, slow) -> None:
     """A queued job of the whole machine is planned at the end of a running one: the window's end is known."""
     # Both are in the queue before the executor asks, and the first lasts far longer than a slot takes to start.
     long = MainJob(submit=0.0, nodes=1, run=50.0, walltime=50.0)
-    head = MainJob(submit=0.0, nodes=3, run=1.0, walltime=2.0)
+    head = MainJob(submit=0.3, nodes=3, run=1.0, walltime=2.0)
     site = start(nodes=3, workload=(long, head))
     source = site.executor.provider.window_source()
     site.until(lambda _: any(window.closes for window in source.survey().windows))
