@@ -18,6 +18,7 @@ from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, DriverRecord, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidInput, TrainingCancelled, TrainingInterrupted
+from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -296,7 +297,7 @@ def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_fai
         future: Future[object] = Future()
         future.set_exception(error)
         run._futures = {"a": future}
-        run._collect()
+        run._collect(RunState(store.directory / "journal.sqlite"))
         states.append(store.training("a").state)
         store.retry("a")
     assert states == ["waiting", "waiting", "waiting", "cancelled", "failed"]
