@@ -27,6 +27,7 @@ _LENGTHS = np.diff(_EDGES)
 _PRIOR_CLOSINGS = 2.0  # in each bin, at the overall rate
 _FIRST_LIFE = 1200.0  # seconds that a node is taken to last before any has closed; counts as one closing
 _LEAST_STARTS = 6.0  # a start is charged at most a sixth of what its trainer yields within the horizon
+_LONGEST_FOR_STARTS = 3600.0  # seconds; a start that takes longer to pay for itself is not worth a node
 _FIRST_GAP = 12.0  # seconds between changes of the pool before there were any; counts as one change
 
 
@@ -118,7 +119,7 @@ class Outlook:
         start
             What it costs to start a trainer, seconds.
         """
-        return max(self._free_horizon, _LEAST_STARTS * start)
+        return max(self._free_horizon, min(_LEAST_STARTS * start, _LONGEST_FOR_STARTS))
 
     @property
     def _free_horizon(self) -> float:

@@ -322,12 +322,12 @@ def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
 
 
 def test_calls_are_counted(fake):
-    """A first round asks more than the next, which is two queries of the batch system."""
+    """A first round asks more than the next: Slurm's nodes are kept up to date from its queue."""
     source = fake.source()
     source.survey()
     first = len(calls(fake.fake))
     source.survey()
-    assert len(calls(fake.fake)) - first == 2
+    assert len(calls(fake.fake)) - first == (2 if isinstance(fake, Pbs) else 1)
     assert {words[0] for _, words in calls(fake.fake)} <= {*SLURM_COMMANDS, *PBS_COMMANDS}
 
 

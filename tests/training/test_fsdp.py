@@ -12,6 +12,7 @@ import torch
 from sharded_trainings import classify_sharded, shard_over_any_mesh
 from training_crew import SAMPLES, run_member
 
+from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training.fragment import Finished, Membership, Paused, Progress
 from freetrain_parsl.training.terms import Regroup
 
@@ -104,6 +105,7 @@ def test_a_periodic_checkpoint_of_a_sharded_training_is_one_to_go_back_to(
     options = {"checkpoint_interval": timedelta(milliseconds=1)}
     run = crew.start(size, tmp_path / "cut", classify_sharded, gates={12: tmp_path / "never"}, options=options)
     run.until((tmp_path / "never").with_suffix(".reached").exists)
+    run.until(lambda: any(entry.step > 0 for entry in CheckpointDirectory(tmp_path / "cut", "net").entries()))
     for rank in range(size):
         run.kill(rank)
     run.until(lambda: run.ended)

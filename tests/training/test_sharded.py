@@ -90,9 +90,8 @@ def test_a_full_disk_of_one_member_is_one_error_on_all(tmp_path: Path, sharded_c
     sharded_crew.run(2, tmp_path, until=1, shard=True)
     ends = sharded_crew.run(2, tmp_path, train_on_full_disk, full_rank=1, until=2, shard=True)
     for end in ends:
-        assert end.startswith(
-            f"CheckpointError: cannot write a checkpoint in {tmp_path / 'net'}: No space left on device"
-        )
+        assert end.startswith(f"StorageUnavailable: cannot write a checkpoint in {tmp_path / 'net'}")
+        assert end.endswith("(process 1 of 2): No space left on device")
         assert "\n" not in end
     directory = CheckpointDirectory(tmp_path, "net")
     assert [entry.step for entry in directory.entries()] == [1]
