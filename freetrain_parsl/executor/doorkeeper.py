@@ -16,10 +16,13 @@ import socket
 import struct
 import threading
 import time
-from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -50,69 +53,53 @@ def raise_descriptor_limit() -> int:
 
 
 class Doorkeeper:
-    """Bounds the pending connections of ZeroMQ sockets, in a thread of its own.
+    """Bounds the pending connections of a ZeroMQ socket, in a thread that ends when the socket is closed.
+
+    libzmq reports events to the monitor with blocking sends: while the socket is open, the monitor is read whatever
+    happens, or the socket would stand still.
 
     Parameters
     ----------
-    sockets
-        Sockets that will be bound, or are.
+    guarded
+        A socket that will be bound, or is.
     most_pending
-        Connections of each that may be pending at a time; ``None``: an eighth of the process's descriptors, at most
-        512.
+        Connections that may be pending at a time; ``None``: an eighth of the process's descriptors, at most 512.
     """
 
     _PERIOD = 0.5  # seconds between looks at what pending peers send
 
-    def __init__(self, *sockets: zmq.Socket[bytes], most_pending: int | None = None) -> None:
+    def __init__(self, guarded: zmq.Socket[bytes], *, most_pending: int | None = None) -> None:
         if most_pending is None:
             most_pending = min(_MOST_PENDING, max(8, raise_descriptor_limit() // 8))
-        self._sockets = sockets
-        self._doors = {one.get_monitor_socket(_EVENTS): _Door(_sent_unproved(one), most_pending) for one in sockets}
+        self._door = _Door(_sent_unproved(guarded), most_pending)
+        self._monitor = guarded.get_monitor_socket(_EVENTS)
         self._thread = threading.Thread(target=self._run, name="freetrain-doorkeeper", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread; a socket that is closed already has ended its part of it."""
-        for one in self._sockets:
-            with suppress(zmq.ZMQError):
-                one.disable_monitor()
-        self._thread.join(5)
+    def join(self, timeout: float = 5.0) -> None:
+        """Wait for the end of the thread, after the socket has been closed and before its context is destroyed."""
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         try:
             self._watch()
         except zmq.ContextTerminated:
-            pass  # a socket's owner ends it without us
-        except Exception:
-            logger.exception("connections that do not authenticate are not bounded any more")
-        finally:  # a context does not end while a monitor is open
-            for monitor, door in self._doors.items():
-                monitor.close(0)
-                door.close()
+            pass  # the socket is closed, and its context waits for the monitor
+        finally:
+            self._monitor.close(0)
+            self._door.close()
 
     def _watch(self) -> None:
-        poller = zmq.Poller()
-        for monitor in self._doors:
-            poller.register(monitor, zmq.POLLIN)
         look_at = -math.inf
-        while self._doors:
-            pending = any(door.pending for door in self._doors.values())
-            for monitor, _ in poller.poll(int(self._PERIOD * 1000) if pending else None):
-                event = recv_monitor_message(monitor)
-                door = self._doors[monitor]
-                if event["event"] == zmq.EVENT_ACCEPTED:
-                    door.accepted(event["value"], event["endpoint"])
-                elif event["event"] == zmq.EVENT_DISCONNECTED:
-                    door.disconnected(event["value"])
-                else:
-                    poller.unregister(monitor)
-                    del self._doors[monitor]
-                    monitor.close(0)
-                    door.close()
+        while True:
+            if self._monitor.poll(int(self._PERIOD * 1000) if self._door.pending else None):
+                event = recv_monitor_message(self._monitor)
+                if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    return
+                self._door.note(event)
             if (now := time.monotonic()) >= look_at:
                 look_at = now + self._PERIOD
-                for door in self._doors.values():
-                    door.look(now)
+                self._door.look(now)
 
 
 class _Door:
@@ -129,16 +116,21 @@ class _Door:
         self._closed = 0
         self._reported = -math.inf
 
-    def accepted(self, descriptor: int, endpoint: bytes) -> None:
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Take an event of the monitor: a connection was accepted or closed."""
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            port = event["endpoint"].rpartition(b":")[2]
+            if port.isdigit():  # else it is no TCP connection
+                self._accepted(event["value"], int(port))
+        else:
+            self.pending.pop(event["value"], None)
+
+    def _accepted(self, descriptor: int, port: int) -> None:
         """Note a new connection; if there are too many now, close the oldest that has not proved itself."""
-        self.pending[descriptor] = int(endpoint.rpartition(b":")[2])
+        self.pending[descriptor] = port
         while len(self.pending) > self._most:
             oldest = next(iter(self.pending))
             self._settle(oldest, self.pending.pop(oldest), most_received=-1)
-
-    def disconnected(self, descriptor: int) -> None:
-        """Note that a connection is closed."""
-        self.pending.pop(descriptor, None)
 
     def look(self, now: float) -> None:
         """Forget those that have proved themselves, and close those that send much without."""

@@ -28,7 +28,6 @@ from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, TrainingCanc
 from freetrain_parsl.executor.addresses import check_interface, driver_addresses, resolved
 from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refuse_provider, window_source_for
 from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
-from freetrain_parsl.executor.doorkeeper import Doorkeeper
 from freetrain_parsl.executor.driver import CancelTraining, Driver, SlotTaskEnded
 from freetrain_parsl.executor.exits import OrderlyExit
 from freetrain_parsl.executor.htex import HtexInterchange
@@ -250,7 +249,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.all_addresses = driver_addresses() if reached_at is None else {reached_at}
         # HTEX ends the whole executor for one node of another Python; the driver compares at each slot's first message.
         self._check_python_mismatch = False
-        self._doorkeeper: Doorkeeper | None = None
         self._driver: Driver | None = None
         self._log_handler: logging.Handler | None = None
         self._desk: BatchDesk | None = None
@@ -299,10 +297,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
-        # Its sockets on the loopback are open to every user of this host.
-        self._doorkeeper = Doorkeeper(
-            self.outgoing_q.zmq_socket, self.incoming_q.results_receiver, self.command_client.zmq_socket
-        )
         source = self.windows or window_source_for(provider)
         source.check(least_walltime(self.planner))
         server = SlotServer(self.cert_dir, _PORTS, sorted(self.all_addresses))
@@ -457,8 +451,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if not self.bad_state_is_set:
             reason = f"executor {self.label!r} was shut down before this was done; checkpoints are kept"
             self._end_futures(TrainingInterrupted(reason))
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
         super().shutdown(timeout)
         keep_private(Path(self.run_dir))
         provider: Any = self.provider

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from parsl.executors.high_throughput.zmq_pipes import CommandClient
 
+from freetrain_parsl.executor.doorkeeper import Doorkeeper
 from freetrain_parsl.executor.interchange_watch import Interchange
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class HtexInterchange(Interchange):
         self._submit = submit
         self._submitted = submitted
         self._asking = False
+        # HTEX's sockets on the loopback are open to every user of this host.
+        for guarded in (
+            self._executor.outgoing_q.zmq_socket,
+            self._executor.incoming_q.results_receiver,
+            self._executor.command_client.zmq_socket,
+        ):
+            Doorkeeper(guarded)
         # Without it, sending blocks for ever while no interchange is connected.
         self._executor.outgoing_q.zmq_socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT)
 
@@ -94,6 +102,7 @@ class HtexInterchange(Interchange):
         executor.command_client = CommandClient(
             executor.loopback_address, executor.interchange_port_range, executor.cert_dir
         )
+        Doorkeeper(executor.command_client.zmq_socket)
         client.close()
         if asking:
             client._lock.release()  # noqa: SLF001 - as above

@@ -159,8 +159,8 @@ class SlotServer:
     def close(self) -> None:
         """Close the socket; what was sent is still delivered for up to a second."""
         self._waker.close()
-        self._doorkeeper.close()
         self._socket.close()
+        self._doorkeeper.join()
         self._context.destroy()
 
     def _bind(self, addresses: Sequence[str], port_range: tuple[int, int]) -> int:

@@ -73,7 +73,8 @@ class _Server:
         for client in self._peers:
             client.close()
         self._clients.destroy(0)
-        self._doorkeeper.close()
+        self.socket.close(0)
+        self._doorkeeper.join()
         self._context.destroy(0)
 
 
@@ -127,19 +128,28 @@ def test_a_peer_that_sends_much_without_authenticating_is_closed(server: _Server
 @pytest.mark.filterwarnings("error")
 def test_a_context_that_its_owner_ends_first_ends_all_the_same() -> None:
     """Parsl closes its sockets when it likes; the doorkeeper's own must not keep their contexts waiting."""
-    contexts = [zmq.Context() for _ in range(3)]
-    sockets = [context.socket(zmq.DEALER) for context in contexts]
-    for one in sockets:
-        one.bind_to_random_port("tcp://127.0.0.1")
-    doorkeeper = Doorkeeper(*sockets)
-    ends = [threading.Thread(target=context.term, daemon=True) for context in contexts]
-    for one, end in zip(sockets, ends, strict=True):
-        one.close()
-        end.start()
-    for end in ends:
-        end.join(10)
-        assert not end.is_alive()
-    doorkeeper.close()
+    context = zmq.Context()
+    guarded = context.socket(zmq.DEALER)
+    guarded.bind_to_random_port("tcp://127.0.0.1")
+    doorkeeper = Doorkeeper(guarded)
+    guarded.close()
+    end = threading.Thread(target=context.term, daemon=True)
+    end.start()
+    end.join(10)
+    assert not end.is_alive()
+    doorkeeper.join()
+
+
+def test_the_end_of_one_socket_leaves_the_others_guarded_and_working(server: _Server) -> None:
+    """HTEX replaces one of its sockets when its interchange is started again."""
+    context = zmq.Context()
+    other = context.socket(zmq.DEALER)
+    Doorkeeper(other)
+    other.close()
+    context.term()
+    strangers = [server.stranger() for _ in range(4 * MOST)]
+    until(lambda: sum(map(is_open, strangers)) <= MOST)
+    assert server.echoes(server.client())
 
 
 def descriptors() -> int:
