@@ -8,14 +8,16 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.testing.chaos.episode import EpisodeReport, choose_menu, seeds_of, summary
+from freetrain_parsl.testing.chaos.scene import FILL, EpisodeSettings, Scene, run_episode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,22 +46,28 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
     """Give the function that runs the episode of a seed; refuse wrong options first."""
     root = options.directory or Path(tempfile.gettempdir()) / f"freetrain-chaos-{options.kind}"
     if options.kind == "campaign":
-        from freetrain_parsl.testing.chaos.campaign import CAMPAIGN_FAULTS, CampaignEpisode
+        from freetrain_parsl.testing.chaos.campaign import CAMPAIGN_FAULTS, CampaignScene
 
-        menu = choose_menu(options.faults, {**CAMPAIGN_FAULTS, "fill": 1.0})
-        return lambda seed: CampaignEpisode(seed, menu, root, disk=options.disk).run()
-    from freetrain_parsl.testing.chaos.bare import BARE_FAULTS, BareEpisode, warm_up
+        faults, strikes, limit = CAMPAIGN_FAULTS, (2, 6), 300.0
+        make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = CampaignScene
+    else:
+        from freetrain_parsl.testing.chaos.bare import BARE_FAULTS, BarePlan, BareScene, warm_up
 
-    menu = choose_menu(options.faults, {**BARE_FAULTS, "fill": 1.0})
-    if options.faults is None and options.disk is None:
-        del menu["fill"]
-    warm_up()
-    short = {"epochs": 2, "samples": 256, "silence": 3.0, "loss_timeout": 3.0} if options.short else {}
-    strikes = (1, 4) if options.short else (3, 9)
-    return lambda seed: BareEpisode(seed, menu, root, strikes, disk=options.disk, plan=short).run()
+        faults, strikes, limit = BARE_FAULTS, ((1, 4) if options.short else (3, 9)), 150.0
+
+        def make_scene(settings: EpisodeSettings, directory: Path, checkpoints: Path) -> Scene:
+            plan = BarePlan(directory, checkpoints)
+            short = replace(plan, epochs=2, samples=256, silence=3.0, loss_timeout=3.0)
+            return BareScene(settings, short if options.short else plan)
+
+        warm_up()
+    menu = choose_menu(options.faults, {**faults, FILL: 1.0})
+    return lambda seed: run_episode(
+        options.kind, EpisodeSettings(seed, menu, root, strikes, limit, options.disk), make_scene
+    )
 
 
-def _in_processes(options: argparse.Namespace, seeds: Sequence[int]) -> list[EpisodeReport]:
+def _in_processes(options: argparse.Namespace, seeds: Sequence[int]) -> Iterator[EpisodeReport]:
     """Share the seeds out to processes, each with one episode at a time; the reports in the order of the seeds."""
     again = [sys.executable, "-m", "freetrain_parsl.testing.chaos", options.kind]
     for name in ("faults", "disk", "directory"):
@@ -71,12 +79,10 @@ def _in_processes(options: argparse.Namespace, seeds: Sequence[int]) -> list[Epi
         done = subprocess.run([*again, "--lines", str(seed)], check=False, capture_output=True, text=True)
         if not done.stdout:
             return EpisodeReport(options.kind, seed, (), 0, (f"the episode's process failed: {done.stderr}",), 0.0)
-        report = EpisodeReport.from_json(done.stdout.splitlines()[-1])
-        print(_line(report), file=sys.stderr, flush=True)
-        return report
+        return EpisodeReport.from_json(done.stdout.splitlines()[-1])
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        return list(pool.map(one, seeds))
+        yield from pool.map(one, seeds)
 
 
 def _line(report: EpisodeReport) -> str:

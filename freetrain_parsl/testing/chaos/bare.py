@@ -11,13 +11,10 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import sys
 import time
-import traceback
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +27,18 @@ from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.worker import SlotSettings, run_slot
 from freetrain_parsl.testing.chaos.bare_driver import drive
 from freetrain_parsl.testing.chaos.damage import damage_newest
-from freetrain_parsl.testing.chaos.episode import EpisodeReport, StruckFault
-from freetrain_parsl.testing.chaos.small_disk import small_disk
+from freetrain_parsl.testing.chaos.scene import FILL, EpisodeSettings, Scene
 from freetrain_parsl.testing.chaos.trainings import SUBJECTS, Subject
 from freetrain_parsl.testing.chaos.verification import problems_of
-from freetrain_parsl.testing.faults import fill_disk, kill, resume, stop
+from freetrain_parsl.testing.faults import kill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkProcess
     from pathlib import Path
 
-__all__ = ["BARE_FAULTS", "BareEpisode", "BarePlan", "warm_up"]
+__all__ = ["BARE_FAULTS", "BarePlan", "BareScene", "warm_up"]
 
 BARE_FAULTS: Mapping[str, float] = MappingProxyType(
     {
@@ -59,7 +54,6 @@ BARE_FAULTS: Mapping[str, float] = MappingProxyType(
 )
 """Faults of bare episodes and how often they are drawn; ``fill`` (a full disk) is there with a small disk only."""
 
-FILL = "fill"
 _CONTEXT = multiprocessing.get_context("fork")
 _CLOCK_STEPS = (-3600.0, -30.0, -5.0, 3.0, 20.0, 60.0)
 _GRACE = 4.0
@@ -134,74 +128,20 @@ def warm_up() -> None:
     gc.freeze()  # or each collection in a forked process copies the memory of everything imported here
 
 
-@dataclass
-class BareEpisode:
-    """One episode.
+class BareScene(Scene):
+    """The batch system and the nodes.
 
     Parameters
     ----------
-    seed
-        Draws the faults.
-    menu
-        Faults and how often they are drawn.
-    root
-        Directory for the episode's own, which is removed if nothing was wrong.
-    strikes
-        Least and largest number of faults.
-    limit
-        Seconds after which the episode counts as hanging.
-    disk
-        Bytes of a file system for the checkpoints (a ``tmpfs``; needs root); ``None``: that of `root`.
+    settings
+        Of the episode.
     plan
-        Changes of the `BarePlan`.
+        What the processes have to know.
     """
 
-    seed: int
-    menu: Mapping[str, float]
-    root: Path
-    strikes: tuple[int, int] = (3, 9)
-    limit: float = 150.0
-    disk: int | None = None
-    plan: Mapping[str, Any] = field(default_factory=dict)
-
-    def run(self) -> EpisodeReport:
-        """Run the episode to its end and say what was wrong."""
-        directory = self.root / f"bare-{self.seed}"
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(mode=0o700, parents=True)
-        begin = time.monotonic()
-        with small_disk(directory / "disk", self.disk) as checkpoints:
-            site = _BareSite(self, BarePlan(directory, checkpoints, **self.plan))
-            try:
-                site.live()
-            except Exception:  # noqa: BLE001 - an error of the episode itself is a problem like any other
-                site.problems.append(f"the episode failed: {traceback.format_exc()}")
-            finally:
-                site.end()
-            site.verify()
-        report = EpisodeReport(
-            "bare",
-            self.seed,
-            tuple(site.faults),
-            site.finished(),
-            tuple(site.problems),
-            round(time.monotonic() - begin, 1),
-        )
-        if not report.problems:
-            shutil.rmtree(directory)
-        return report
-
-
-class _BareSite:
-    """The batch system, the nodes, and whoever does harm to them."""
-
-    def __init__(self, episode: BareEpisode, plan: BarePlan) -> None:
+    def __init__(self, settings: EpisodeSettings, plan: BarePlan) -> None:
+        super().__init__(settings, plan.checkpoints, first=3.0, pause=1.5)
         self.plan = plan
-        self.faults: list[StruckFault] = []
-        self.problems: list[str] = []
-        self._episode = episode
-        self._rng = random.Random(episode.seed)
-        self._begin = time.monotonic()
         self._driver: ForkProcess | None = None
         self._link: Connection | None = None
         self._channel: tuple[int, str] | None = None  # the driver's port and certificates
@@ -209,9 +149,7 @@ class _BareSite:
         self._jobs: dict[str, _Job] = {}
         self._tokens: list[str] = []
         self._slots: dict[int, _SlotProcess] = {}
-        self._stopped: dict[int, float] = {}  # process -> when it goes on
-        self._full: AbstractContextManager[Path] | None = None
-        self._strike = {
+        self._strikes: Mapping[str, Callable[[], str | None]] = {
             "kill": self._kill,
             "stop": self._stop,
             "stop_driver": self._stop_driver,
@@ -220,39 +158,28 @@ class _BareSite:
             "damage": self._damage,
             "clock": self._step_clock,
             "vanish": self._vanish,
-            FILL: self._fill,
+            FILL: self.fill,
         }
 
     # The life of an episode.
 
     def live(self) -> None:
-        """Strike until the trainings have ended."""
-        left = self._rng.randint(*self._episode.strikes)
-        next_strike = None
+        """Let the trainings run to their ends, and strike meanwhile."""
         self._start_driver()
         while not self._over:
             self._turn()
-            now = time.monotonic()
             if self._driver is None and not self._over:
                 self.problems.append("the driver's process ended by itself")
                 return
-            if now - self._begin > self._episode.limit:
+            if self.hangs:
                 unfinished = [one.name for one in self.plan.subjects if not self.plan.outcome_of(one.name).exists()]
-                self.problems.append(f"hangs: after {self._episode.limit:g} s {', '.join(unfinished)} had not ended")
+                self.problems.append(f"hangs: after {self.settings.limit:g} s {', '.join(unfinished)} had not ended")
                 return
-            if next_strike is None:
-                if self._slots:
-                    next_strike = now + self._rng.uniform(0, 3)
-            elif left and now > next_strike:
-                left -= self._strike_once()
-                next_strike = time.monotonic() + self._rng.expovariate(1 / 1.5)
+            self.strike_when_due(ready=bool(self._slots))
 
     def end(self) -> None:
         """End all processes; those that do not end by themselves are a problem."""
-        for pid in list(self._stopped):
-            self._resume(pid)
-        if self._full is not None:
-            self._full.__exit__(None, None, None)
+        self.undo()
         if self.problems and self._driver is not None:
             self._driver.kill()
         patience = time.monotonic() + self.plan.silence + 12.0
@@ -320,9 +247,7 @@ class _BareSite:
         self._listen()
         self._reap()
         now = time.monotonic()
-        for pid, until in list(self._stopped.items()):
-            if now > until:
-                self._resume(pid)
+        self.resume_due()
         for slot in self._slots.values():
             if now > slot.killed_at:
                 slot.process.kill()
@@ -380,11 +305,6 @@ class _BareSite:
             except OSError:
                 self._link = None  # the driver has ended
 
-    def _resume(self, pid: int) -> None:
-        self._stopped.pop(pid, None)
-        with suppress(ProcessLookupError):  # it was killed meanwhile
-            resume(pid)
-
     def _end_job(self, name: str, state: str) -> None:
         job = self._jobs.get(name)
         if job is None or job.ending:
@@ -395,41 +315,35 @@ class _BareSite:
                 os.kill(pid, signal.SIGTERM)
                 slot.killed_at = time.monotonic() + _GRACE
 
-    # Faults. Each returns what it hit, or None if there was nothing to hit.
+    # Faults.
 
-    def _strike_once(self) -> bool:
-        menu = {name: weight for name, weight in self._episode.menu.items() if name != FILL or self._episode.disk}
-        [fault] = self._rng.choices(list(menu), list(menu.values()))
-        detail = self._strike[fault]()
-        if detail is not None:
-            self.faults.append(StruckFault(round(time.monotonic() - self._begin, 1), fault, detail))
-        return detail is not None
+    def strike(self, fault: str) -> str | None:
+        """Inject a fault; say what it hit, or None if there was nothing to hit."""
+        return self._strikes[fault]()
 
     def _kill(self) -> str | None:
         pids = sorted(self._slots)
         if not pids:
             return None
-        most = min(len(pids), self._rng.choice([1, 1, 2, 4]))
-        victims = self._rng.sample(pids, self._rng.randint(1, most))
+        most = min(len(pids), self.rng.choice([1, 1, 2, 4]))
+        victims = self.rng.sample(pids, self.rng.randint(1, most))
         for pid in victims:
             kill(pid)
         return f"{len(victims)} of {len(pids)} slots"
 
     def _stop(self) -> str | None:
-        pids = sorted(set(self._slots) - set(self._stopped))
+        pids = sorted(pid for pid in self._slots if not self.is_stopped(pid))
         if not pids:
             return None
-        pid, seconds = self._rng.choice(pids), self._rng.choice([0.5, 2, 4, 8, 11])
-        stop(pid)
-        self._stopped[pid] = time.monotonic() + seconds
+        pid, seconds = self.rng.choice(pids), self.rng.choice([0.5, 2, 4, 8, 11])
+        self.stop_for(pid, seconds)
         return f"a slot for {seconds:g} s"
 
     def _stop_driver(self) -> str | None:
-        if self._driver is None or self._driver.pid is None or self._driver.pid in self._stopped:
+        if self._driver is None or self._driver.pid is None or self.is_stopped(self._driver.pid):
             return None
-        seconds = self._rng.choice([1, 3, 5, 9])
-        stop(self._driver.pid)
-        self._stopped[self._driver.pid] = time.monotonic() + seconds
+        seconds = self.rng.choice([1, 3, 5, 9])
+        self.stop_for(self._driver.pid, seconds)
         return f"for {seconds:g} s"
 
     def _kill_driver(self) -> str | None:
@@ -439,10 +353,10 @@ class _BareSite:
         self._driver.join()
         assert self._link is not None
         self._link.close()
-        slots_live_on = self._rng.random() < 0.5
+        slots_live_on = self.rng.random() < 0.5
         for slot in [] if slots_live_on else self._slots.values():
             slot.process.kill()
-        pause = self._rng.choice([0, 0.5, 2, 5])
+        pause = self.rng.choice([0, 0.5, 2, 5])
         time.sleep(pause)
         self._start_driver()
         return f"{'slots live on' if slots_live_on else 'and all slots'}, another after {pause:g} s"
@@ -451,21 +365,21 @@ class _BareSite:
         running = sorted(name for name, job in self._jobs.items() if not job.ending)
         if not running:
             return None
-        name, seconds = self._rng.choice(running), self._rng.choice([1, 3, 6])
+        name, seconds = self.rng.choice(running), self.rng.choice([1, 3, 6])
         nodes = self._jobs[name].nodes
         self._tell("taken", nodes, seconds)
         self._end_job(name, "PREEMPTED")
         return f"{len(nodes)} nodes for {seconds:g} s"
 
     def _damage(self) -> str | None:
-        detail = damage_newest(self.plan.checkpoints, self._rng)
+        detail = damage_newest(self.checkpoints, self.rng)
         if detail is not None:
             for slot in self._slots.values():
                 slot.process.kill()
         return detail
 
     def _step_clock(self) -> str:
-        seconds = self._rng.choice(_CLOCK_STEPS)
+        seconds = self.rng.choice(_CLOCK_STEPS)
         self._tell("clock", seconds)
         return f"{seconds:+g} s"
 
@@ -473,7 +387,7 @@ class _BareSite:
         if self._channel is None:
             return None
         port, certificates = self._channel
-        name, frames = self._rng.choice(_NONSENSE)
+        name, frames = self.rng.choice(_NONSENSE)
         context = curvezmq.ClientContext(certificates)
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 300)
@@ -482,16 +396,6 @@ class _BareSite:
         socket.close()
         context.destroy()
         return name
-
-    def _fill(self) -> str:
-        if self._full is not None:
-            self._full.__exit__(None, None, None)
-            self._full = None
-            return "space again"
-        assert self._episode.disk is not None
-        self._full = fill_disk(self.plan.checkpoints, 2 * self._episode.disk)
-        self._full.__enter__()
-        return "full"
 
 
 _NONSENSE: tuple[tuple[str, list[bytes]], ...] = (

@@ -7,17 +7,13 @@ episode takes one to four minutes.
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-import traceback
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,17 +22,15 @@ import psutil
 import yaml
 
 from freetrain_parsl.testing.chaos.damage import damage_newest
-from freetrain_parsl.testing.chaos.episode import EpisodeReport, StruckFault
-from freetrain_parsl.testing.chaos.small_disk import small_disk
+from freetrain_parsl.testing.chaos.scene import FILL, EpisodeSettings, Scene
 from freetrain_parsl.testing.chaos.trainings import SUBJECTS
 from freetrain_parsl.testing.chaos.verification import problems_of
-from freetrain_parsl.testing.faults import fill_disk, kill, kill_all, resume, stop
+from freetrain_parsl.testing.faults import kill, kill_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import AbstractContextManager
 
-__all__ = ["CAMPAIGN_FAULTS", "CampaignEpisode"]
+__all__ = ["CAMPAIGN_FAULTS", "CampaignScene"]
 
 CAMPAIGN_FAULTS: Mapping[str, float] = MappingProxyType(
     {
@@ -58,7 +52,6 @@ CAMPAIGN_FAULTS: Mapping[str, float] = MappingProxyType(
 )
 """Faults of campaign episodes and how often they are drawn; ``fill`` (a full disk) is there with a small disk only."""
 
-FILL = "fill"
 _MARK = "FREETRAIN_CHAOS"
 _FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
 _EPOCHS, _SAMPLES = 6, 640
@@ -96,66 +89,30 @@ _SITE: dict[str, Any] = {
 }
 
 
-@dataclass
-class CampaignEpisode:
-    """One episode; the parameters are those of `bare.BareEpisode`."""
+class CampaignScene(Scene):
+    """A user who starts the campaign and resumes it until it is done.
 
-    seed: int
-    menu: Mapping[str, float]
-    root: Path
-    strikes: tuple[int, int] = (2, 6)
-    limit: float = 300.0
-    disk: int | None = None
+    Parameters
+    ----------
+    settings
+        Of the episode.
+    directory
+        Of the episode.
+    checkpoints
+        Root of the checkpoints.
+    """
 
-    def run(self) -> EpisodeReport:
-        """Run the episode to its end and say what was wrong."""
-        directory = self.root / f"campaign-{self.seed}"
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(mode=0o700, parents=True)
-        begin = time.monotonic()
-        with small_disk(directory / "disk", self.disk) as checkpoints:
-            user = _User(self, directory, checkpoints)
-            try:
-                user.live()
-            except Exception:  # noqa: BLE001 - an error of the episode itself is a problem like any other
-                user.problems.append(f"the episode failed: {traceback.format_exc()}")
-            finally:
-                user.end()
-            user.verify()
-        report = EpisodeReport(
-            "campaign",
-            self.seed,
-            tuple(user.faults),
-            user.finished(),
-            tuple(user.problems),
-            round(time.monotonic() - begin, 1),
-        )
-        if not report.problems:
-            shutil.rmtree(directory)
-        return report
-
-
-class _User:
-    """Starts the campaign and resumes it until it is done, and does harm to it meanwhile."""
-
-    def __init__(self, episode: CampaignEpisode, directory: Path, checkpoints: Path) -> None:
-        self.faults: list[StruckFault] = []
-        self.problems: list[str] = []
-        self._episode = episode
+    def __init__(self, settings: EpisodeSettings, directory: Path, checkpoints: Path) -> None:
+        super().__init__(settings, checkpoints, first=6.0, pause=2.0)
         self._directory = directory
-        self._checkpoints = checkpoints
-        self._rng = random.Random(episode.seed)
-        self._begin = time.monotonic()
-        self._mark = f"{os.getpid()}-{episode.seed}"
+        self._mark = f"{os.getpid()}-{settings.seed}"
         self._run_directory = directory / "run"
-        self._stopped: dict[int, float] = {}  # process -> when it goes on
-        self._full: AbstractContextManager[Path] | None = None
         self._outputs = 0
         self._driver: subprocess.Popen[bytes] | None = None
         self._write_files()
 
     def _write_files(self) -> None:
-        site = {**_SITE, "checkpoints": {"interval": "1 s", "least_free": "1 MB", "directory": str(self._checkpoints)}}
+        site = {**_SITE, "checkpoints": {"interval": "1 s", "least_free": "1 MB", "directory": str(self.checkpoints)}}
         (self._directory / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
         trainings = [
             {
@@ -170,47 +127,36 @@ class _User:
         (self._directory / "campaign.yaml").write_text(yaml.safe_dump(campaign), encoding="utf-8")
 
     def live(self) -> None:
-        """Strike, and resume what has ended early, until all trainings have finished."""
-        left = self._rng.randint(*self._episode.strikes)
-        next_strike = None
+        """Let the trainings run to their ends, and strike meanwhile."""
         resumes = 0
         self._start("run", "campaign.yaml", "--config", "site.yaml", "--run-dir", str(self._run_directory))
+        assert self._driver is not None
         while True:
             time.sleep(0.1)
-            now = time.monotonic()
-            for pid in [pid for pid, until in self._stopped.items() if now >= until]:
-                self._resume(pid)
-            if now - self._begin > self._episode.limit:
-                self.problems.append(f"hangs: after {self._episode.limit:g} s the trainings are {self._states()}")
+            self.resume_due()
+            if self.hangs:
+                self.problems.append(f"hangs: after {self.settings.limit:g} s the trainings are {self._states()}")
                 return
-            assert self._driver is not None
-            if self._driver.poll() is not None:
-                states = self._states()
-                if states and set(states.values()) == {"finished"}:
-                    return
-                if "failed" in states.values():
-                    self.problems += [f"{name}: failed: {error}" for name, error in self._errors()]
-                    return
-                resumes += 1
-                if resumes > _MOST_RESUMES or not states:
-                    self.problems.append(f"after {resumes - 1} resumes the trainings are {states or 'not there'}")
-                    return
-                time.sleep(self._rng.choice([0, 0.3, 2, 5]))
-                self._start("resume", str(self._run_directory))
-                next_strike = None
-            elif next_strike is None:
-                if self._processes()["slot"]:
-                    next_strike = now + self._rng.uniform(0, 6)
-            elif left and now >= next_strike:
-                left -= self._strike_once()
-                next_strike = time.monotonic() + self._rng.expovariate(1 / 2.0)
+            if self._driver.poll() is None:
+                self.strike_when_due(ready=bool(self._processes()["slot"]))
+                continue
+            states = self._states()
+            if states and set(states.values()) == {"finished"}:
+                return
+            if "failed" in states.values():
+                self.problems += [f"{name}: failed: {error}" for name, error in self._errors()]
+                return
+            resumes += 1
+            if resumes > _MOST_RESUMES or not states:
+                self.problems.append(f"after {resumes - 1} resumes the trainings are {states or 'not there'}")
+                return
+            time.sleep(self.rng.choice([0, 0.3, 2, 5]))
+            self._start("resume", str(self._run_directory))
+            self.wait_until_ready()
 
     def end(self) -> None:
-        """End the driver as a batch system would; what lives on is a problem."""
-        for pid in list(self._stopped):
-            self._resume(pid)
-        if self._full is not None:
-            self._full.__exit__(None, None, None)
+        """End all processes; those that do not end by themselves are a problem."""
+        self.undo()
         if self._driver is not None and self._driver.poll() is None:
             self._driver.terminate()
             try:
@@ -227,13 +173,13 @@ class _User:
             kill_all(pid for pids in living.values() for pid in pids)
 
     def verify(self) -> None:
-        """Check the results of the trainings that finished."""
+        """Check how the trainings ended."""
         for subject in SUBJECTS:
             if self._states().get(subject.name) == "finished":
                 self.problems += problems_of(subject, self._result_of(subject.name), _EPOCHS, _SAMPLES)
 
     def finished(self) -> int:
-        """Count the trainings that finished."""
+        """Count the trainings that ended without an error."""
         return list(self._states().values()).count("finished")
 
     # The campaign.
@@ -276,28 +222,13 @@ class _User:
                     found[_role_of(process)].append(process.pid)
         return found
 
-    def _resume(self, pid: int) -> None:
-        self._stopped.pop(pid, None)
-        with suppress(ProcessLookupError):
-            resume(pid)
+    # Faults.
 
-    # Faults. Each returns what it hit, or None if there was nothing to hit.
-
-    def _strike_once(self) -> bool:
-        menu = {name: weight for name, weight in self._episode.menu.items() if name != FILL or self._episode.disk}
-        [fault] = self._rng.choices(list(menu), list(menu.values()))
-        try:
-            detail = self._strike(fault)
-        except ProcessLookupError:
-            return False  # it has ended meanwhile
-        if detail is not None:
-            self.faults.append(StruckFault(round(time.monotonic() - self._begin, 1), fault, detail))
-        return detail is not None
-
-    def _strike(self, fault: str) -> str | None:
+    def strike(self, fault: str) -> str | None:
+        """Inject a fault; say what it hit, or None if there was nothing to hit."""
         if fault == "damage":
-            detail = damage_newest(self._checkpoints, self._rng)
-            if detail is not None and self._rng.random() < 0.6:
+            detail = damage_newest(self.checkpoints, self.rng)
+            if detail is not None and self.rng.random() < 0.6:
                 kill_all(self._processes()["slot"])
                 detail += ", and all slots"
             return detail
@@ -306,22 +237,21 @@ class _User:
         if fault == "interrupt":
             return self._interrupt()
         if fault == FILL:
-            return self._fill()
+            return self.fill()
         if fault == "kill_all_slots":
             slots = self._processes()["slot"]
             kill_all(slots)
             return f"{len(slots)} slots" if slots else None
         what, _, role = fault.partition("_")
-        pids = sorted(set(self._processes()[role]) - set(self._stopped))
+        pids = sorted(pid for pid in self._processes()[role] if not self.is_stopped(pid))
         if not pids:
             return None
-        pid = self._rng.choice(pids)
+        pid = self.rng.choice(pids)
         if what == "kill":
             kill(pid)
             return f"1 of {len(pids)}"
-        seconds = self._rng.choice([1, 3, 5, 8, 12])
-        stop(pid)
-        self._stopped[pid] = time.monotonic() + seconds
+        seconds = self.rng.choice([1, 3, 5, 8, 12])
+        self.stop_for(pid, seconds)
         return f"1 of {len(pids)} for {seconds} s"
 
     def _stop_campaign(self) -> str:
@@ -336,21 +266,11 @@ class _User:
     def _interrupt(self) -> str:
         assert self._driver is not None
         os.kill(self._driver.pid, signal.SIGINT)
-        if self._rng.random() < 0.4:
-            time.sleep(self._rng.uniform(0, 1))
+        if self.rng.random() < 0.4:
+            time.sleep(self.rng.uniform(0, 1))
             os.kill(self._driver.pid, signal.SIGINT)
             return "twice"
         return "once"
-
-    def _fill(self) -> str:
-        if self._full is not None:
-            self._full.__exit__(None, None, None)
-            self._full = None
-            return "space again"
-        assert self._episode.disk is not None
-        self._full = fill_disk(self._checkpoints, 2 * self._episode.disk)
-        self._full.__enter__()
-        return "full"
 
 
 def _role_of(process: psutil.Process) -> str:
