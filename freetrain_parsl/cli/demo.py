@@ -67,7 +67,7 @@ def demo(
     ),
     compression: float = typer.Option(1000.0, help="Seconds of the job log that pass in one second."),
     log_start: float = typer.Option(0.0, help="Hour of the job log at which to begin."),
-    time_limit: float = typer.Option(240.0, help="Seconds after which the demo gives up."),
+    time_limit: float = typer.Option(600.0, help="Seconds after which the demo gives up."),
     run_dir: Path | None = typer.Option(None, help="Where everything goes. Default: a new ./freetrain-run-<time>."),
     json_file: Path | None = typer.Option(None, "--json", help="Write the figures to this file."),
 ) -> None:

@@ -70,7 +70,7 @@ class BatchSystemEnded:
 
 @dataclass(frozen=True)
 class StartsFailed:
-    """The last `count` attempts to start a block ended before a worker connected; all is well again if it is zero.
+    """The last `count` attempts to start a block failed; all is well again if it is zero.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class StartsFailed:
 
 @dataclass(frozen=True)
 class _FailedStart:
-    """A block that ended before a worker connected."""
+    """A block that ended before a worker had been connected for some seconds."""
 
     block: str
     job: str
@@ -368,7 +368,7 @@ class BatchDesk(threading.Thread):
             pause = min(self._interval * 2**count, self._LONGEST_PAUSE) if count < most else math.inf
             self._retry_after = now + pause
         logger.warning(
-            "%d of %d attempts to start a block failed before a worker connected; %s; %s",
+            "%d of %d attempts to start a block failed; %s; %s",
             count,
             most,
             reason,
@@ -377,7 +377,7 @@ class BatchDesk(threading.Thread):
         self._post(StartsFailed(count, most, pause, reason))
         if count == most:
             attempts = "an attempt" if count == 1 else f"{count} attempts in a row"
-            self._close_for_good(f"{attempts} to start a block ended before a worker connected; the last, {reason}")
+            self._close_for_good(f"{attempts} to start a block failed; the last, {reason}")
 
     def _close_for_good(self, reason: str) -> None:
         self.stop_submitting()

@@ -95,7 +95,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class FailedStarts:
-    """The last attempts to start a block ended before a worker connected.
+    """The last attempts to start a block failed.
 
     Parameters
     ----------
@@ -118,10 +118,7 @@ class FailedStarts:
             when = "nothing is submitted any more"
         else:
             when = f"next attempt in {max(0.0, self.next_attempt - now):.0f} s"
-        return (
-            f"the last {self.count} of at most {self.most} attempts to start a block ended before a worker connected, "
-            f"{when}; {self.reason}"
-        )
+        return f"the last {self.count} of at most {self.most} attempts to start a block failed, {when}; {self.reason}"
 
 
 class RunState:

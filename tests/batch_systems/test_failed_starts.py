@@ -21,7 +21,7 @@ def test_blocks_that_cannot_start_end_the_training_with_their_own_words(backend,
         future.result(timeout=400)
     message = str(failed.value)
     assert re.match(
-        r"3 attempts in a row to start a block ended before a worker connected; the last, block \S+ \(job \S+\) "
+        r"3 attempts in a row to start a block failed; the last, block \S+ \(job \S+\) "
         r"(failed|ended).*; exit code 3; its stderr ends with '.*no module today.*'; see /\S+$",
         message,
     ), message

@@ -145,7 +145,7 @@ def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> Non
     journal.commit()
     driver = store.begin_driver(*own_identity())
     store.describe_driver(driver, "freetrain.x.", journal.path)
-    sentence = "the last 3 of at most 5 attempts to start a block ended before a worker connected, next attempt in 3"
+    sentence = "the last 3 of at most 5 attempts to start a block failed, next attempt in 3"
     assert sentence in freetrain("status").stdout
     assert json.loads(freetrain("status", "--json").stdout)["failed_starts"] == detail
     (note,) = runs_here()

@@ -78,9 +78,7 @@ def test_the_pause_between_attempts_doubles_and_the_last_attempt_closes_the_desk
     bench.order("d")
     assert bench.turn(10_000.0) == []
     (closed,) = [post for post in bench.posts if isinstance(post, DeskClosed)]
-    assert closed.reason.startswith(
-        "3 attempts in a row to start a block ended before a worker connected; the last, block c"
-    )
+    assert closed.reason.startswith("3 attempts in a row to start a block failed; the last, block c")
 
 
 def test_after_a_failed_start_one_block_is_tried_at_a_time() -> None:

@@ -57,7 +57,8 @@ def test_a_node_without_its_link_to_the_driver_is_given_up_and_comes_back_with_i
         assert training.run.nodes == ("n00", "n02")
     training.until(3)
     training.finish()
-    assert training.run.resumes == 0
+    # The driver and the node miss each other after the same time. If the node is first, all pause, and resume at once.
+    assert training.run.resumes <= 1
 
 
 def test_a_short_interruption_costs_nothing_but_its_time(hosts, login):
