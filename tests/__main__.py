@@ -1,7 +1,7 @@
 """Run the test-suite in its parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
 
-What needs no daemons keeps every core busy; tests with daemons wait most of the time and go two at a time; those that
-measure how long others wait go alone. ``python -m pytest`` runs the same tests one after another.
+What needs no daemons keeps every core busy, the quick tests first; tests with daemons wait most of the time and go two
+at a time; those that measure how long others wait go alone. ``python -m pytest`` runs the same tests one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import pytest
 
 # Part -> how many tests at a time, at most.
-PARTS = {"quick": 4, "daemons": 2, "alone": 1}
+PARTS = {"quick": 4, "slow": 4, "daemons": 2, "alone": 1}
 NOTHING, FAILED = int(pytest.ExitCode.NO_TESTS_COLLECTED), int(pytest.ExitCode.TESTS_FAILED)
 
 

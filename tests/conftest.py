@@ -34,7 +34,9 @@ def part_of(item: pytest.Item) -> str:
     """Tell to which part a test belongs: by its marks."""
     if item.get_closest_marker("alone"):
         return "alone"
-    return "daemons" if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))) else "quick"
+    if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))):
+        return "daemons"
+    return "slow" if item.get_closest_marker("slow") else "quick"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

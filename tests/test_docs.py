@@ -21,6 +21,8 @@ from freetrain_parsl.app import _Options
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.planning.policies import MilpPolicy
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])

@@ -100,8 +100,7 @@ def node_command(python: str | None, container: Container | None, directories: I
     """
     interpreter = python or (sys.executable if container is None else "python3")
     words = [interpreter, "-m", "freetrain_parsl.executor.pilot"]
-    words += [interpreter, "-m", "freetrain_parsl.executor.steady"]
-    words.append("parsl.executors.high_throughput.process_worker_pool")
+    words += [interpreter, "-m", "freetrain_parsl.executor.worker_pool"]
     if container is not None:
         bound = [str(directory) for directory in directories]
         for name in bound:

@@ -13,7 +13,7 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.launch import Container, check_node_python, node_command
 
 PILOT = ["-m", "freetrain_parsl.executor.pilot"]
-POOL = ["-m", "freetrain_parsl.executor.steady", "parsl.executors.high_throughput.process_worker_pool"]
+POOL = ["-m", "freetrain_parsl.executor.worker_pool"]
 SPECIAL = ["a b", "a;b", "$HOME", "`id`", "a'b", 'a"b', "a\nb", "a\\b", "a|b", "a>b", "{debug}", "", "a*"]
 
 
@@ -40,7 +40,7 @@ def test_a_container_sees_the_run_directory_and_the_checkpoints() -> None:
 
 
 def test_a_containers_own_python_is_the_default_in_it() -> None:
-    assert words(None, Container("/i.sif"), ())[-6:] == [*PILOT, "python3", *POOL]
+    assert words(None, Container("/i.sif"), ())[-5:] == [*PILOT, "python3", *POOL]
 
 
 @pytest.mark.parametrize("word", SPECIAL)

@@ -15,6 +15,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.slow
+
 _POOL = """
 import subprocess, sys, time
 children = [subprocess.Popen([sys.executable, "-c", sys.argv[1], path]) for path in sys.argv[2:]]

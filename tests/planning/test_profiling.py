@@ -154,6 +154,7 @@ def work_done(trainers, pools, rng=None, noise=0.0):
     return np.array(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("seed", [1, 2])

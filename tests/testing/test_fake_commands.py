@@ -31,6 +31,8 @@ from freetrain_parsl.windows.commands import Commands
 from freetrain_parsl.windows.pbs import PbsWindowSource
 from freetrain_parsl.windows.slurm import SlurmWindowSource
 
+pytestmark = pytest.mark.cluster
+
 NODES = ("n00", "n01", "n02", "n03")
 STEP = """echo "$FREETRAIN_CLUSTER_NODE hello"
 trap 'echo "$FREETRAIN_CLUSTER_NODE saved"; exit 0' TERM

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from crew import Crew
 
+pytestmark = pytest.mark.slow
+
 TRIES = 30
 WAIT = timedelta(seconds=5)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from crew import Crew
 
+pytestmark = pytest.mark.slow
+
 
 def no_step(session: Any) -> None:
     session.prepare(net(), torch.optim.SGD, lr=0.1)

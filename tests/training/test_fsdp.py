@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from crew import Crew
     from training_crew import Outcome
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 2
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from crew import Crew
 
+pytestmark = pytest.mark.slow
+
 
 def first(outcomes: list[Outcome | None]) -> Outcome:
     assert outcomes[0] is not None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from crew import Crew
     from training_crew import Outcome
 
+pytestmark = pytest.mark.slow
+
 HABITS = sorted(BLOCKS)
 # Gradients are rounded to 8 or 11 bits before they are added up.
 ROUNDED = {"bfloat16": 3e-2, "scaler": 1e-2}

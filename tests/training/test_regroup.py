@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from crew import Crew, CrewRun
     from training_crew import Outcome
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = 3
 STEPS = EPOCHS * -(-SAMPLES // 8)
 BITWISE = {"deterministic": True, "shards": 4, "dropout": 0.3}

@@ -21,6 +21,8 @@ from freetrain_parsl.training.sharded import fill, is_sharded, read_index, split
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def sharded_crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShardedCrew]:

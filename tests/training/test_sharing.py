@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from crew import Crew
     from training_crew import Outcome
 
+pytestmark = pytest.mark.slow
+
 
 def state(outcome: Outcome | None) -> dict[str, torch.Tensor]:
     """Return parameters and buffers at the end."""

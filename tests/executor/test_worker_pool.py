@@ -1,0 +1,58 @@
+"""The worker pool: its workers are forked from one server, which has imported everything and uses no accelerator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from freetrain_parsl import training_app
+from freetrain_parsl.executor.worker_pool import WARM
+
+
+@pytest.mark.cluster
+def test_workers_are_forked_warm_and_see_the_wall_clock(start):
+    start(nodes=1)
+
+    @training_app
+    def report(session):
+        import multiprocessing
+        import time
+
+        return {"process": type(multiprocessing.current_process()).__name__, "clock": type(time.time).__name__}
+
+    assert report().result(timeout=120) == {"process": "ForkServerProcess", "clock": "builtin_function_or_method"}
+
+
+_IMPORT_ALL = """
+import importlib, sys, threading
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import torch
+before = set(sys.modules)
+torch.optim.SGD([torch.zeros(1)], lr=1.0)
+print(threading.active_count(), torch.cuda.is_initialized(), *set(sys.modules) - before)
+"""
+
+
+def test_what_is_imported_starts_no_threads_and_suffices_for_the_first_step():
+    done = subprocess.run([sys.executable, "-c", _IMPORT_ALL, *WARM], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1", "False"], done.stderr
+
+
+@pytest.mark.gpu
+def test_a_process_that_is_forked_from_the_server_can_use_the_accelerator():
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU, or this torch cannot use it")
+    script = (
+        "import multiprocessing, sys, torch\n"
+        "context = multiprocessing.get_context('forkserver')\n"
+        "context.set_forkserver_preload(sys.argv[1:])\n"
+        "with context.Pool(1) as pool:\n"
+        "    print(pool.apply(torch.ones, (1,), {'device': 'cuda'}).item())"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *WARM], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "1.0", done.stderr
