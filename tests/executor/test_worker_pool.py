@@ -36,6 +36,7 @@ print(threading.active_count(), torch.cuda.is_initialized(), *set(sys.modules) -
 """
 
 
+@pytest.mark.slow
 def test_what_is_imported_starts_no_threads_and_suffices_for_the_first_step():
     done = subprocess.run([sys.executable, "-c", _IMPORT_ALL, *WARM], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["1", "False"], done.stderr

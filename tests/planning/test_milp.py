@@ -83,6 +83,7 @@ def instances(draw):
     return Instance(Pool(PoolNode(f"n{k:02}") for k in range(size)), tuple(trainers), current)
 
 
+@pytest.mark.slow
 @given(instances(), st.sampled_from(["throughput", "speedup"]))
 @settings(deadline=None, max_examples=1000)
 def test_equals_the_dynamic_programme(case, objective):

@@ -70,6 +70,7 @@ def test_values_equal_the_formula(case):
         assert trainer_values(case, np.full(len(choices), j), choices) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @given(instances(), st.data())
 @settings(deadline=None, max_examples=300)
 def test_a_response_is_the_best_one(case, data):
@@ -110,6 +111,7 @@ def test_a_block_that_does_not_start_before_the_horizon_costs_nothing_at_its_end
     assert values[0] >= trainer_value(case, 0, [1, 0]) == 0.0
 
 
+@pytest.mark.slow
 @given(instances())
 @settings(deadline=None, max_examples=200)
 def test_the_solution_is_near_the_optimum_and_the_bound_is_true(case):

@@ -416,6 +416,7 @@ def test_progress_is_told_on_the_logs_clock() -> None:
     assert seen == sorted(seen)
 
 
+@pytest.mark.slow
 def test_learned_curves_come_close_to_known_ones() -> None:
     """Many nodes come and go; after the first sizes are tried, decisions are those with the true curves."""
     rng = random.Random(5)
