@@ -8,7 +8,6 @@ which imports all of that once for a node, while the pool itself starts.
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from multiprocessing import forkserver
 from typing import Final
 
@@ -31,9 +30,9 @@ def main() -> None:
 
     import parsl.multiprocessing
 
-    parsl.multiprocessing.SpawnContext = context
+    parsl.multiprocessing.SpawnContext = context  # type: ignore[assignment]
     run_steadily(_POOL)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
