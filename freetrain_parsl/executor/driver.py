@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from parsl.executors.high_throughput.errors import ManagerLost
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted
-from freetrain_parsl.executor.batch_systems import BlockSpec
+from freetrain_parsl.executor.block_cycle import BlockCycle
 from freetrain_parsl.executor.blocks import (
     BatchDesk,
     BatchSystemEnded,
@@ -38,10 +38,9 @@ from freetrain_parsl.executor.starts import StartWatch
 from freetrain_parsl.executor.tasks import Task, TaskQueue
 from freetrain_parsl.executor.trainings import Training, TrainingSettings
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.model import Decision, PoolNode, Window
 from freetrain_parsl.planning.planner import Planner
-from freetrain_parsl.windows.base import BlockState, Survey
+from freetrain_parsl.windows.base import Survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +151,16 @@ class Driver(threading.Thread):
         self._events: list[ev.Event] = []
         self._roster = Roster(slots_per_node)
         self._starts = StartWatch(self._roster, desk, startup=self._planner.settings.startup, clock=self._clock)
+        self._blocks = BlockCycle(
+            self._roster,
+            desk,
+            self._starts,
+            settings=self._planner.settings,
+            emit=self._events.append,
+            write=self._write,
+            lose=lambda slot, reason: self._lose(slot, reason, crash=False),
+            clock=self._clock,
+        )
         self._conductor = Conductor(
             training_settings,
             roster=self._roster,
@@ -231,7 +240,7 @@ class Driver(threading.Thread):
         self._act(self._planner.advance(*events))
         self._conductor.converge()
         self._tasks.serve()
-        self._leave_in_time()
+        self._blocks.leave_in_time()
         self._end_if_closed()
         self._desk.rest(not (self._planner.trainers or self._tasks.waiting or self._roster.blocks))
         self._journal.commit()
@@ -278,11 +287,9 @@ class Driver(threading.Thread):
         elif isinstance(item, Survey):
             self._on_survey(item)
         elif isinstance(item, BlockSubmitted):
-            if (block := self._roster.blocks.get(item.block)) is not None:
-                block.job = item.job
-            self._write("block_submitted", item.block, job=item.job)
+            self._blocks.on_submitted(item.block, item.job)
         elif isinstance(item, BlockRefused):
-            self._end_block(item.block, f"was refused: {item.reason}")
+            self._blocks.end(item.block, f"was refused: {item.reason}")
         elif isinstance(item, StartsFailed):
             next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
             self._write(
@@ -318,25 +325,7 @@ class Driver(threading.Thread):
             if note not in self._notes:
                 logger.info("about the plan: %s", note)
         self._notes = survey.notes
-        for block in list(self._roster.blocks.values()):
-            status = survey.blocks.get(block.job)
-            if status is None:
-                continue
-            state = status.state
-            if block.warned and state in (BlockState.COMPLETED, BlockState.FAILED):
-                state = BlockState.PREEMPTED  # it left before the grace was over, so the batch system does not say so
-            said = state.value + (f" ({status.reason})" if status.reason and state is status.state else "")
-            if status.state.ended:
-                self._starts.ended(block, state, said)
-                self._end_block(block.name, block.releasing or said)
-            elif status.state is BlockState.HELD and not block.releasing:
-                block.releasing = said
-                self._desk.reject(block.name, said)
-            elif status.nodes and not block.started:
-                self._start_block(block, status.nodes, status.ends)
-            if block.started and survey.wanted.keys() & set(block.nodes):
-                wanted = min(survey.wanted[node] for node in block.nodes if node in survey.wanted)
-                self._yield(block, wanted, "made way for a job of somebody else")
+        self._blocks.on_survey(survey)
         for _ in range(self._roster.overdue(self._clock(), self._PATIENCE)):
             self._order_slot()
 
@@ -355,58 +344,6 @@ class Driver(threading.Thread):
             self._conductor.fail_all(self._closed)
             self._fail_all(self._closed)
 
-    def _start_block(self, block: Block, nodes: tuple[str, ...], ends: float | None) -> None:
-        now = self._clock()
-        block.start(now, nodes, ends)
-        self._events.append(ev.BlockStarted(now, block.name, block.nodes, block.ends))
-        if block.ends is not None:
-            self._events.append(ev.NodesClosing(now, block.nodes, block.ends))
-        self._write("block_started", block.name, nodes=list(block.nodes), ends=block.ends)
-
-    def _yield(self, block: Block, wanted: float, reason: str) -> None:
-        """Leave a block's nodes by when they are wanted, or as soon as its trainings can have saved their state."""
-        margin = self._planner.settings.closing_margin
-        yields = max(wanted, self._clock() + margin)
-        if block.releasing or block.warned or yields >= block.loses_nodes_at(self._clock()):
-            return
-        block.yields, block.yields_because = yields, reason
-        self._events.append(ev.NodesClosing(self._clock(), block.nodes, yields))
-        self._write("block_yields", block.name, nodes=list(block.nodes), closes=yields, reason=reason)
-
-    def _leave_in_time(self) -> None:
-        """Give a block back once its trainings have left it, shortly before it would lose its nodes anyway.
-
-        Batch systems end a job up to a minute after its walltime: whoever waits for the nodes gets them in time.
-        """
-        now = self._clock()
-        for block in self._roster.blocks.values():
-            left = block.loses_nodes_at(now) - now
-            busy = any(slot.busy is not None for slot in self._roster.of_block(block.name))
-            if (
-                block.started
-                and not block.releasing
-                and (left <= 0 or (left <= self._planner.settings.closing_margin and not busy))
-            ):
-                self._starts.given_back(block, 0.0)
-                self._give_back(block, _why_it_leaves(block))
-
-    def _give_back(self, block: Block, reason: str) -> None:
-        if not block.releasing:
-            block.releasing = reason
-            self._desk.withdraw(block.name)
-            self._write("block_released", block.name, reason=reason)
-
-    def _end_block(self, name: str, reason: str) -> None:
-        block = self._roster.drop_block(name)
-        if block is None:
-            return
-        logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
-        self._write("block_ended", name, nodes=list(block.nodes), reason=reason)
-        self._desk.forget(block.job)
-        for slot in self._roster.of_block(name):
-            self._lose(slot, f"its block {reason}", crash=False)
-        self._events.append(ev.BlockEnded(self._clock(), name))
-
     def _on_slot_task_ended(self, ended: SlotTaskEnded) -> None:
         slot = self._roster.by_token(ended.token)
         if slot is not None:
@@ -415,8 +352,7 @@ class Driver(threading.Thread):
             return  # lost with a block that has ended: HTEX has only now noticed
         elif ended.token in self._greeted:
             # Given up before its process ended. If its block lives, the node can have another slot.
-            for _ in range(self._roster.missing_tasks()):
-                self._order_slot()
+            self._order_missing_slots()
             return
         else:
             self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
@@ -437,11 +373,14 @@ class Driver(threading.Thread):
         self._write("interchange_ended", "", reason=reason)
         for block in {slot.block for slot in self._roster.slots.values()}:
             if (held := self._roster.blocks.get(block)) is not None:
-                self._yield(held, self._clock(), "lost HTEX's interchange")
+                self._blocks.make_way(held, self._clock(), "lost HTEX's interchange")
 
     def _on_interchange_restarted(self) -> None:
         self._write("interchange_restarted", "")
         self._roster.tasks_queued = 0  # they are lost with the old one
+        self._order_missing_slots()
+
+    def _order_missing_slots(self) -> None:
         for _ in range(self._roster.missing_tasks()):
             self._order_slot()
 
@@ -522,8 +461,7 @@ class Driver(threading.Thread):
             # Its node may live on after the block: a batch system that lost its daemon there cannot end it, and its
             # worker pool would take one slot task after the other from those who wait for them.
             self._server.send(name, Message("exit", {"now": True, "node": True}))
-            for _ in range(self._roster.missing_tasks()):
-                self._order_slot()
+            self._order_missing_slots()
             return
         if self._refuse_environment(name, message, block):
             return
@@ -615,37 +553,15 @@ class Driver(threading.Thread):
     def _act(self, actions: ev.Actions) -> None:
         for action in actions:
             if isinstance(action, ev.RequestBlock):
-                self._request(action)
+                self._blocks.order(action)
+                self._order_missing_slots()
             elif isinstance(action, ev.ReleaseBlock):
-                if (block := self._roster.blocks.get(action.block)) is not None:
-                    self._starts.given_back(block, self._planner.settings.join_timeout)
-                    self._give_back(block, "was given back" if block.started else "never started and was withdrawn")
+                self._blocks.release(action.block)
             elif isinstance(action, ev.Lend):
                 self._tasks.lent = action.nodes
             elif isinstance(action, ev.Reassign):
                 self._conductor.assign(action.trainer, action.nodes)
                 self._write(type(action).__name__.lower(), action.trainer, nodes=sorted(action.nodes))
 
-    def _request(self, action: ev.RequestBlock) -> None:
-        self._roster.blocks[action.block] = Block(action.block, action.nodes, action.seconds, action.window.closes)
-        least = min(action.seconds, least_walltime(self._planner.settings))
-        self._desk.order(BlockSpec(action.block, action.nodes, action.seconds, least, action.pinned))
-        for _ in range(self._roster.missing_tasks()):
-            self._order_slot()
-        self._write(
-            "block_requested",
-            action.block,
-            nodes=list(action.nodes),
-            seconds=action.seconds,
-            closes=action.window.closes,
-        )
-
     def _write(self, kind: str, subject: str, **detail: Any) -> None:
         self._journal.write(self._clock(), kind, subject, **detail)
-
-
-def _why_it_leaves(block: Block) -> str:
-    """Give the reason of a block whose nodes we are about to lose; the batch system's word counts before ours."""
-    if block.warned:
-        return BlockState.PREEMPTED.value
-    return block.yields_because or "left its window in time"
