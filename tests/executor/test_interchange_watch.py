@@ -162,6 +162,23 @@ def test_trainings_finish_though_the_interchange_and_all_their_processes_are_kil
 
 
 @pytest.mark.cluster
+def test_a_real_interchange_that_hangs_is_replaced_and_the_training_finishes(start, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(InterchangeWatch, "_ASK", 1.0)
+    monkeypatch.setattr(InterchangeWatch, "_SILENCE", 5.0)
+    site = start(nodes=1)
+    (tmp_path / "slow").touch()
+    future = make_app()(epochs=8, slow=str(tmp_path / "slow"))
+    site.until(lambda run: any(training.progress.get("step") for training in run.trainings.values()))
+    stopped = site.executor.interchange_proc
+    os.kill(stopped.pid, signal.SIGSTOP)
+    wait_for(lambda: entries(site, "interchange_restarted"), "another interchange", 120)
+    assert stopped.poll() is not None, "the one that hung is gone"
+    (tmp_path / "slow").unlink()
+    assert future.result(timeout=240)["metrics"]["epochs"] == 8
+    assert "not answered" in entries(site, "interchange_ended")[0].detail["reason"]
+
+
+@pytest.mark.cluster
 def test_a_batch_system_that_has_ended_is_told_at_once(start, tmp_path: Path) -> None:
     site = start(nodes=1)
     (tmp_path / "slow").touch()
