@@ -29,7 +29,7 @@ from freetrain_parsl.executor.blocks import (
 )
 from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.conductor import Conductor
-from freetrain_parsl.executor.environment import compare, describe_environment
+from freetrain_parsl.executor.environment import Difference, compare, describe_environment
 from freetrain_parsl.executor.interchange_watch import InterchangeEnded, InterchangeRestarted
 from freetrain_parsl.executor.protocol import Message, ProtocolError
 from freetrain_parsl.executor.roster import Block, Roster, Slot
@@ -497,15 +497,19 @@ class Driver(threading.Thread):
                 self._join_node(slot, block)
 
     def _refuse_environment(self, name: str, message: Message, block: Block) -> bool:
-        """Compare a new slot's Python and packages with the driver's; whether its node cannot run our trainings."""
-        difference = compare(message["node"], message.header.get("versions", {}), self._versions)
+        """Compare a new slot's environment with what our trainings need; whether its node cannot run them."""
+        node, fault = message["node"], message.header.get("fault")
+        if fault is not None:
+            difference: Difference | None = Difference(f"node {node} cannot run trainings: {fault}", refused=True)
+        else:
+            difference = compare(node, message.header.get("versions", {}), self._versions)
         if difference is None:
             self._environment_fits = True
             return False
         if difference.text not in self._differences:  # once, not for each slot of a node
             self._differences.add(difference.text)
             logger.warning("%s", difference.text)
-            self._write("environment_differs", message["node"], difference=difference.text, refused=difference.refused)
+            self._write("environment_differs", node, difference=difference.text, refused=difference.refused)
         if not difference.refused:
             self._environment_fits = True
             return False

@@ -147,6 +147,7 @@ TO_DRIVER: Mapping[str, Fields] = {
         "block": is_name,
         "pid": _is_count,
         "versions": _Optional(_is_versions),
+        "fault": _Optional(_is_text),
     },
     "beat": {
         "waited": _Optional(_is_duration),

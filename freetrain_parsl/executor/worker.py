@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
+from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.pilot import call_yourself_a_slot, end_node
@@ -122,23 +123,27 @@ class _Slot:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_warning)
         self._channel.start()
-        self._channel.send(
-            Message(
-                "hello",
-                {
-                    "token": self._token,
-                    "node": self._node,
-                    "block": os.environ.get("PARSL_WORKER_BLOCK_ID", ""),
-                    "pid": os.getpid(),
-                    "versions": describe_environment(),
-                },
-            )
-        )
+        self._channel.send(Message("hello", self._introduction()))
         self._work()
         self._channel.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # not a return: see the module's docstring
+
+    def _introduction(self) -> Header:
+        about = {
+            "token": self._token,
+            "node": self._node,
+            "block": os.environ.get("PARSL_WORKER_BLOCK_ID", ""),
+            "pid": os.getpid(),
+            "versions": describe_environment(),
+        }
+        if (setting := self._settings.interface) is not None:
+            try:
+                interface_for(setting, self._channel.url)
+            except BatchSystemError as error:
+                about["fault"] = str(error)
+        return about
 
     # The channel's thread.
 
