@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import parsl
@@ -88,12 +89,20 @@ def test_other_executors_of_the_same_config_are_untouched(start) -> None:
     assert make_app()(epochs=1).result(timeout=60)["metrics"]["epochs"] == 1
 
 
-def test_what_a_run_leaves_is_private_to_the_user(start) -> None:
-    site = start(nodes=1)
-    make_app()(epochs=1).result(timeout=60)
-    for path in (site.executor.run_dir, site.executor.logdir, site.executor.cert_dir, site.executor.checkpoint_dir):
-        assert Path(path).stat().st_mode & 0o077 == 0, path
-    assert site.executor.journal_path.stat().st_mode & 0o077 == 0
+def test_what_a_run_leaves_is_private_to_the_user(start, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        site = start(nodes=1, checkpoint_interval=timedelta(seconds=0.1))
+        make_app()(epochs=4).result(timeout=60)
+        for path in (site.executor.run_dir, site.executor.logdir, site.executor.cert_dir, site.executor.checkpoint_dir):
+            assert Path(path).stat().st_mode & 0o077 == 0, path
+        parsl.dfk().cleanup()
+        parsl.clear()
+    finally:
+        os.umask(before)
+    paths = [path for top in (site.executor.run_dir, site.executor.checkpoint_dir) for path in Path(top).rglob("*")]
+    assert {path.name for path in paths} >= {"journal.sqlite", "freetrain.log", "manager.log", "manifest.json"}
+    assert [f"{path} {path.stat().st_mode:o}" for path in paths if path.stat().st_mode & 0o077] == []
 
 
 def test_a_block_that_nothing_wants_ends_by_itself_early(start) -> None:
