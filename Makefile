@@ -35,6 +35,8 @@ demo: $(STAMP)  ## Watch seven trainings in the holes of a busy little cluster
 	@$(BIN)/freetrain demo $(ARGS)
 
 test: $(STAMP)  ## Run all tests; those that need a batch system or a GPU skip themselves
+	@# Once, not in each of the hundreds of processes, where these may not write byte code.
+	@$(BIN)/python -m compileall -q freetrain_parsl
 	@$(BIN)/python -m tests $(ARGS)
 
 chaos: $(STAMP)  ## Run trainings under random faults: make chaos SEEDS=1-300 ARGS="--jobs 2"
