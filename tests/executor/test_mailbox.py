@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.executor.protocol import Message, pack_training
+from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.worker import SlotSettings, _Slot
 from freetrain_parsl.training import fragment
 from freetrain_parsl.training.terms import Finished, Paused, PauseReason, Progress
+from tests.executor.run_order import run_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,25 +57,8 @@ class _Stage:
 
     def order(self, run: int, **changes: Any) -> None:
         """Order a run, as the only member of its group."""
-        header = {
-            "trainer": "t",
-            "run": run,
-            "joining": False,
-            "generation": run,
-            "rank": 0,
-            "world_size": 1,
-            "meeting_timeout": 60.0,
-            "mean_time_between_losses": 3600.0,
-            "checkpoint_root": str(self._directory),
-            "checkpoint_interval": None,
-            "keep": 2,
-            "save_margin": 2.0,
-            "seed": 0,
-            "threads": None,
-            "epochs": None,
-            **changes,
-        }
-        self.slot._handle(Message("run", header, pack_training(print, (), {})))
+        place = {"generation": run, "rank": 0, "world_size": 1}
+        self.slot._handle(run_order(self._directory, run=run, **place, **changes))
 
     def pause(self, run: int) -> None:
         self.slot._handle(Message("pause", {"trainer": "t", "run": run}))

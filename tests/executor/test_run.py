@@ -11,7 +11,7 @@ from parsl.serialize import deserialize
 
 from freetrain_parsl.errors import PeerLost, StorageUnavailable
 from freetrain_parsl.executor.headers import TO_DRIVER, fault_in
-from freetrain_parsl.executor.protocol import Message, error_in, pack_training
+from freetrain_parsl.executor.protocol import Message, error_in
 from freetrain_parsl.executor.run import Run
 from freetrain_parsl.training import fragment
 from freetrain_parsl.training.terms import (
@@ -24,6 +24,7 @@ from freetrain_parsl.training.terms import (
     Regrouped,
     Stranded,
 )
+from tests.executor.run_order import run_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,23 +46,9 @@ class _Slot:
 
     def ordered(self, *, joining: bool = False, **changes: Any) -> Run:
         place = {} if joining else {"generation": 7, "rank": 0, "world_size": 2}
-        header = {
-            "trainer": "t",
-            "run": 3,
-            "joining": joining,
-            "meeting_timeout": 60.0,
-            "mean_time_between_losses": 3600.0,
-            "checkpoint_root": str(self._directory),
-            "checkpoint_interval": None,
-            "keep": 2,
-            "save_margin": 2.0,
-            "seed": 0,
-            "threads": None,
-            "epochs": None,
-            **place,
-            **changes,
-        }
-        self.run = Run(Message("run", header, pack_training(print, (), {})), interface=None, send=self.sent.append)
+        fields = {"run": 3, **place, **changes}
+        order = run_order(self._directory, joining=joining, **fields)
+        self.run = Run(order, interface=None, send=self.sent.append)
         return self.run
 
     def plays(self, play: Play) -> Message:
