@@ -5,7 +5,7 @@ that the scheduler has planned for somebody are marked ``planned``, and its stat
 
 - An idle node that is planned, and not for a job of ours, is somebody's: it is in no window.
 - In a partition whose jobs cannot be preempted, nodes are used only while nobody else waits: as soon as a job of
-  somebody does, there are no windows, and all our blocks make way.
+  somebody does by either sign, there are no windows; by the statistics, all our blocks make way.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class HiddenQueue:
             "this site hides the jobs of others, and ours cannot be preempted here: nodes are used for short blocks "
             "only while nobody else waits; a preemptible partition has no such limits"
         )
-        if state.others_waiting:
+        if state.others_waiting or self.unused:  # the statistics may be older than a plan
             why = "left alone: jobs of others wait, and this site does not show for what"
             self.unused = {**dict.fromkeys(idle, why), **self.unused}
+        if state.others_waiting:
             running = (job for job in state.running if job.job in occupancy.ours)
             self.wanted = {name: state.time for job in running for name in job.nodes}
 

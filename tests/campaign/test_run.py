@@ -191,7 +191,7 @@ def test_what_could_not_start_is_tried_again_by_resume(shell: _Shell) -> None:
     resumed = shell.run("resume", "run", "--config", "good.yaml")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert (
-        "trying t0.01 again, which was interrupted: BatchSystemError: an attempt to start a block ended"
+        "trying t0.01 again, which was interrupted: BatchSystemError: an attempt to start a block failed"
         in resumed.stdout
     )
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=False)

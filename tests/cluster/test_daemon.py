@@ -196,6 +196,7 @@ def test_a_cluster_whose_process_is_killed_leaves_nothing_after_stop(start_clust
     cluster.client.submit(["sleep", "60"], nodes=2, walltime=LONG)
     info = registry.find(cluster.name)
     os.kill(info.pid, signal.SIGKILL)
+    eventually(lambda: cluster.name not in {running.name for running in registry.running_clusters()})
     with pytest.raises(ClusterGone):
         cluster.client.ping()
     cluster.stop()

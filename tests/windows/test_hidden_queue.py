@@ -29,7 +29,7 @@ def hidden(count: int, planned: str = "", busy: str = "", running: str = "", wai
 
 
 def test_planned_nodes_are_somebodys() -> None:
-    found = find(hidden(4, planned="n1 n2"))
+    found = find(hidden(4, planned="n1 n2", preemptible=True))
     assert set(steps(found)) == {"n3", "n4"}
     assert "planned" in found.unused["n1"]
     assert all("hides" in note for note in found.notes)
@@ -37,7 +37,17 @@ def test_planned_nodes_are_somebodys() -> None:
 
 def test_nodes_that_our_own_pending_job_is_planned_on_count_as_free() -> None:
     ours = PendingJob("a", "a", "ada", "main", 1, 60.0, start=NOW + 9, planned_nodes=("n1",))
-    assert set(steps(find(hidden(3, planned="n1 n2", pending=(ours,)), "a"))) == {"n1", "n3"}
+    found = find(hidden(3, planned="n1 n2", pending=(ours,), preemptible=True), "a")
+    assert set(steps(found)) == {"n1", "n3"}
+    found = find(hidden(3, planned="n1", pending=(ours,)), "a")
+    assert set(steps(found)) == {"n1", "n2", "n3"}, "nobody else waits"
+
+
+def test_a_planned_node_shows_that_somebody_waits_though_the_statistics_do_not_yet() -> None:
+    """Its own passes are the backfill scheduler's; the statistics are the main scheduler's."""
+    found = find(hidden(4, planned="n4", running="a=n1"), "a")
+    assert (found.windows, found.wanted) == ((), {})
+    assert "others wait" in found.unused["n2"]
 
 
 def test_while_nobody_waits_nothing_makes_way() -> None:
