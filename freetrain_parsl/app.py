@@ -14,6 +14,7 @@ from parsl.dataflow.memoization import id_for_memo
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.scaling import CurveLike, ScalingCurve
 from freetrain_parsl.training.identity import Code, code_of
+from freetrain_parsl.training.signature import check_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ class TrainingApp(AppBase):
     ) -> None:
         if isinstance(executors, str) and executors != "all":
             raise InvalidTrainer(f"executors={executors!r}: give a list of labels, [{executors!r}], or 'all'")
-        _check_signature(func)
+        check_signature(func)
         super().__init__(
             func,
             data_flow_kernel=data_flow_kernel,
@@ -196,31 +197,6 @@ class TrainingApp(AppBase):
 
 def _derived_name(call: str, code: Code) -> str:
     return f"{call}-{code.digest[:8]}"
-
-
-def _check_signature(func: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called with a session, or that returns before it has trained.
-
-    Raises
-    ------
-    InvalidTrainer
-        It has no first parameter for the session, or is a coroutine or generator function.
-    """
-    signature = inspect.signature(func)
-    first = next(iter(signature.parameters.values()), None)
-    name = getattr(func, "__name__", repr(func))
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if first is None or first.default is not first.empty or first.kind not in (*positional, first.VAR_POSITIONAL):
-        inside = ", ".join(str(parameter) for parameter in signature.parameters.values())
-        raise InvalidTrainer(
-            f"training function {name}({inside}) has no parameter for the session: its first parameter is the "
-            f"session and has no default value: def {name}({', '.join(filter(None, ['session', inside]))})"
-        )
-    if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-        raise InvalidTrainer(
-            f"training function {name}() is a generator or coroutine function: a call would not train; "
-            "write it without yield and async"
-        )
 
 
 @overload

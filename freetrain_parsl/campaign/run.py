@@ -21,6 +21,7 @@ from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import (
     BatchSystemError,
+    CodeChanged,
     InvalidInput,
     StorageUnavailable,
     TrainingCancelled,
@@ -343,8 +344,9 @@ class CampaignRun:
         elif isinstance(error, TrainingCancelled):
             self.store.cancel(name)
         else:
-            # The site's refusals and the driver's own end are not the training's failure: resume goes on with it.
-            final = not isinstance(error, (BatchSystemError, TrainingInterrupted))
+            # Neither the site's refusals nor the driver's own end is the training's failure, and changed code is a
+            # question to the user: resume goes on with it.
+            final = not isinstance(error, (BatchSystemError, TrainingInterrupted, CodeChanged))
             self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
 
     @contextmanager

@@ -334,7 +334,8 @@ class RunStore:
         """
         state = self.training(name).state
         if state not in ("waiting", "running"):
-            raise InvalidInput(f"{name} has ended already: {state}")
+            again = "" if state == "finished" else f"; go on with it: freetrain resume {self.directory} --retry {name}"
+            raise InvalidInput(f"{name} has ended already: {state}{again}")
         self._write("INSERT INTO request (kind, time) VALUES (?, ?)", f"cancel {name}", self._clock())
 
     def cancellations(self) -> list[str]:

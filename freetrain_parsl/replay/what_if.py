@@ -121,9 +121,20 @@ def _in_parallel(case: Case, pairs: list[_Pair], processes: int) -> Iterator[tup
         ProcessPoolExecutor(min(processes, len(pairs)), context, _begin, (case,)) as pool,
         _ended_at_an_error(),  # before the pool waits for them
     ):
-        futures = {pool.submit(_value, *pair): pair for pair in pairs}
+        with _interruptions_wait():
+            futures = {pool.submit(_value, *pair): pair for pair in pairs}
         for future in as_completed(futures):
             yield futures[future], future.result()
+
+
+@contextmanager
+def _interruptions_wait() -> Iterator[None]:
+    """Hold Ctrl-C back; processes that are started meanwhile do so until `_begin`: their imports would print it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -145,6 +156,7 @@ def _begin(case: Case) -> None:
     global _case  # noqa: PLW0603 - a process of the pool gets the log once, not with each task
     _case = case
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _value(factor: float, start: float) -> float:

@@ -88,8 +88,8 @@ def accept_code(
         return None, f"{what}; beginning anew, as on_code_change='restart' says; the old checkpoints are in {aside}"
     raise CodeChanged(
         f"training {options.name!r}: {what}; undo the change, go on from the checkpoint with on_code_change='resume', "
-        "or begin anew with on_code_change='restart' (an option of the app, of a campaign's trainings, and of "
-        "'freetrain resume')"
+        "or begin anew with on_code_change='restart' (an option of the app and of a campaign's trainings; on the "
+        "command line: freetrain resume --on-code-change resume)"
     )
 
 

@@ -557,5 +557,9 @@ class Engine:
     def _stepper_in_hand(self) -> Stepper:
         self.check_running()
         if self.stepper is None or not self.stepper.has_piece:
-            raise UsageError("session.step() goes once with each batch of `for … in session.loader(…)`")
+            raise UsageError(
+                "session.step() was called without a batch of session.loader(), or twice for one: make the loader with "
+                "data = session.loader(dataset, batch_size=…) before the epoch loop, write `for … in data:`, and call "
+                "session.step() once in it"
+            )
         return self.stepper

@@ -23,6 +23,7 @@ from freetrain_parsl.training.identity import code_of
 from freetrain_parsl.training.members import Members
 from freetrain_parsl.training.membership import gist, is_lost_peer
 from freetrain_parsl.training.session import TrainingSession
+from freetrain_parsl.training.signature import check_signature
 from freetrain_parsl.training.terms import (
     Clock,
     Finished,
@@ -153,7 +154,13 @@ def run_alone(
     -------
     value
         What the function returned.
+
+    Raises
+    ------
+    InvalidTrainer
+        The function has no parameter for the session.
     """
+    check_signature(function)
     with tempfile.TemporaryDirectory(prefix="freetrain-") as scratch:
         end = run_fragment(
             function,

@@ -88,7 +88,7 @@ def test_a_campaign_runs_to_its_end_and_keeps_results_and_errors(shell: _Shell) 
     assert told["trainings"][2]["error"] == "ValueError: the user's own mistake"
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=False)
     assert shell.run_dir.stat().st_mode & 0o077 == 0
-    assert shell.nothing_left_within(8), (shell.left(), shell.jobs())
+    assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
     again = shell.run("resume", "run")
     assert again.returncode == 1, "what failed by itself is tried again only if somebody asks for it"
@@ -118,7 +118,7 @@ def test_a_killed_driver_is_told_and_its_campaign_goes_on_where_it_was(shell: _S
     assert "ending jobs that were left in the queue" in resumed.stdout
     assert f"{prefix}block-99" in resumed.stdout
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=True)
-    assert shell.nothing_left_within(8), (shell.left(), shell.jobs())
+    assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
 
 def test_stop_from_another_shell_saves_everything_and_resume_goes_on(shell: _Shell) -> None:
@@ -129,10 +129,10 @@ def test_stop_from_another_shell_saves_everything_and_resume_goes_on(shell: _She
     stopped = shell.run("stop", "run")
     assert stopped.returncode == 0, stopped.stderr
     assert "has ended in order (stopped)" in stopped.stdout
-    out, err = driver.communicate(timeout=20)
+    out, err = driver.communicate(timeout=120)
     assert driver.returncode == 1, err
     assert "2 of 2 trainings are not finished, 0 of them failed" in out
-    assert shell.nothing_left_within(8), (shell.left(), shell.jobs())
+    assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
     assert [item["state"] for item in shell.status()["trainings"]] == ["waiting", "waiting"]
     assert "no job was left" in shell.run("clean", "run").stdout
     shell.slow.unlink()
@@ -146,10 +146,10 @@ def test_ctrl_c_ends_in_order_and_leaves_a_run_to_resume(shell: _Shell) -> None:
     driver = shell.start_campaign()
     shell.until(BOTH_RUN, driver)
     os.killpg(driver.pid, signal.SIGINT)
-    _, err = driver.communicate(timeout=30)
+    _, err = driver.communicate(timeout=120)
     assert driver.returncode == 130
     assert "Traceback" not in err
-    assert shell.nothing_left_within(8), (shell.left(), shell.jobs())
+    assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
     status = shell.status()
     assert status["driver"]["how"] == "interrupted"
     assert [item["state"] for item in status["trainings"]] == ["waiting", "waiting"]
@@ -166,7 +166,8 @@ def test_cancel_from_another_shell_keeps_the_checkpoint_and_resume_needs_the_nam
     assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
     assert "--retry t0.01" in cancelled.stdout
     assert shell.status()["trainings"][0]["state"] == "cancelled"
-    assert shell.run("cancel", "run", "t0.01").stderr.strip() == "freetrain cancel: t0.01 has ended already: cancelled"
+    again = shell.run("cancel", "run", "t0.01").stderr
+    assert again.startswith("freetrain cancel: t0.01 has ended already: cancelled; go on with it: freetrain resume ")
     assert (shell.run_dir / "checkpoints" / "t0.01" / "latest").exists()
     shell.slow.unlink()
     out, err = driver.communicate(timeout=300)

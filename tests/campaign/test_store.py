@@ -17,7 +17,14 @@ from freetrain_parsl.campaign.run import CampaignRun, find_run, preflight, refus
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, DriverRecord, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidInput, TrainingCancelled, TrainingInterrupted
+from freetrain_parsl.errors import (
+    BatchSystemError,
+    ClusterGone,
+    CodeChanged,
+    InvalidInput,
+    TrainingCancelled,
+    TrainingInterrupted,
+)
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
@@ -288,6 +295,7 @@ def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_fai
         TrainingInterrupted("the interchange is dead"),
         BatchSystemError("5 attempts in a row"),
         ClusterGone("the daemon is gone"),
+        CodeChanged("the checkpoint was written by other code"),
         TrainingCancelled("cancelled"),
         ValueError("no data"),
     ]
@@ -300,7 +308,7 @@ def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_fai
         run._collect(RunState(store.directory / "journal.sqlite"))
         states.append(store.training("a").state)
         store.retry("a")
-    assert states == ["waiting", "waiting", "waiting", "cancelled", "failed"]
+    assert states == ["waiting"] * 4 + ["cancelled", "failed"]
 
 
 def test_resume_says_what_it_tries_again_and_what_it_leaves_out(store) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,10 @@ def make_policy():
 
 @pytest.fixture
 def case():
+    return make_case()
+
+
+def make_case():
     log = SmallLog([("a", 0.0, 400.0), ("b", 100.0, 300.0), ("a", 450.0, 900.0)])
     trainer = Trainer("t", 1, 2, ScalingCurve({1: 10, 2: 16}), RescaleCosts(up=4, down=2))
     return Case(log, BestRates((trainer,), OBJECTIVES["throughput"]), make_policy, ReplaySettings())
@@ -53,6 +61,38 @@ def test_an_interruption_leaves_no_process(case, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         what_if(case, 1.0, processes=2)
     assert multiprocessing.active_children() == []
+
+
+_INTERRUPTED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from freetrain_parsl.replay import what_if as module
+from tests.replay.test_what_if import make_case
+submit = module.ProcessPoolExecutor.submit
+
+def interrupted(pool, *call):
+    future = submit(pool, *call)
+    os.killpg(0, signal.SIGINT)  # as a terminal does: to the processes that are just being started, too
+    return future
+
+module.ProcessPoolExecutor.submit = interrupted
+if __name__ == "__main__":
+    try:
+        module.what_if(make_case(), 1.0, processes=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_processes_that_are_interrupted_while_they_start_print_nothing(tmp_path):
+    (tmp_path / "script.py").write_text(_INTERRUPTED)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "script.py", root],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
 def test_where_dedicated_nodes_do_nothing_there_are_no_figures(case):

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from training_crew import SAMPLES, Data, classify, net
 from training_runs import Run, loop, parameters, same, ticking
 
+from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.training.fragment import Finished, Paused, PauseReason, run_alone
 
 if TYPE_CHECKING:
@@ -199,3 +200,8 @@ def test_progress_goes_into_json(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run()
     assert json.loads(json.dumps(asdict(run.reports[-1])))["step"] == 3 * BATCHES
+
+
+def test_a_function_without_a_session_is_refused_when_it_is_tried_alone() -> None:
+    with pytest.raises(InvalidTrainer, match="has no parameter for the session"):
+        run_alone(lambda: 3)

@@ -164,7 +164,7 @@ def log_a_list(session: Any) -> None:
         (no_prepare, "call session.prepare"),
         (prepare_twice, "call session.prepare once"),
         (two_loaders, "one loader"),
-        (step_without_batch, "once with each batch"),
+        (step_without_batch, "without a batch of session.loader"),
         (step_without_loss, "needs a loss"),
         (backward_twice, "once with each step"),
         (several_steps_on_micro_batches, "several steps in a batch"),
