@@ -64,18 +64,19 @@ def test_an_interruption_leaves_no_process(case, monkeypatch):
 
 
 _INTERRUPTED = """
-import os, signal, sys
+import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from freetrain_parsl.replay import what_if as module
 from tests.replay.test_what_if import make_case
-submit = module.ProcessPoolExecutor.submit
 
-def interrupted(pool, *call):
-    future = submit(pool, *call)
-    os.killpg(0, signal.SIGINT)  # as a terminal does: to the processes that are just being started, too
-    return future
+def interrupted(_futures):
+    time.sleep(0.3)  # the processes import meanwhile
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process is the last that notices
+    os.killpg(0, signal.SIGINT)  # as a terminal does
+    time.sleep(0.5)
+    raise KeyboardInterrupt
 
-module.ProcessPoolExecutor.submit = interrupted
+module.as_completed = interrupted
 if __name__ == "__main__":
     try:
         module.what_if(make_case(), 1.0, processes=2)
