@@ -123,7 +123,7 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
     if as_json:
         typer.echo(json.dumps(summary(run.store), indent=2))
     else:
-        console.print(result_table(trainings))
+        print_trainings(console, trainings)
     left = sum(item.state not in ("finished", "cancelled") for item in trainings)
     if left and how != "interrupted":
         failed = sum(item.state == "failed" for item in trainings)
@@ -141,8 +141,16 @@ def trainings_of(store: RunStore) -> list[TrainingRecord]:
     return [replace(item, state="waiting", nodes=()) if item.state == "running" else item for item in trainings]
 
 
-def result_table(trainings: list[TrainingRecord]) -> Table:
-    """One row a training: state, share done, where it runs, result or error."""
+def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:
+    """Print a row for each training, then a line for each error: whole, for it may name a path or a command."""
+    console.print(_table(trainings))
+    for item in trainings:
+        if item.error:
+            line = Text(f"{item.name}: {_first_line(item.error)}", style=_STYLES[item.state])
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def _table(trainings: list[TrainingRecord]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("training", "state"):
         table.add_column(column, header_style="dim", no_wrap=True)
@@ -160,8 +168,7 @@ def _detail(item: TrainingRecord) -> str:
 
 def _outcome(item: TrainingRecord) -> str:
     if item.error:
-        first = item.error.strip().splitlines()[0]
-        return first[:_LONGEST_ERROR]
+        return _first_line(item.error).partition(":")[0]  # its type
     if item.state == "finished":
         result = item.result
         if isinstance(result, dict):  # a training's metrics: the plain ones say most
@@ -169,6 +176,10 @@ def _outcome(item: TrainingRecord) -> str:
             return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
         return _short(result)
     return ", ".join(item.nodes)
+
+
+def _first_line(error: str) -> str:
+    return error.strip().splitlines()[0][:_LONGEST_ERROR]
 
 
 def _short(value: object) -> str:

@@ -14,7 +14,7 @@ from freetrain_parsl.cli.campaign_view import (
     RunDirectory,
     driver_line,
     failed_starts_of,
-    result_table,
+    print_trainings,
     summary,
     trainings_of,
 )
@@ -44,4 +44,4 @@ def status(
         console.print(driver_line(store), highlight=False, soft_wrap=True)
         if (failed := failed_starts_of(store)) is not None:
             console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
-        console.print(result_table(trainings))
+        print_trainings(console, trainings)

@@ -204,3 +204,12 @@ def test_a_training_that_has_finished_is_not_tried_again(store) -> None:
         store.retry("b")
     with pytest.raises(InvalidInput, match="has no training 'c'"):
         store.retry("c")
+
+
+def test_an_error_is_a_line_of_its_own_however_narrow_the_terminal_is(store, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    error = f"CodeChanged: training 'b': checkpoint {'/long' * 30} was written by other code"
+    store.fail("b", error, final=True)
+    lines = freetrain("status", str(store.directory)).stdout.splitlines()
+    assert f"b: {error}" in lines
+    assert any(line.split()[:2] == ["b", "failed"] and line.rstrip().endswith("CodeChanged") for line in lines)
