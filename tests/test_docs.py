@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
-SECONDS = 240  # a hang; each script takes less than a minute
+SECONDS = 600  # a hang; each script takes less than a minute on a machine with a core a node
 
 # "<!-- runnable: FILE [cluster|pytest] -->" before a code block: the tests save it as FILE and run it.
 # The files of a page are in one directory, so that they can import each other.
