@@ -13,6 +13,8 @@ def test_the_main_queue_has_its_nodes_within_the_grace_and_the_training_goes_on(
     driver = start()
     future = driver.train(nodes=2)
     driver.until_step()
+    driver.until(lambda run: len(run.trainings["t"].nodes) == 2)
+    driver.until_step(driver.step + 3)  # of both: before its first step a new group does not vouch for its state
     saved = driver.step
     main = backend.submit_main(nodes=backend.nodes, seconds=2)
     submitted = time.monotonic()
