@@ -238,8 +238,9 @@ def test_a_walltime_that_is_over_is_told(fake):
     wait_for(lambda: state_of(source, job), BlockState.TIMED_OUT)
 
 
-def test_parsls_providers_submit_to_them(fake):
+def test_parsls_providers_submit_to_them(fake, monkeypatch):
     """Each launcher starts the command once on every node of the block."""
+    monkeypatch.chdir(fake.directory)  # where the launchers leave a list of the nodes
     provider = fake.provider()
     provider.script_dir = str(fake.directory)
     seen = fake.directory / "seen"
