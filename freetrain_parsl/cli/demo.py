@@ -45,7 +45,7 @@ class _Entry:
     arguments: dict[str, Any]
 
 
-# Work for one and a half minutes on two cores, in trainings that differ in size and in how far they scale.
+# Work for two or three minutes on two cores, in trainings that differ in size and in how far they scale.
 _CAMPAIGN = (
     _Entry("digits-wide", "digits", 4, {"epochs": 40, "width": 48, "lr": 0.05}),
     _Entry("digits-slow", "digits", 2, {"epochs": 30, "width": 32, "lr": 0.02}),
@@ -124,7 +124,7 @@ def _workload(
     if time_limit <= 0:
         raise InvalidSettings(f"--time-limit must be positive, got {time_limit:g}")
     if job_log is None:
-        # Jobs of a quarter of a minute: many holes in the minute and a half that the trainings take.
+        # Jobs of a quarter of a minute: many holes in the first minute and a half.
         return generate_workload(
             nodes=nodes, duration=_QUEUE_LENGTH, seed=seed, load=0.85, mean_run=timedelta(seconds=12)
         )

@@ -115,7 +115,7 @@ class _Slot:
         """Say hello once torch is imported, so that an assignment never waits for an import; then do as told."""
         import torch
 
-        import freetrain_parsl.training.fragment  # noqa: F401 - warms the process
+        import freetrain_parsl.training.fragment  # noqa: F401 - no work after `executor.worker_pool`, which has done it
 
         torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
         gc.freeze()  # what was imported stays: collections between trainings need not look at it
