@@ -13,7 +13,7 @@ from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.scaling import CurveLike, ScalingCurve
-from freetrain_parsl.training.identity import Code, code_of
+from freetrain_parsl.training.identity import code_of
 from freetrain_parsl.training.signature import check_signature
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.trainings import TrainingRequest
     from freetrain_parsl.planning.model import RescaleCosts
-    from freetrain_parsl.training.code_change import OnCodeChange
+    from freetrain_parsl.protocol.options import Code, OnCodeChange
 
 __all__ = ["TrainingApp", "training_app"]
 
@@ -120,7 +120,7 @@ class TrainingApp(AppBase):
         code = code_of(self.func)
         call = "" if self._options.name else self._call_name(args, kwargs)
         name = self._options.name or _derived_name(call, code)
-        request = replace(self.request(name), code=code, call=call)
+        request = self.request(name, code, call)
         return kernel.submit(
             self.func,
             app_args=args,
@@ -153,23 +153,35 @@ class TrainingApp(AppBase):
             taken = ", ".join(str(parameter) for parameter in others) or "none"
             raise TypeError(f"{self.__name__}(): {error}; the arguments after the session are: {taken}") from None
 
-    def request(self, name: str) -> TrainingRequest:
-        """Describe a training of this app to the executor."""
-        from freetrain_parsl.executor.trainings import TrainingRequest
+    def request(self, name: str, code: Code | None = None, call: str = "") -> TrainingRequest:
+        """Describe a training of this app to the executor.
+
+        Parameters
+        ----------
+        name
+            The training's.
+        code, call
+            See `SessionOptions`.
+        """
+        from freetrain_parsl.executor.trainings import TrainingRequest, session_options
 
         options = self._options
         return TrainingRequest(
-            name=name,
+            options=session_options(
+                name,
+                seed=options.seed,
+                epochs=options.epochs,
+                checkpoint_interval=options.checkpoint_interval,
+                on_code_change=options.on_code_change,
+                code=code,
+                call=call,
+            ),
             min_nodes=options.min_nodes,
             max_nodes=options.max_nodes,
             scaling=self._curve,
             priority=options.priority,
             samples=options.samples,
-            epochs=options.epochs,
             costs=options.rescale_costs,
-            seed=options.seed,
-            checkpoint_interval=options.checkpoint_interval,
-            on_code_change=options.on_code_change,
         )
 
     def _call_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import FrameType
 
-    from freetrain_parsl.training.code_change import OnCodeChange
+    from freetrain_parsl.protocol.options import OnCodeChange
 
 __all__ = ["CampaignRun", "find_run", "preflight", "run_directories"]
 

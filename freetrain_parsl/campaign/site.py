@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parsl.providers.base import ExecutionProvider
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
-    from freetrain_parsl.executor.launch import Container
+    from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.windows.base import WindowSource
 
 __all__ = ["NodeShape", "Site", "shipped_sites"]
@@ -369,7 +369,7 @@ def _names_accelerator(name: object) -> bool:
 
 
 def _read_python(section: Section) -> str | None:
-    from freetrain_parsl.executor.launch import check_node_python
+    from freetrain_parsl.executor.htex.launch import check_node_python
 
     python = section.text("python")
     if python is not None:
@@ -381,7 +381,7 @@ def _read_container(section: Section) -> Container | None:
     """Read ``node.container``: the image, and lists of directories and options."""
     if not section.has("container"):
         return None
-    from freetrain_parsl.executor.launch import Container
+    from freetrain_parsl.executor.htex.launch import Container
 
     keys = section.section("container")
     lists = {}

@@ -254,7 +254,7 @@ def _watch(
     time_limit: float,
 ) -> None:
     """Show the run until every future is done or the time is up."""
-    from freetrain_parsl.executor.clock import SteadyClock
+    from freetrain_parsl.executor.control.clock import SteadyClock
     from freetrain_parsl.report.live import live_view
 
     clock = SteadyClock()

@@ -10,10 +10,10 @@ import typer
 from freetrain_parsl.campaign.run import CampaignRun, find_run, refuse_living_driver
 from freetrain_parsl.cli.campaign_view import RunDirectory, drive_and_report
 from freetrain_parsl.cli.sources import errors_in_one_line
-from freetrain_parsl.training.code_change import check_on_code_change
+from freetrain_parsl.protocol.options import check_on_code_change
 
 if TYPE_CHECKING:
-    from freetrain_parsl.training.code_change import OnCodeChange
+    from freetrain_parsl.protocol.options import OnCodeChange
 
 __all__ = ["resume"]
 

@@ -11,7 +11,15 @@ import psutil
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
 
-__all__ = ["Interface", "check_interface", "driver_addresses", "interface_for", "own_addresses", "resolved"]
+__all__ = [
+    "Interface",
+    "check_interface",
+    "driver_addresses",
+    "endpoint",
+    "interface_for",
+    "own_addresses",
+    "resolved",
+]
 
 _IPAddress: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
@@ -134,3 +142,8 @@ def _interface_to(url: str) -> Interface:
         local = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     name = next((name for name, addresses in own_addresses().items() if local in addresses), None)
     return Interface(name, str(local))
+
+
+def endpoint(host: str, port: int) -> str:
+    """Return the ZeroMQ address of a host, whose IPv6 address needs brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -26,33 +26,35 @@ from parsl.serialize.errors import SerializationError
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.addresses import check_interface, driver_addresses, resolved
-from freetrain_parsl.executor.batch_systems import BlockSpec, provider_for, refuse_provider, window_source_for
-from freetrain_parsl.executor.blocks import BatchDesk, BlockRefused, DeskPost
-from freetrain_parsl.executor.driver import CancelTraining, Driver, SlotTaskEnded
-from freetrain_parsl.executor.exits import OrderlyExit
-from freetrain_parsl.executor.htex import HtexInterchange
-from freetrain_parsl.executor.interchange_watch import InterchangeWatch
+from freetrain_parsl.executor.batch.error_tail import last_words
+from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
+from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for, refuse_provider, window_source_for
+from freetrain_parsl.executor.batch.submitter import BatchDesk, BlockRefused, DeskPost
+from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.plain_tasks import Task
+from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.control.training.machine import Limits
+from freetrain_parsl.executor.htex.connection import HtexInterchange
+from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
+from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.last_words import last_words
-from freetrain_parsl.executor.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.packing import pack_or_refuse
 from freetrain_parsl.executor.run_log import keep_private, log_to
-from freetrain_parsl.executor.slots import SlotServer
-from freetrain_parsl.executor.tasks import Task
+from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
-from freetrain_parsl.executor.worker import SlotSettings, run_slot
 from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.windows.base import OUR_JOBS, Survey, WindowSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.executor.interchange_watch import InterchangeEnded, InterchangeRestarted
+    from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ __all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
 SPECIFICATION_KEY = "freetrain"
 """Where a training app puts its `TrainingRequest` in Parsl's resource specification."""
 
-_INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.interchange")
+_INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.htex.interchange")
 
 _HTEX_HEARTBEAT = 2  # seconds; also how soon HTEX notices a worker process that died
 _HTEX_SILENCE = 30  # seconds
@@ -249,7 +251,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.all_addresses = driver_addresses() if reached_at is None else {reached_at}
         # HTEX ends the whole executor for one node of another Python; the driver compares at each slot's first message.
         self._check_python_mismatch = False
-        self._driver: Driver | None = None
+        self._driver: ControlLoop | None = None
         self._log_handler: logging.Handler | None = None
         self._desk: BatchDesk | None = None
         self._watch: InterchangeWatch | None = None
@@ -325,21 +327,22 @@ class FreeTrainExecutor(HighThroughputExecutor):
             post=self._post,
             give_up=self._interchange_is_lost,
         )
-        interval = self.checkpoint_interval
-        self._driver = Driver(
+        self._driver = ControlLoop(
             policy=self._policy,
             planner_settings=self.planner,
             server=server,
             desk=self._desk,
             journal=Journal(self.journal_path),
             training_settings=TrainingSettings(
-                checkpoint_root=root,
-                checkpoint_interval=None if interval is None else interval.total_seconds(),
+                SessionOptions(
+                    self.label,
+                    checkpoint_root=root,
+                    checkpoint_interval=self.checkpoint_interval,
+                    threads=self.threads_per_slot,
+                    root_identity=root_identity,
+                ),
                 costs=self.rescale_costs,
-                threads=self.threads_per_slot,
-                loss_timeout=self.loss_timeout.total_seconds(),
-                max_restarts=self.max_restarts,
-                root_identity=root_identity,
+                limits=Limits(peer_timeout=self.loss_timeout.total_seconds(), max_restarts=self.max_restarts),
             ),
             slots_per_node=self.slots_per_node,
             outdated=3 * self.poll_interval.total_seconds(),

@@ -9,14 +9,18 @@ import os
 import sqlite3
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.protocol.codec import type_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from freetrain_parsl.protocol.journal import Record
+    from freetrain_parsl.protocol.reports import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ CREATE TABLE IF NOT EXISTS event (
 CREATE TABLE IF NOT EXISTS progress (
     training TEXT PRIMARY KEY,
     time REAL NOT NULL,      -- of its last report, seconds since the epoch
-    detail TEXT NOT NULL     -- JSON object: training.terms.Progress
+    detail TEXT NOT NULL     -- JSON object: protocol.reports.Progress
 );
 """
 
@@ -90,16 +94,18 @@ class Journal:
         except (OSError, sqlite3.Error) as error:
             raise InvalidInput(f"cannot make the journal {path}: {error}; give a run directory with room") from error
 
-    def write(self, time: float, kind: str, subject: str, **detail: Any) -> None:
-        """Append an entry; durable after the next `commit` that succeeds."""
+    def write(self, time: float, record: Record) -> None:
+        """Append a record; durable after the next `commit` that succeeds."""
         if len(self._entries) >= _MOST_KEPT:
             self._entries.popleft()
             self._dropped += 1
-        self._entries.append((time, kind, subject, json.dumps(detail)))
+        detail = asdict(record)
+        subject = detail.pop("subject")
+        self._entries.append((time, type_name(type(record)), subject, json.dumps(detail)))
 
-    def keep_progress(self, time: float, training: str, progress: dict[str, Any]) -> None:
+    def keep_progress(self, time: float, training: str, progress: Progress) -> None:
         """Replace the last progress report of a training: they come too often to keep all."""
-        self._progress[training] = (time, json.dumps(progress))
+        self._progress[training] = (time, json.dumps(asdict(progress)))
 
     def commit(self) -> None:
         """Make what was written visible to readers; if that fails, say so, and try again later."""

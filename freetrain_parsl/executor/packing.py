@@ -7,7 +7,7 @@ from types import CellType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidTrainer
-from freetrain_parsl.executor.protocol import pack_training
+from freetrain_parsl.executor.payloads import pack_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

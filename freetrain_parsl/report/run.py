@@ -180,7 +180,7 @@ class RunState:
     def _on_fragment_ended(self, entry: Entry) -> None:
         fragment = self._last_fragment(entry.subject)
         if fragment is not None:
-            fragment.end, fragment.lost = entry.time, entry.detail["lost"]
+            fragment.end, fragment.lost = entry.time, entry.detail["failure"]
         training = self.trainings[entry.subject]
         training.nodes = ()
         if training.state == "running":

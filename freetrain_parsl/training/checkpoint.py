@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
+    from freetrain_parsl.protocol.options import Code
     from freetrain_parsl.storage.entry import Entry
     from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
-    from freetrain_parsl.training.identity import Code
 
 logger = logging.getLogger(__name__)
 

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import CodeChanged, InvalidSettings
-from freetrain_parsl.training.identity import Code
+from freetrain_parsl.errors import CodeChanged
+from freetrain_parsl.protocol.options import Code
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.storage.posix import CheckpointDirectory
     from freetrain_parsl.training.checkpoint import Restored
-    from freetrain_parsl.training.terms import SessionOptions
 
-__all__ = ["OnCodeChange", "accept_code", "check_on_code_change", "code_facts", "other_code_of_this_call"]
-
-OnCodeChange = Literal["refuse", "resume", "restart"]
-"""What becomes of a training whose newest checkpoint was written by other code: it ends with `CodeChanged`, goes on
-from it, or begins anew with the old checkpoints set aside."""
+__all__ = ["accept_code", "code_facts", "other_code_of_this_call"]
 
 _NAMES_SHOWN = 4
-
-
-def check_on_code_change(value: object) -> None:
-    """Refuse what is no `OnCodeChange`.
-
-    Raises
-    ------
-    InvalidSettings
-        It names the choices.
-    """
-    if value not in get_args(OnCodeChange):
-        choices = ", ".join(repr(choice) for choice in get_args(OnCodeChange))
-        raise InvalidSettings(f"on_code_change is {value!r}; it is one of {choices}")
 
 
 def code_facts(code: Code | None) -> dict[str, Any]:

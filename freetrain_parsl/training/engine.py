@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from freetrain_parsl.errors import PeerLost, UsageError
+from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.bypass import BypassCheck
 from freetrain_parsl.training.keeper import Keeper
@@ -26,9 +27,10 @@ from freetrain_parsl.training.pace import Pace
 from freetrain_parsl.training.sharded import check_meshes, is_sharded
 from freetrain_parsl.training.state import Stateful, TrainingState
 from freetrain_parsl.training.stepper import Stepper
-from freetrain_parsl.training.terms import Clock, Notice, PauseReason, Progress, Report, SessionOptions
 
 if TYPE_CHECKING:
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.training.terms import Clock, Notice
     from collections.abc import Callable, Mapping
     from pathlib import Path
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
 from freetrain_parsl.training import rng
 from freetrain_parsl.training.engine import Engine, Unwind
 from freetrain_parsl.training.identity import code_of
@@ -24,22 +26,12 @@ from freetrain_parsl.training.members import Members
 from freetrain_parsl.training.membership import gist, is_lost_peer
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.signature import check_signature
-from freetrain_parsl.training.terms import (
-    Clock,
-    Finished,
-    Membership,
-    Notice,
-    Paused,
-    PauseReason,
-    Progress,
-    Report,
-    SessionOptions,
-)
+from freetrain_parsl.training.terms import Clock, Finished, Membership, Notice, Paused
 
 if TYPE_CHECKING:  # torch.distributed does not declare it among its exports
     from torch._C._distributed_c10d import Store
 
-    from freetrain_parsl.training.code_change import OnCodeChange
+    from freetrain_parsl.protocol.options import OnCodeChange
 
 __all__ = [
     "Finished",

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import dis
 import functools
-import hashlib
 import inspect
-import platform
 import re
 import site
 import sys
 import sysconfig
 import types
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.protocol.options import Code, digest_of
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Code", "code_of"]
+__all__ = ["code_of"]
 
-_DIGITS = 16
 _SKIPPED = {"NOP", "CACHE", "RESUME", "EXTENDED_ARG", "PRECALL"}
 _JUMPS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
@@ -48,42 +46,6 @@ _NOT_CODE = {
     "__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__", "__parameters__", "__orig_bases__",
     "__slotnames__", "__dataclass_fields__", "__dataclass_params__", "__abstractmethods__", "_abc_impl",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Code:
-    """The code of a training.
-
-    Parameters
-    ----------
-    name
-        ``module:qualname`` of its function.
-    parts
-        What counts as its code: ``module.qualname`` -> digest.
-    python
-        Version of Python (major and minor) that compiled it: digests of different versions cannot be compared.
-    """
-
-    name: str
-    parts: Mapping[str, str] = field(default_factory=dict)
-    python: str = ".".join(platform.python_version_tuple()[:2])
-
-    @property
-    def digest(self) -> str:
-        """Of all parts together."""
-        return _digest(f"{name}={digest}" for name, digest in sorted(self.parts.items()))
-
-    @property
-    def identity(self) -> str:
-        """``module:qualname#digest``."""
-        return f"{self.name}#{self.digest}"
-
-    def changes_since(self, other: Code) -> list[str]:
-        """Say which parts are not those of `other`; empty: none, or nothing can be said."""
-        if self.python != other.python or not self.parts or not other.parts:
-            return []
-        names = sorted(self.parts.keys() | other.parts.keys())
-        return [name for name in names if self.parts.get(name) != other.parts.get(name)]
 
 
 def code_of(function: Callable[..., Any]) -> Code:
@@ -120,7 +82,7 @@ class _Walk:
         self._seen[id(value)] = value
         digest = self._class(value) if isinstance(value, type) else self._function(value)
         # Two things of one name, such as lambdas: both count.
-        self.parts[label] = digest if label not in self.parts else _digest(sorted([self.parts[label], digest]))
+        self.parts[label] = digest if label not in self.parts else digest_of(sorted([self.parts[label], digest]))
         return label
 
     def _function(self, function: types.FunctionType) -> str:
@@ -130,7 +92,7 @@ class _Walk:
             if name != "__class__":  # the class that the function is in
                 closure.append(f"{name}={self._cell(cell)}")
         defaults = [self.value(function.__defaults__), self.value(function.__kwdefaults__)]
-        return _digest([*self._code(function.__code__), *defaults, *closure])
+        return digest_of([*self._code(function.__code__), *defaults, *closure])
 
     def _cell(self, cell: Any) -> str:
         try:
@@ -143,7 +105,7 @@ class _Walk:
         for name, value in sorted(vars(cls).items()):
             if name not in _NOT_CODE and not name.startswith("_abc_"):
                 tokens.append(f"{name}={self._member(value)}")
-        return _digest(tokens)
+        return digest_of(tokens)
 
     def _member(self, value: Any) -> str:
         if isinstance(value, (staticmethod, classmethod)):
@@ -180,7 +142,7 @@ class _Walk:
             self.add(value)
         elif label not in self.parts:
             self.parts[label] = ""  # while it is looked at, which may lead here again
-            self.parts[label] = _digest([self.value(value)])
+            self.parts[label] = digest_of([self.value(value)])
 
     def value(self, value: Any) -> str:
         """Return a text that tells a value from others and is the same in every process."""
@@ -189,7 +151,7 @@ class _Walk:
         if isinstance(value, _SIMPLE):
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, types.CodeType):
-            return _digest(self._code(value))
+            return digest_of(self._code(value))
         if isinstance(value, re.Pattern):
             return f"pattern:{value.pattern!r} {value.flags}"
         if isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > _MOST_ITEMS:
@@ -332,10 +294,3 @@ def _library_places() -> tuple[Path, ...]:
     places = [sysconfig.get_path(name) for name in names]
     places += [*site.getsitepackages(), site.getusersitepackages()]
     return tuple({Path(place).resolve() for place in places if place})
-
-
-def _digest(tokens: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for token in tokens:
-        digest.update(token.encode("utf-8", errors="surrogatepass") + b"\0")
-    return digest.hexdigest()[:_DIGITS]

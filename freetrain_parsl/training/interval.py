@@ -18,24 +18,24 @@ LONGEST = timedelta(minutes=30)
 _WRITES = 2  # an interval is at least so many writes long
 
 
-def best_work_between(cost: float, mean_time_between_losses: float) -> float:
+def best_work_between(cost: float, mean_time_between_failures: float) -> float:
     """Return how many seconds to work between two checkpoints, so that the least time is lost.
 
     Parameters
     ----------
     cost
         Seconds that the training loses to a checkpoint.
-    mean_time_between_losses
+    mean_time_between_failures
         Seconds.
     """
-    if cost >= 2 * mean_time_between_losses:
-        return mean_time_between_losses
-    share = cost / (2 * mean_time_between_losses)
-    young = math.sqrt(2 * cost * mean_time_between_losses)
+    if cost >= 2 * mean_time_between_failures:
+        return mean_time_between_failures
+    share = cost / (2 * mean_time_between_failures)
+    young = math.sqrt(2 * cost * mean_time_between_failures)
     return young * (1 + math.sqrt(share) / 3 + share / 9) - cost
 
 
-def checkpoint_interval(cost: float, write: float, mean_time_between_losses: timedelta) -> timedelta:
+def checkpoint_interval(cost: float, write: float, mean_time_between_failures: timedelta) -> timedelta:
     """Return the time from the beginning of a checkpoint to that of the next.
 
     Parameters
@@ -44,9 +44,9 @@ def checkpoint_interval(cost: float, write: float, mean_time_between_losses: tim
         Seconds that the training loses to a checkpoint: for which it is stopped, and by which it is slowed down.
     write
         Seconds from a checkpoint's beginning until it is durable; writes never overlap.
-    mean_time_between_losses
+    mean_time_between_failures
         Of the losses after which a training has to go back to a checkpoint.
     """
-    best = cost + best_work_between(cost, mean_time_between_losses.total_seconds())
+    best = cost + best_work_between(cost, mean_time_between_failures.total_seconds())
     clamped = min(max(best, SHORTEST.total_seconds()), LONGEST.total_seconds())
     return timedelta(seconds=max(clamped, _WRITES * write))

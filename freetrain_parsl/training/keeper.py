@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
+    from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.storage.entry import Entry
     from freetrain_parsl.storage.posix import Draft
     from freetrain_parsl.training.checkpoint import Restored, State
     from freetrain_parsl.training.membership import Group
     from freetrain_parsl.training.state import Stateful
-    from freetrain_parsl.training.terms import Clock, SessionOptions
+    from freetrain_parsl.training.terms import Clock
 
 logger = logging.getLogger(__name__)
 

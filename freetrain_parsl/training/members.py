@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
 from freetrain_parsl.training.membership import Group, join
-from freetrain_parsl.training.terms import Membership, Notice, Ready, Regroup, Regrouped, Report, Stranded
 from freetrain_parsl.training.transfer import pass_on
 
 if TYPE_CHECKING:
+    from freetrain_parsl.training.terms import Membership, Notice, Regroup
     from collections.abc import Callable
 
     from torch._C._distributed_c10d import Store
@@ -57,6 +58,7 @@ class Members:
         self.adopt: Callable[[dict[str, Any]], None] = lambda _state: None
         """Set by the engine: takes a whole state over."""
         self._transferred = 0.0
+        self._generation = 0  # of the group, or of the one that is being formed
         if membership is not None:
             self._enter(membership)
 
@@ -98,7 +100,7 @@ class Members:
         Parameters
         ----------
         reason, unreachable
-            See `Stranded`.
+            See `GroupFailed`.
 
         Raises
         ------
@@ -110,7 +112,7 @@ class Members:
         self.leave()
         pending = self._notice.pending
         if pending is None or not pending.abort:
-            self._report(Stranded(reason, unreachable))
+            self._report(GroupFailed(self._generation, reason, unreachable))
         while True:
             order = self._next_order(reason)
             if order.abort or self.is_newcomer:  # else it was given before the loss, to a group that is no more
@@ -178,9 +180,10 @@ class Members:
 
     def tell_regrouped(self, paused: float) -> None:
         """Report that this member goes on in its new group, after so many seconds."""
-        self._report(Regrouped(self.group.generation, paused, self._transferred))
+        self._report(Joined(self.group.generation, paused, self._transferred))
 
     def _enter(self, membership: Membership) -> None:
+        self._generation = membership.generation
         store = self._meet(membership) if membership.world_size > 1 else None
         self.group = join(membership, store, self._notice)
         if (order := self._notice.pending) is not None and order.abort:

@@ -9,7 +9,7 @@ from freetrain_parsl.training.interval import LONGEST, checkpoint_interval
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from freetrain_parsl.training.terms import SessionOptions
+    from freetrain_parsl.protocol.options import SessionOptions
 
 TRIES = 5
 """Periodic saves that fail before it is clear that there will never be a checkpoint, if there is none yet."""
@@ -29,7 +29,7 @@ class Schedule:
 
     def __init__(self, options: SessionOptions) -> None:
         self._fixed = options.checkpoint_interval
-        self._mean_time_between_losses = options.mean_time_between_losses
+        self._mean_time_between_failures = options.mean_time_between_failures
         self._blocked = 0.0
         self._slowdown = 0.0
         self._asked: float | None = None
@@ -66,7 +66,7 @@ class Schedule:
         interval = self._fixed
         if interval is None:
             cost = self._blocked + self._slowdown
-            interval = checkpoint_interval(cost, write_seconds, self._mean_time_between_losses)
+            interval = checkpoint_interval(cost, write_seconds, self._mean_time_between_failures)
         if self.failures > 1:
             backed_off = interval * 2 ** min(self.failures - 1, _MOST_DOUBLINGS)
             interval = max(interval, min(backed_off, LONGEST))

@@ -8,95 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.training.code_change import OnCodeChange, check_on_code_change
+from freetrain_parsl.protocol.reports import PauseReason, Progress
 
 if TYPE_CHECKING:
-    from freetrain_parsl.training.identity import Code
+    from pathlib import Path
 
 Clock = Callable[[], float]
 """Seconds on a clock that never goes back; injected wherever time matters."""
-
-
-class PauseReason(str, Enum):
-    """Why a fragment ended before its training was done; the value is the sentence that the log shows."""
-
-    REQUESTED = "a pause was requested"
-    CLOSING = "a node is about to close"
-    LEFT = "the others go on without this process"
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """How one training keeps its state.
-
-    Parameters
-    ----------
-    name
-        The trainer's name; its checkpoints are in a directory of that name.
-    checkpoint_root
-        Where the directories of all trainers are. Every node must see it.
-    seed
-        Start of every random number of the training.
-    checkpoint_interval
-        Time between periodic checkpoints; ``None``: from what they cost and how often members are lost (Young/Daly).
-    mean_time_between_losses
-        Observed, of the training as a whole; for that.
-    keep
-        How many checkpoints stay; two leave one to fall back on.
-    save_margin
-        How long before a node's closing the last checkpoint must be complete.
-    threads
-        CPU threads of torch in this process; ``None`` leaves torch's own choice.
-    epochs
-        Default of ``session.epochs()``.
-    root_identity
-        Tells the checkpoint root from another directory of its name, see `identify_root`; empty: not known.
-    code
-        The training's code; ``None``: not known, and not compared with that of checkpoints.
-    on_code_change
-        What becomes of the training if its newest checkpoint was written by other code, see `OnCodeChange`.
-    call
-        How names begin that were derived from this function and these arguments; empty: the name was given.
-
-    Raises
-    ------
-    InvalidSettings
-        A value is out of range.
-    """
-
-    name: str
-    checkpoint_root: Path
-    seed: int = 0
-    checkpoint_interval: timedelta | None = None
-    mean_time_between_losses: timedelta = timedelta(hours=1)
-    keep: int = 2
-    save_margin: timedelta = timedelta(seconds=2)
-    threads: int | None = None
-    epochs: int | None = None
-    root_identity: str = ""
-    code: Code | None = None
-    on_code_change: OnCodeChange = "refuse"
-    call: str = ""
-
-    def __post_init__(self) -> None:
-        who = f"trainer {self.name!r}"
-        object.__setattr__(self, "checkpoint_root", Path(self.checkpoint_root))
-        if self.seed < 0:
-            raise InvalidSettings(f"{who}: seed must be zero or more, got {self.seed}")
-        if self.checkpoint_interval is not None and self.checkpoint_interval <= timedelta(0):
-            raise InvalidSettings(f"{who}: checkpoint_interval must be positive, got {self.checkpoint_interval}")
-        if self.keep < 1:
-            raise InvalidSettings(f"{who}: keep must be at least 1 checkpoint, got {self.keep}")
-        if self.save_margin < timedelta(0):
-            raise InvalidSettings(f"{who}: save_margin must not be negative, got {self.save_margin}")
-        check_on_code_change(self.on_code_change)
-        if self.threads is not None and self.threads < 1:
-            raise InvalidSettings(f"{who}: threads must be at least 1, got {self.threads}")
 
 
 @dataclass(frozen=True)
@@ -241,110 +162,6 @@ class Notice:
         """
         since, blocked = self._waiting_since, self.blocked()
         return blocked if since is None else self._clock() - since
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a training has come. All values can go into JSON.
-
-    Parameters
-    ----------
-    step
-        Optimizer steps done, in all fragments.
-    epoch
-        Number of the current epoch, from 0.
-    samples
-        Samples processed, in all fragments.
-    samples_total
-        Samples of the whole training, if its length is known.
-    slot_seconds
-        Time spent in the steps that count, in all fragments, times the slots that took part.
-    loss
-        Mean loss a sample of the current epoch so far; ``None`` before its first step.
-    rate
-        Recent throughput of this fragment, samples a second, without checkpoint writes; ``None`` at its
-        start.
-    samples_lost, duplicate_samples
-        Samples never, or more than once, trained on in an epoch; counted over the finished epochs.
-    checkpoint_step
-        Step of the newest durable checkpoint; ``None`` before the first.
-    resumed_from
-        Step of the checkpoint that this fragment started from; ``None`` if it started afresh.
-    write_seconds
-        Estimated time to write a checkpoint, seconds.
-    refused_checkpoints
-        Paths of damaged checkpoints that were passed over when this fragment started.
-    in_place
-        Whether the training can change its group in place; one whose state is sharded over the members cannot.
-    storage_problem
-        The condition of a checkpoint directory in which nothing can be saved for now; empty while saving works.
-    next_save
-        Seconds until the next periodic save is due, then.
-    code_note
-        What the user should know about a change of the training's code; empty: nothing.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
-    samples_total: int | None = None
-    slot_seconds: float = 0.0
-    loss: float | None = None
-    rate: float | None = None
-    samples_lost: int = 0
-    duplicate_samples: int = 0
-    checkpoint_step: int | None = None
-    resumed_from: int | None = None
-    write_seconds: float = 0.0
-    refused_checkpoints: tuple[str, ...] = ()
-    in_place: bool = True
-    storage_problem: str = ""
-    next_save: float = 0.0
-    code_note: str = ""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A newcomer has everything but the state, and waits for a `Regroup` that takes it in."""
-
-
-@dataclass(frozen=True)
-class Stranded:
-    """A survivor has left the group of a lost member, and waits for a `Regroup` (with ``abort``).
-
-    Parameters
-    ----------
-    reason
-        What the lost group's collective said.
-    unreachable
-        Pairs of ranks that do not reach each other, where the group could not form because of that.
-    """
-
-    reason: str
-    unreachable: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Regrouped:
-    """A member goes on in its new group.
-
-    Parameters
-    ----------
-    generation
-        The new group's.
-    paused
-        Seconds for which it made no progress: from the boundary, or from the loss of a member, to the next batch.
-    transferred
-        Seconds of these that went into passing the state on.
-    """
-
-    generation: int
-    paused: float
-    transferred: float
-
-
-Report: TypeAlias = "Progress | Ready | Stranded | Regrouped"
-"""What a training tells its slot while it runs."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.blocks import BatchDesk
-from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.control.loop import Driver, SlotTaskEnded
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
 from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.slots import Channel, SlotServer
+from freetrain_parsl.executor.control.slot_server import Channel, SlotServer
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from freetrain_parsl.executor.batch_systems import BlockSpec
-    from freetrain_parsl.executor.roster import Block
+    from freetrain_parsl.executor.batch.providers import BlockSpec
+    from freetrain_parsl.executor.control.slot_registry import Block
 
 NODES = ("n0", "n1")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.executor.conductor import Conductor
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
 from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.roster import Roster, Slot
+from freetrain_parsl.executor.control.slot_registry import Roster, Slot
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.planning.scaling import ScalingCurve

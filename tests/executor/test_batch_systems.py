@@ -14,7 +14,7 @@ from parsl.providers.errors import SubmitException
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.executor.batch_systems import BlockSpec, complaint_of, provider_for, window_source_for
+from freetrain_parsl.executor.batch.providers import BlockSpec, complaint_of, provider_for, window_source_for
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
-from freetrain_parsl.executor.batch_systems import BlockSpec
-from freetrain_parsl.executor.blocks import BatchDesk, BatchSystemEnded, BlockRefused, BlockSubmitted, DeskClosed
+from freetrain_parsl.executor.batch.providers import BlockSpec
+from freetrain_parsl.executor.batch.submitter import BatchDesk, BatchSystemEnded, BlockRefused, BlockSubmitted, DeskClosed
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
 
 if TYPE_CHECKING:

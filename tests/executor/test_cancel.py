@@ -10,7 +10,7 @@ import parsl
 import pytest
 
 from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
-from freetrain_parsl.executor.driver import CancelTraining
+from freetrain_parsl.executor.control.loop import CancelTraining
 from tests.executor.driver_bench import DriverBench, wait_for
 from tests.executor.scenario import make_app
 

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from parsl import curvezmq
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.blocks import BatchDesk
-from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.control.loop import Driver, SlotTaskEnded
 from freetrain_parsl.executor.headers import TO_DRIVER
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.slots import Channel, SlotServer
-from freetrain_parsl.executor.tasks import Task
+from freetrain_parsl.executor.control.slot_server import Channel, SlotServer
+from freetrain_parsl.executor.control.plain_tasks import Task
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.executor.batch_systems import BlockSpec
+    from freetrain_parsl.executor.batch.providers import BlockSpec
 
 NODES = ("n0", "n1")
 

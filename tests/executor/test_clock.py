@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.executor.blocks import BatchDesk
-from freetrain_parsl.executor.clock import SteadyClock, SurveyTimes
+from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.roster import Block
+from freetrain_parsl.executor.control.slot_registry import Block
 from freetrain_parsl.planning.model import Window
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
 from tests.executor.driver_bench import DriverBench, a_driver, wait_for
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from freetrain_parsl.executor.driver import Driver
+    from freetrain_parsl.executor.control.loop import Driver
 
 STEPS = (-7200.0, -30.0, -5.0, 3.0, 20.0, 60.0, 7200.0)
 

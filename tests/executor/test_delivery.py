@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.executor.delivery import Delivery
+from freetrain_parsl.protocol.delivery import Delivery
 from freetrain_parsl.executor.protocol import Message
 
 

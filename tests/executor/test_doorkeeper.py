@@ -14,7 +14,7 @@ import pytest
 import zmq
 from parsl import curvezmq
 
-from freetrain_parsl.executor.doorkeeper import Doorkeeper
+from freetrain_parsl.executor.control.doorkeeper import Doorkeeper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,7 +172,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
 from pathlib import Path
 from parsl import curvezmq
-from freetrain_parsl.executor.slots import SlotServer
+from freetrain_parsl.executor.control.slot_server import SlotServer
 server = SlotServer(curvezmq.create_certificates(Path(sys.argv[1])), (55000, 56000), ["127.0.0.1"])
 print(server.port, flush=True)
 opened = failed = 0

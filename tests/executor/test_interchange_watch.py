@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from freetrain_parsl.errors import ClusterGone
-from freetrain_parsl.executor.interchange_watch import (
+from freetrain_parsl.executor.htex.interchange_watch import (
     Interchange,
     InterchangeEnded,
     InterchangeRestarted,
@@ -197,7 +197,7 @@ def entries(site, kind: str) -> list:
 
 _MODULE = """
 import multiprocessing, time
-from freetrain_parsl.executor.clock import SteadyClock
+from freetrain_parsl.executor.control.clock import SteadyClock
 
 def is_steady(answers):
     answers.put(isinstance(time.time, SteadyClock))
@@ -217,7 +217,7 @@ if __name__ == "__main__":
 def test_htex_goes_by_a_steady_clock_and_its_workers_by_the_wall_clock(tmp_path: Path) -> None:
     (tmp_path / "a_program.py").write_text(_MODULE)
     done = subprocess.run(
-        [sys.executable, "-m", "freetrain_parsl.executor.steady", "a_program"],
+        [sys.executable, "-m", "freetrain_parsl.executor.htex.steady", "a_program"],
         cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.split() == ["True", "False"]

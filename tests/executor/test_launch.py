@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.executor.launch import Container, check_node_python, node_command
+from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 
-PILOT = ["-m", "freetrain_parsl.executor.pilot"]
-POOL = ["-m", "freetrain_parsl.executor.worker_pool"]
+PILOT = ["-m", "freetrain_parsl.executor.slot.pilot"]
+POOL = ["-m", "freetrain_parsl.executor.htex.worker_pool"]
 SPECIAL = ["a b", "a;b", "$HOME", "`id`", "a'b", 'a"b', "a\nb", "a\\b", "a|b", "a>b", "{debug}", "", "a*"]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.worker import SlotSettings, _Slot
+from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.training import fragment
 from freetrain_parsl.training.terms import Finished, Paused, PauseReason, Progress
 from tests.executor.run_order import run_order

@@ -27,7 +27,7 @@ time.sleep(60)
 _SLOT = """
 import signal, sys, time
 from pathlib import Path
-from freetrain_parsl.executor.pilot import call_yourself_a_slot, end_node
+from freetrain_parsl.executor.slot.pilot import call_yourself_a_slot, end_node
 def save(*_):
     time.sleep(0.5)
     Path(sys.argv[1]).write_text("saved")
@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def begin(slots: int, slot: str = _SLOT) -> subprocess.Popen[bytes]:
         files = [str(tmp_path / f"slot-{number}") for number in range(slots)]
-        command = [sys.executable, "-m", "freetrain_parsl.executor.pilot", sys.executable, "-c", _POOL, slot, *files]
+        command = [sys.executable, "-m", "freetrain_parsl.executor.slot.pilot", sys.executable, "-c", _POOL, slot, *files]
         pilots.append(subprocess.Popen(command, start_new_session=True))
         assert _until(lambda: all(Path(file).exists() and Path(file).read_text() for file in files))
         return pilots[-1]
@@ -131,7 +131,7 @@ def test_a_slot_can_end_its_node(start, tmp_path) -> None:
 def test_a_pool_in_which_no_slot_ever_starts_is_ended_and_says_why() -> None:
     """Its interchange may have died before it could register; on a batch system it would hold the node for nothing."""
     pilot = subprocess.run(
-        [sys.executable, "-m", "freetrain_parsl.executor.pilot", "sleep", "600"],
+        [sys.executable, "-m", "freetrain_parsl.executor.slot.pilot", "sleep", "600"],
         env={**os.environ, "FREETRAIN_PILOT_PATIENCE": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -145,7 +145,7 @@ def test_a_pool_in_which_no_slot_ever_starts_is_ended_and_says_why() -> None:
 def test_a_pool_with_a_slot_is_left_alone() -> None:
     slot = "printf freetrain-slot > /proc/$$/comm; while :; do sleep 1; done"
     pilot = subprocess.Popen(
-        [sys.executable, "-m", "freetrain_parsl.executor.pilot", "bash", "-c", slot],
+        [sys.executable, "-m", "freetrain_parsl.executor.slot.pilot", "bash", "-c", slot],
         env={**os.environ, "FREETRAIN_PILOT_PATIENCE": "2"},
         start_new_session=True,
     )

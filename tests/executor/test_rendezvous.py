@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.executor.rendezvous import ChannelKeyValue, RendezvousDesk
+from freetrain_parsl.executor.control.rendezvous import ChannelKeyValue, RendezvousDesk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freetrain_parsl.executor.roster import Block, Roster, Slot
+from freetrain_parsl.executor.control.slot_registry import Block, Roster, Slot
 
 
 def slot(name: str, node: str, block: str = "b") -> Slot:

@@ -12,7 +12,7 @@ from parsl.serialize import deserialize
 from freetrain_parsl.errors import PeerLost, StorageUnavailable
 from freetrain_parsl.executor.headers import TO_DRIVER, fault_in
 from freetrain_parsl.executor.protocol import Message, error_in
-from freetrain_parsl.executor.run import Run
+from freetrain_parsl.executor.slot.training_run import Run
 from freetrain_parsl.training import fragment
 from freetrain_parsl.training.terms import (
     Finished,

@@ -18,7 +18,7 @@ from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor import slots
 from freetrain_parsl.executor.headers import PROGRESS, TO_DRIVER
 from freetrain_parsl.executor.protocol import Message, ProtocolError
-from freetrain_parsl.executor.slots import INVALID, Channel, SlotServer
+from freetrain_parsl.executor.control.slot_server import INVALID, Channel, SlotServer
 from freetrain_parsl.training.terms import Progress
 from tests.executor.proxy import Proxy
 

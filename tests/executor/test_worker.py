@@ -9,7 +9,7 @@ import torch
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.protocol import error_in, pack_training, settle_with_payload, unpack_training
-from freetrain_parsl.executor.run import serialized_exception
+from freetrain_parsl.executor.slot.training_run import serialized_exception
 
 
 class _Unsendable(Exception):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from freetrain_parsl import training_app
-from freetrain_parsl.executor.worker_pool import WARM
+from freetrain_parsl.executor.htex.worker_pool import WARM
 
 
 @pytest.mark.cluster

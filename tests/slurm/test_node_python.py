@@ -13,7 +13,7 @@ from parsl.config import Config
 
 from freetrain_parsl import FreeTrainExecutor, training_app
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.executor.launch import Container
+from freetrain_parsl.executor.htex.launch import Container
 from tests.batch_systems.backends import WORKER_INIT, Slurm
 from tests.batch_systems.driving import PLANNER
 

@@ -23,8 +23,9 @@ import torch.distributed
 import zmq
 from parsl import curvezmq
 
-from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.worker import SlotSettings, run_slot
+from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
+from freetrain_parsl.protocol.codec import Envelope, encode
+from freetrain_parsl.protocol.messages import Hello, Probe, SlotHeartbeat
 from freetrain_parsl.testing.chaos.bare_driver import drive
 from freetrain_parsl.testing.chaos.damage import damage_newest
 from freetrain_parsl.testing.chaos.scene import FILL, EpisodeSettings, Scene
@@ -75,7 +76,7 @@ class BarePlan:
         Length of each.
     nodes
         Names.
-    silence, loss_timeout
+    silence, peer_timeout
         As the executor's.
     """
 
@@ -86,7 +87,7 @@ class BarePlan:
     samples: int = 384
     nodes: tuple[str, ...] = ("n0", "n1", "n2", "n3")
     silence: float = 6.0
-    loss_timeout: float = 5.0
+    peer_timeout: float = 5.0
 
     def result_of(self, name: str) -> Path:
         """Return the file to which a training saves its final state."""
@@ -399,10 +400,10 @@ class BareScene(Scene):
 
 
 _NONSENSE: tuple[tuple[str, list[bytes]], ...] = (
-    ("a probe", Message("probe", {"pid": 1}).frames()),
-    ("a hello of no block", Message("hello", {"token": "x", "node": "n0", "block": "no", "pid": 1}).frames()),
-    ("a hello without fields", Message("hello").frames()),
-    ("a beat of a stranger", Message("beat", {"waited": "long"}).frames()),
+    ("a probe", encode(Envelope(Probe(1)))),
+    ("a hello of no block", encode(Envelope(Hello("x", "n0", "no", 1)))),
+    ("a hello without fields", [b'{"v": 2, "type": "hello"}', b""]),
+    ("a beat of a stranger", encode(Envelope(SlotHeartbeat(waited=1.0)))),
     ("no JSON", [b"\xff\xfe", b""]),
     ("too many frames", [b"{}", b"", b"", b""]),
 )

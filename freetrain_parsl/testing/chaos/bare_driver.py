@@ -17,21 +17,24 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from parsl import curvezmq
 
-from freetrain_parsl.executor.blocks import BatchDesk
-from freetrain_parsl.executor.driver import Driver, SlotTaskEnded
+from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.protocol import pack_training
-from freetrain_parsl.executor.slots import SlotServer
+from freetrain_parsl.executor.payloads import pack_training
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.testing.chaos.trainings import train
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from freetrain_parsl.executor.batch_systems import BlockSpec
+    from freetrain_parsl.executor.batch.providers import BlockSpec
     from freetrain_parsl.testing.chaos.bare import BarePlan
 
 __all__ = ["drive"]
@@ -156,19 +159,18 @@ def drive(plan: BarePlan, link: Connection) -> None:
         max_refusals=1000,
         job_prefix="freetrain.chaos.",
     )
-    driver = Driver(
+    driver = ControlLoop(
         policy=resolve_policy("milp"),
         planner_settings=_PLANNER,
         server=server,
         desk=desk,
         journal=Journal(directory / f"journal-{os.getpid()}.sqlite"),
         training_settings=TrainingSettings(
-            checkpoint_root=plan.checkpoints,
-            checkpoint_interval=0.7,
+            SessionOptions(
+                "chaos", checkpoint_root=plan.checkpoints, checkpoint_interval=timedelta(seconds=0.7), threads=1
+            ),
             costs=RescaleCosts(1, 1, 1),
-            threads=1,
-            loss_timeout=plan.loss_timeout,
-            max_restarts=20,
+            limits=Limits(peer_timeout=plan.peer_timeout, max_restarts=20),
         ),
         slots_per_node=1,
         outdated=3.0,
@@ -185,7 +187,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
             future: Future[Any] = Future()
             futures[subject.name] = future
             arguments = {**subject.arguments(plan.epochs, plan.samples), "out": str(plan.result_of(subject.name))}
-            request = TrainingRequest(subject.name, 1, 3, ScalingCurve.of(None), seed=subject.seed)
+            request = TrainingRequest(SessionOptions(subject.name, seed=subject.seed), 1, 3, ScalingCurve.of(None))
             driver.post(Training(request, pack_training(train.func, (), arguments), future))
     broken = False
     while not all(future.done() for future in futures.values()):
@@ -204,7 +206,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
     link.close()
 
 
-def _obey(message: tuple[Any, ...], source: _ParentsNodes, driver: Driver, step: list[float]) -> None:
+def _obey(message: tuple[Any, ...], source: _ParentsNodes, driver: ControlLoop, step: list[float]) -> None:
     match message:
         case ("job_ended", job, state):
             source.end(job, state)

@@ -60,7 +60,7 @@ _ENDS_WITHIN = 60.0  # seconds for the driver to end after SIGTERM
 _LEAVES_WITHIN = 30.0  # seconds for all other processes to end after the driver
 # Part of a command line -> what the process is; the first that fits counts.
 _ROLES = (
-    ("freetrain_parsl.executor.pilot", "pilot"),
+    ("freetrain_parsl.executor.slot.pilot", "pilot"),
     ("process_worker_pool", "manager"),
     ("interchange", "interchange"),
     ("cluster.daemon", "daemon"),

@@ -1,0 +1,1 @@
+"""Blocks in the batch system: submitted, followed, ended."""

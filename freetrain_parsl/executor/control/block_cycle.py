@@ -1,0 +1,170 @@
+"""What happens to a block between its order and its end."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.executor.batch.providers import BlockSpec
+from freetrain_parsl.executor.control.slot_registry import Block
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.blocks import least_walltime
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.windows.base import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.executor.batch.start_failures import StartWatch
+    from freetrain_parsl.executor.batch.submitter import BatchDesk
+    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.windows.base import BlockStatus, Survey
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["BlockCycle"]
+
+
+class BlockCycle:
+    """Orders blocks, follows what the batch system says of them, leaves them in time. Owned by the driver's thread.
+
+    Parameters
+    ----------
+    roster, desk, starts
+        The driver's.
+    settings
+        The planner's.
+    emit
+        Takes an event for the planner.
+    write
+        Writes a record to the journal.
+    lose
+        Gives a slot up; gets the slot and the reason.
+    clock
+        Seconds since the epoch, never stepped.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        desk: BatchDesk,
+        starts: StartWatch,
+        *,
+        settings: PlannerSettings,
+        emit: Callable[[ev.Event], None],
+        write: Callable[[record.Record], None],
+        lose: Callable[[Slot, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._roster = roster
+        self._desk = desk
+        self._starts = starts
+        self._settings = settings
+        self._emit = emit
+        self._write = write
+        self._lose = lose
+        self._clock = clock
+
+    def order(self, request: ev.RequestBlock) -> None:
+        """Order a block of the batch desk."""
+        name, nodes, seconds, closes = request.block, request.nodes, request.seconds, request.window.closes
+        self._roster.blocks[name] = Block(name, nodes, seconds, closes)
+        least = min(seconds, least_walltime(self._settings))
+        self._desk.order(BlockSpec(name, nodes, seconds, least, request.pinned))
+        self._write(record.BlockRequested(name, list(nodes), seconds, closes))
+
+    def on_submitted(self, name: str, job: str) -> None:
+        """Note the batch system's id of a block."""
+        if (block := self._roster.blocks.get(name)) is not None:
+            block.job = job
+        self._write(record.BlockSubmitted(name, job))
+
+    def on_survey(self, survey: Survey) -> None:
+        """Take what the batch system says of our blocks, and of others' jobs that could start on their nodes."""
+        for block in list(self._roster.blocks.values()):
+            if (status := survey.blocks.get(block.job)) is None:
+                continue
+            self._follow(block, status)
+            if block.started and survey.wanted.keys() & set(block.nodes):
+                wanted = min(survey.wanted[node] for node in block.nodes if node in survey.wanted)
+                self.make_way(block, wanted, "made way for a job of somebody else")
+
+    def make_way(self, block: Block, wanted: float, reason: str) -> None:
+        """Leave a block's nodes by when they are wanted, or as soon as its trainings can have saved their state."""
+        yields = max(wanted, self._clock() + self._settings.closing_margin)
+        if block.releasing or block.warned or yields >= block.loses_nodes_at(self._clock()):
+            return
+        block.yields, block.yields_because = yields, reason
+        self._emit(ev.NodesClosing(self._clock(), block.nodes, yields))
+        self._write(record.BlockYields(block.name, list(block.nodes), yields, reason))
+
+    def leave_in_time(self) -> None:
+        """Give a block back once its trainings have left it, shortly before it would lose its nodes anyway.
+
+        Batch systems end a job up to a minute after its walltime: whoever waits for the nodes gets them in time.
+        """
+        now = self._clock()
+        for block in self._roster.blocks.values():
+            left = block.loses_nodes_at(now) - now
+            busy = any(slot.busy is not None for slot in self._roster.of_block(block.name))
+            if (
+                block.started
+                and not block.releasing
+                and (left <= 0 or (left <= self._settings.closing_margin and not busy))
+            ):
+                self._starts.given_back(block, 0.0)
+                self._give_back(block, _why_it_leaves(block))
+
+    def release(self, name: str) -> None:
+        """Give a block back that the planner does not want any more."""
+        if (block := self._roster.blocks.get(name)) is not None:
+            self._starts.given_back(block, self._settings.join_timeout)
+            self._give_back(block, "was given back" if block.started else "never started and was withdrawn")
+
+    def end(self, name: str, reason: str) -> None:
+        """Forget a block that has ended or never will start, and what was on it."""
+        block = self._roster.drop_block(name)
+        if block is None:
+            return
+        logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
+        self._write(record.BlockEnded(name, list(block.nodes), reason))
+        self._desk.forget(block.job)
+        for slot in self._roster.of_block(name):
+            self._lose(slot, f"its block {reason}")
+        self._emit(ev.BlockEnded(self._clock(), name))
+
+    def _follow(self, block: Block, status: BlockStatus) -> None:
+        state = status.state
+        if block.warned and state in (BlockState.COMPLETED, BlockState.FAILED):
+            state = BlockState.PREEMPTED  # it left before the grace was over, so the batch system does not say so
+        said = state.value + (f" ({status.reason})" if status.reason and state is status.state else "")
+        if status.state.ended:
+            self._starts.ended(block, state, said)
+            self.end(block.name, block.releasing or said)
+        elif status.state is BlockState.HELD and not block.releasing:
+            block.releasing = said
+            self._desk.reject(block.name, said)
+        elif status.nodes and not block.started:
+            self._start(block, status.nodes, status.ends)
+
+    def _start(self, block: Block, nodes: tuple[str, ...], ends: float | None) -> None:
+        now = self._clock()
+        block.start(now, nodes, ends)
+        self._emit(ev.BlockStarted(now, block.name, block.nodes, block.ends))
+        if block.ends is not None:
+            self._emit(ev.NodesClosing(now, block.nodes, block.ends))
+        self._write(record.BlockStarted(block.name, list(block.nodes), block.ends))
+
+    def _give_back(self, block: Block, reason: str) -> None:
+        if not block.releasing:
+            block.releasing = reason
+            self._desk.withdraw(block.name)
+            self._write(record.BlockReleased(block.name, reason))
+
+
+def _why_it_leaves(block: Block) -> str:
+    """Give the reason of a block whose nodes we are about to lose; the batch system's word counts before ours."""
+    if block.warned:
+        return BlockState.PREEMPTED.value
+    return block.yields_because or "left its window in time"

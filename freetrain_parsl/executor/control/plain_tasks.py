@@ -1,0 +1,93 @@
+"""Ordinary Parsl tasks: each runs in one slot of a node that the planner lends for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.executor.payloads import error_in, settle_with_payload
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.protocol.messages import StartTask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.protocol.messages import TaskEnded
+
+__all__ = ["Task", "TaskQueue"]
+
+
+@dataclass
+class Task:
+    """An ordinary Parsl task; it runs again in another slot if its own is lost."""
+
+    number: int
+    payload: bytes
+    future: Future[Any]
+
+
+class TaskQueue:
+    """First come, first served; owned by the driver's thread.
+
+    Parameters
+    ----------
+    roster
+        The slots.
+    slots_per_node
+        Tasks that run on a lent node at a time.
+    send
+        Sends a message to a slot.
+    """
+
+    def __init__(self, roster: Roster, slots_per_node: int, send: Callable[[str, StartTask], object]) -> None:
+        self._roster = roster
+        self._slots_per_node = slots_per_node
+        self._send = send
+        self._tasks: dict[int, Task] = {}
+        self._queue: deque[int] = deque()
+        self.lent: frozenset[str] = frozenset()
+        """The nodes that the planner lends."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any task is not done."""
+        return bool(self._tasks)
+
+    def submit(self, task: Task) -> None:
+        """Queue a task."""
+        self._tasks[task.number] = task
+        self._queue.append(task.number)
+
+    def serve(self) -> None:
+        """Start queued tasks in the free slots of the lent nodes."""
+        for slot in self._roster.free_slots(self.lent):
+            if not self._queue:
+                return
+            slot.busy = self._queue.popleft()
+            self._send(slot.name, StartTask(slot.busy, self._tasks[slot.busy].payload))
+
+    def on_ended(self, slot: Slot, message: TaskEnded) -> None:
+        """Settle a task's future; what a slot says about a task that it was not given, or no longer has, is old."""
+        if slot.busy != message.task:
+            return
+        slot.busy = None
+        task = self._tasks.pop(message.task, None)
+        if task is None or task.future.done():
+            return
+        if message.failed:
+            task.future.set_exception(error_in(message.payload))
+        else:
+            settle_with_payload(task.future, message.payload)
+
+    def on_lost(self, slot: Slot) -> None:
+        """Queue again, first, what ran in a slot that is gone."""
+        if isinstance(slot.busy, int) and slot.busy in self._tasks:
+            self._queue.appendleft(slot.busy)
+
+    def demand(self, now: float) -> ev.TasksWaiting:
+        """Tell the planner how many nodes tasks use and could use."""
+        busy = frozenset(slot.node for slot in self._roster.slots.values() if isinstance(slot.busy, int))
+        return ev.TasksWaiting(now, -(-len(self._queue) // self._slots_per_node), busy)

@@ -1,0 +1,236 @@
+"""What a training should do next to get to the nodes where it should be, and whether its group works."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.executor.control.training.states import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.executor.control.training.states import Group, Participant, Regrouping
+
+__all__ = ["NextChange", "disconnection", "fewest_to_exclude", "hanging_newcomers", "next_change", "survivors"]
+
+# A member whose heartbeat comes this many seconds after a peer's complaint lives: the connection failed.
+_ALIVE = 1.5
+_PATIENCE = 5.0  # seconds for which the first newcomer that is ready waits for the others
+
+
+@dataclass(frozen=True)
+class NextChange:
+    """The next step towards the nodes that are wanted; all fields empty: none.
+
+    Parameters
+    ----------
+    pause
+        Save, and end on all slots.
+    dismiss
+        Newcomers to send away.
+    start
+        Slots to start newcomers on.
+    ranks
+        Slots of the next group, in order of rank.
+    """
+
+    pause: bool = False
+    dismiss: tuple[str, ...] = ()
+    start: tuple[Slot, ...] = ()
+    ranks: tuple[str, ...] = ()
+
+
+def next_change(
+    participants: Mapping[str, Participant],
+    group: Group,
+    desired: frozenset[str],
+    roster: Roster,
+    *,
+    min_nodes: int,
+    now: float,
+) -> NextChange:
+    """Decide for a training that runs, can change in place, and is not changing.
+
+    A change of nodes is carried out in place. Nodes that are to be given back are left at once; nodes that are added
+    join when their slots are ready, as many in one change as is possible without keeping those that are ready waiting.
+    A training that moves to other nodes altogether trains until the slots there are ready, then goes through a group
+    of both.
+
+    Parameters
+    ----------
+    participants
+        Slot -> its part in the training.
+    group
+        The present group.
+    desired
+        Nodes where the training should be.
+    roster
+        The slots that there are.
+    min_nodes
+        The fewest nodes that it runs on.
+    now
+        Seconds.
+    """
+    closing = {slot.node for slot in roster.slots.values() if slot.leaving}
+    wanted = desired - closing
+    members = members_of(participants, group)
+    stay = [member for member in members if member.node in wanted]
+    newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
+    if not wanted:
+        return NextChange(pause=True, dismiss=_names(newcomers))
+    there = _Availability(participants, wanted, roster)
+    if len(stay) == len(members):
+        return there.change(_grow(stay, there, now))
+    if len({member.node for member in stay}) >= min_nodes:
+        return there.change((*_names(stay), *_names(there.ready)))
+    if any(member.node in closing for member in members) or not there.complete:
+        return NextChange(pause=True, dismiss=_names(newcomers))
+    ranks: tuple[str, ...] = ()
+    if not there.startable and not there.preparing:
+        keep = stay or [member for member in members if member.node == members[0].node]
+        ranks = (*_names(keep), *_names(there.ready))
+    return there.change(ranks)
+
+
+def members_of(participants: Mapping[str, Participant], group: Group) -> list[Participant]:
+    """List the members of a group whose run has not ended, in order of rank."""
+    return [participants[s] for s in group.ranks if s in participants and participants[s].role is Role.MEMBER]
+
+
+def survivors(
+    participants: Mapping[str, Participant], group: Group, change: Regrouping | None, *, with_newcomers: bool
+) -> tuple[str, ...]:
+    """List the slots that can go on after a failure, in order of rank; empty if none of them has the state."""
+    if change is not None and not change.begun:
+        members = [participants[slot] for slot in change.after.ranks if slot in participants]
+        if not any(member.has_state for member in members):  # those who were to leave may still be there
+            members = [participants[slot] for slot in change.before.ranks if slot in participants] + members
+    else:
+        members = members_of(participants, group)
+    members = [member for member in members if not member.unreachable]
+    if not any(member.has_state for member in members):
+        return ()
+    return _names(member for member in members if with_newcomers or member.has_state)
+
+
+def disconnection(
+    participants: Mapping[str, Participant],
+    change: Regrouping | None,
+    roster: Roster,
+    *,
+    peer_timeout: float,
+    meeting_timeout: float,
+    now: float,
+) -> str | None:
+    """Return why a group does not work though no failure is known: a connection is cut; ``None`` if it works."""
+    members = [one for one in participants.values() if one.role is Role.MEMBER]
+    if not members:
+        return None
+    failed = [one.group_failed for one in members if one.group_failed is not None]
+    if failed:
+        complaint = next((f": {one.complaint}" for one in members if one.complaint), "")
+        heard = min(roster.slots[one.slot].heard for one in members)
+        if heard > min(failed) + _ALIVE or now - min(failed) > peer_timeout:
+            return f"its members lost each other, though all of them live{complaint}"
+        return None
+    limit = peer_timeout + (0.0 if change is None else meeting_timeout)
+    if (change is None or not change.failure) and all(one.waited > limit for one in members):
+        return f"its members did nothing but wait for each other for more than {limit:g} s"
+    return None
+
+
+def fewest_to_exclude(ranks: Sequence[str], unreachable: Iterable[Sequence[int]]) -> tuple[str, ...]:
+    """Choose slots without which all others of a group reach each other: few, and rather those that came last.
+
+    Parameters
+    ----------
+    ranks
+        The group's slots in order of rank.
+    unreachable
+        Pairs of ranks that do not reach each other.
+    """
+    pairs = {frozenset(pair) for pair in unreachable}
+    pairs = {pair for pair in pairs if len(pair) == 2 and pair <= set(range(len(ranks)))}
+    chosen: list[str] = []
+    while pairs:
+        counts = Counter(rank for pair in pairs for rank in pair)
+        worst = max(counts, key=lambda rank: (counts[rank], rank))
+        chosen.append(ranks[worst])
+        pairs = {pair for pair in pairs if worst not in pair}
+    return tuple(chosen)
+
+
+def hanging_newcomers(
+    participants: Mapping[str, Participant], change: Regrouping, arrived: frozenset[str]
+) -> tuple[str, ...]:
+    """List the newcomers that hang: they have nothing to do but to come to the meeting, where they are not.
+
+    Parameters
+    ----------
+    participants
+        Slot -> its part in the training.
+    change
+        The change that is being carried out, for longer than any newcomer takes.
+    arrived
+        Slots that have come to the meeting of the new group.
+    """
+    newcomers = [one for one in participants.values() if one.slot in change.awaited and not one.has_state]
+    return tuple(one.slot for one in newcomers if one.slot not in arrived and one.group_failed is None)
+
+
+class _Availability:
+    """What there is on the nodes that a training should have.
+
+    Attributes
+    ----------
+    unwanted
+        Newcomers on other nodes.
+    startable
+        Free slots where newcomers could be started.
+    preparing
+        Newcomers that are not ready.
+    ready
+        Newcomers that can join: all slots of their nodes are ready, or members already.
+    complete
+        No slot is missing, or busy with something else.
+    """
+
+    def __init__(self, participants: Mapping[str, Participant], wanted: Iterable[str], roster: Roster) -> None:
+        newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
+        wanted = sorted(wanted)
+        self.unwanted = _names(one for one in newcomers if one.node not in wanted)
+        self.preparing = [one for one in newcomers if one.node in wanted and one.ready is None]
+        self.ready: list[Participant] = []
+        self.startable: tuple[Slot, ...] = ()
+        self.complete = True
+        for node in wanted:
+            slots = roster.complete_slots([node]) or []
+            here = [participants[slot.name] for slot in slots if slot.name in participants]
+            self.startable += tuple(slot for slot in slots if slot.busy is None)
+            self.complete = (
+                self.complete and bool(slots) and all(slot.busy is None or slot.name in participants for slot in slots)
+            )
+            arrived = [one for one in here if one.role is Role.NEWCOMER and one.ready is not None]
+            if len(slots) == len(arrived) + sum(one.role is Role.MEMBER for one in here):
+                self.ready += arrived
+
+    def change(self, ranks: tuple[str, ...]) -> NextChange:
+        """Start newcomers where that is possible, send away those that are not wanted, regroup if there are `ranks`."""
+        return NextChange(dismiss=self.unwanted, start=self.startable, ranks=ranks)
+
+
+def _grow(stay: list[Participant], there: _Availability, now: float) -> tuple[str, ...]:
+    """Give the ranks of a larger group, as soon as all newcomers are ready or the first has waited long enough."""
+    if not there.ready:
+        return ()
+    waited = now - min(one.ready for one in there.ready if one.ready is not None)
+    if there.preparing and waited < _PATIENCE:
+        return ()
+    return (*_names(stay), *_names(there.ready))
+
+
+def _names(participants: Iterable[Participant]) -> tuple[str, ...]:
+    return tuple(one.slot for one in participants)

@@ -1,0 +1,316 @@
+"""The trainings of a run: translates messages into events of their state machines, and carries out their commands."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.control.rendezvous import RendezvousServer
+from freetrain_parsl.executor.control.storage_watch import StorageWatch
+from freetrain_parsl.executor.control.training import commands as do
+from freetrain_parsl.executor.control.training import events as on
+from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
+from freetrain_parsl.executor.control.training.machine import TrainingMachine
+from freetrain_parsl.executor.payloads import error_in, settle_with_payload
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.messages import StartRun
+from freetrain_parsl.storage.root import probe_root
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
+
+    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.executor.control.training.commands import Command
+    from freetrain_parsl.executor.control.training.events import Event
+    from freetrain_parsl.executor.journal import Journal
+    from freetrain_parsl.executor.trainings import Training, TrainingSettings
+    from freetrain_parsl.planning import events as planner
+    from freetrain_parsl.protocol.messages import RunEnded, RunReport, StoreRequest, ToSlot
+    from freetrain_parsl.protocol.options import SessionOptions
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["TrainingManager"]
+
+
+@dataclass
+class _Managed:
+    """A training with its state machine."""
+
+    training: Training
+    machine: TrainingMachine
+
+
+class TrainingManager:
+    """Owned by the control loop's thread.
+
+    Parameters
+    ----------
+    settings
+        See `TrainingSettings`.
+    roster
+        The slots.
+    send
+        Sends a message to a slot.
+    kill
+        Gives up a slot that does not end: (slot, reason).
+    set_aside
+        Takes a slot's node out of the pool for some time: (slot, reason).
+    inform
+        Takes events for the planner.
+    journal
+        Takes what happened.
+    clock
+        Seconds since the epoch, never stepped.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        *,
+        roster: Roster,
+        send: Callable[[str, ToSlot], object],
+        kill: Callable[[Slot, str], None],
+        set_aside: Callable[[Slot, str], None] = lambda _slot, _reason: None,
+        inform: Callable[[planner.Event], None],
+        journal: Journal,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._send = send
+        self._kill = kill
+        self._set_aside = set_aside
+        self._inform = inform
+        self._journal = journal
+        self._clock = clock
+        self._storage = StorageWatch(
+            lambda: probe_root(settings.options.checkpoint_root, settings.options.root_identity), clock
+        )
+        self._managed: list[_Managed] = []
+        self._numbers = count(1)
+        self._machine_nodes: int | None = None
+        self._failure_rate = FailureRate()
+        self.rendezvous = RendezvousServer(send)
+
+    # What the user, the planner and the control loop want.
+
+    def submit(self, training: Training) -> None:
+        """Take a new training; it waits for nodes."""
+        settings = self._settings
+        machine = TrainingMachine(training.request, settings.limits, settings.costs, self._numbers, self._clock())
+        managed = _Managed(training, machine)
+        self._managed.append(managed)
+        self._carry_out(managed, machine.submit())
+        if self._machine_nodes is not None:
+            self._handle(managed, on.MachineSized(self._machine_nodes))
+
+    def machine_has(self, nodes: int | None) -> None:
+        """Note how many nodes there are in all, if that is known; trainings that need more fail."""
+        if nodes == self._machine_nodes:
+            return
+        self._machine_nodes = nodes
+        if nodes is not None:
+            self._handle_all(on.MachineSized(nodes))
+
+    def cancel(self, future: Future[Any]) -> None:
+        """End a training with a checkpoint, if it is not over; its nodes are free for others at once."""
+        for managed in self._managed:
+            if managed.training.future is future:
+                self._handle(managed, on.Cancelled())
+
+    def assign(self, name: str, nodes: frozenset[str]) -> None:
+        """Note where a training should run from now on."""
+        for managed in self._managed:
+            if managed.machine.name == name:
+                self._handle(managed, on.Assigned(nodes))
+
+    def fail_waiting(self, error: Exception) -> None:
+        """Fail the trainings that run nowhere and have no nodes to run on."""
+        for managed in self._managed:
+            if not (managed.machine.participants or managed.machine.desired):
+                self._handle(managed, on.Failed(error))
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail every training."""
+        self._handle_all(on.Failed(error))
+
+    def advance(self) -> None:
+        """Move every training a step towards where it should be."""
+        self._watch_storage()
+        for managed in list(self._managed):
+            group = managed.machine.next_group
+            key = None if group is None else self._store(managed, group.number)
+            self._handle(managed, on.Tick(frozenset() if key is None else self.rendezvous.arrived(key)))
+        self._managed = [one for one in self._managed if one.machine.participants or not one.machine.over]
+
+    # What slots say. A slot's messages come in order, and it has one thing to do at a time.
+
+    def on_report(self, slot: Slot, message: RunReport) -> None:
+        """Take a report of a run."""
+        if (managed := self._of(slot.name)) is not None:
+            self._handle(managed, on.Reported(slot.name, message.run, message.report))
+
+    def on_run_ended(self, slot: Slot, message: RunEnded) -> None:
+        """Take the end of a run."""
+        if (managed := self._of(slot.name)) is not None:
+            self._handle(managed, on.RunOver(slot.name, message.run, message.end, message.payload))
+
+    def on_heartbeat(self, slot: Slot, waited: float) -> None:
+        """Note for how long a member has been waiting for the others."""
+        if (managed := self._of(slot.name)) is not None:
+            self._handle(managed, on.Heartbeat(slot.name, waited))
+
+    def on_store_request(self, slot: Slot, message: StoreRequest) -> None:
+        """Answer a call of a rendezvous store of the training that the slot runs."""
+        managed = self._of(slot.name)
+        own = managed is not None and message.group.rpartition("/")[0] == managed.machine.name
+        self.rendezvous.handle(slot.name, message, self._clock(), own=own)
+
+    def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
+        """Note that a slot is gone; a `crash` is a loss that the batch system did not cause."""
+        if (managed := self._of(slot.name)) is not None:
+            self._handle(managed, on.SlotLost(slot.name, reason, crash))
+
+    def run_of(self, slot: Slot) -> int | None:
+        """Return the number of the run that a slot was given and has not ended."""
+        managed = self._of(slot.name)
+        return None if managed is None else managed.machine.participants[slot.name].run
+
+    # Events and commands.
+
+    def _of(self, slot: str) -> _Managed | None:
+        return next((managed for managed in self._managed if slot in managed.machine.participants), None)
+
+    def _handle_all(self, event: Event) -> None:
+        for managed in self._managed:
+            self._handle(managed, event)
+
+    def _handle(self, managed: _Managed, event: Event) -> None:
+        self._carry_out(managed, managed.machine.handle(event, self._roster, self._clock()))
+
+    def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case do.Start() | do.Send() | do.Release() | do.Kill() | do.SetAside():
+                    self._do_to_slot(managed, command)
+                case do.OpenStore(group):
+                    self.rendezvous.open(self._store(managed, group))
+                case do.CloseStore(group):
+                    self.rendezvous.close(self._store(managed, group))
+                case do.AwaitStorage(condition):
+                    until = self._storage.hold(managed.machine.name)
+                    self._handle(managed, on.StoragePostponed(condition, until))
+                case do.ForgetStorage():
+                    self._storage.drop(managed.machine.name)
+                case do.CountRestart():
+                    self._failure_rate.failures += 1
+                case do.Inform(event):
+                    self._inform(event)
+                case do.KeepProgress(progress):
+                    self._journal.keep_progress(self._clock(), managed.machine.name, progress)
+                case do.Log(entry):
+                    self._log(entry)
+                case do.Resolve(payload):
+                    self._journal.commit()  # before those who wait for the future look into it
+                    settle_with_payload(managed.training.future, payload)
+                case do.Fail(error):
+                    self._fail(managed, error_in(error) if isinstance(error, bytes) else error)
+
+    def _do_to_slot(self, managed: _Managed, command: do.Start | do.Send | do.Release | do.Kill | do.SetAside) -> None:
+        slot = self._roster.slots.get(command.slot)
+        if slot is None:
+            return  # lost by a command before this one
+        match command:
+            case do.Start():
+                self._start(managed, slot, command)
+            case do.Send(message=message):
+                self._send(slot.name, message)
+            case do.Release():
+                slot.busy = None
+            case do.Kill(reason=reason):
+                self._kill(slot, reason)
+            case do.SetAside(reason=reason):
+                self._set_aside(slot, reason)
+
+    def _start(self, managed: _Managed, slot: Slot, command: do.Start) -> None:
+        training = managed.training
+        slot.busy = training.name
+        self._send(
+            slot.name,
+            StartRun(
+                training.name,
+                command.run,
+                self._options(training),
+                command.place,
+                self._settings.limits.meeting_timeout,
+                training.payload,
+            ),
+        )
+
+    def _options(self, training: Training) -> SessionOptions:
+        own = training.request.options
+        shared = self._settings.options
+        interval = own.checkpoint_interval
+        return replace(
+            own,
+            checkpoint_root=shared.checkpoint_root,
+            root_identity=shared.root_identity,
+            checkpoint_interval=shared.checkpoint_interval if interval is None else interval,
+            keep=shared.keep,
+            save_margin=shared.save_margin,
+            threads=shared.threads,
+            mean_time_between_failures=timedelta(seconds=self._failure_rate.mean_time_between),
+        )
+
+    def _fail(self, managed: _Managed, error: BaseException) -> None:
+        if not isinstance(error, TrainingCancelled):  # recorded when it was asked for
+            self._log(record.TrainingFailed(managed.machine.name, f"{type(error).__name__}: {error}"))
+        self._journal.commit()
+        if not managed.training.future.done():
+            managed.training.future.set_exception(error)
+
+    def _log(self, entry: record.Record) -> None:
+        self._journal.write(self._clock(), entry)
+        name = entry.subject
+        match entry:
+            case record.FragmentEnded(seconds=seconds):
+                self._failure_rate.seconds += seconds
+            case record.TrainingStalled(reason=reason) if reason:
+                logger.warning("training %s %s", name, reason)
+            case record.CodeChanged(note=note):
+                logger.warning("training %s: %s", name, note)
+            case record.TrainingWaits(reason=reason, until=until):
+                logger.warning("training %s waits: %s, next attempt in %.0f s", name, reason, until - self._clock())
+            case record.TrainingTriesAgain():
+                logger.info("training %s tries again: the checkpoint directory can be used", name)
+            case record.SavingFails(reason=reason):
+                logger.warning("training %s cannot save: %s", name, reason)
+            case record.SavingWorks():
+                logger.info("training %s saves again", name)
+            case record.TrainingFinished(trained=False, step=step):
+                logger.warning(
+                    "training %s: its result is that of an earlier run, whose checkpoint of step %d was complete: "
+                    "nothing was trained; to train again, give it another name or remove its checkpoints",
+                    name,
+                    step,
+                )
+
+    @staticmethod
+    def _store(managed: _Managed, group: int) -> str:
+        return f"{managed.machine.name}/{group}"
+
+    def _watch_storage(self) -> None:
+        """Let the trainings that wait for the checkpoint directory try again when it works."""
+        ready, postponed = self._storage.turn()
+        for managed in self._managed:
+            if managed.machine.name in postponed:
+                condition, until = postponed[managed.machine.name]
+                self._handle(managed, on.StoragePostponed(condition, until))
+            elif managed.machine.name in ready:
+                self._handle(managed, on.StorageBack())

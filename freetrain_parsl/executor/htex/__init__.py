@@ -1,0 +1,1 @@
+"""The processes of HTEX as this executor starts them: interchange, worker pools."""

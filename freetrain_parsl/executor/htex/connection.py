@@ -1,0 +1,109 @@
+"""The parts of Parsl's HighThroughputExecutor that have to do with its interchange process."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from parsl.executors.high_throughput.zmq_pipes import CommandClient
+
+from freetrain_parsl.executor.control.doorkeeper import Doorkeeper
+from freetrain_parsl.executor.htex.interchange_watch import Interchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from parsl.executors.high_throughput.executor import HighThroughputExecutor
+
+__all__ = ["HtexInterchange"]
+
+_SEND_TIMEOUT = 1000  # milliseconds
+
+
+class HtexInterchange(Interchange):
+    """The interchange of an executor that has started.
+
+    Parameters
+    ----------
+    executor
+        Whose.
+    submit
+        Submits the slot task of a token to HTEX.
+    submitted
+        Takes the token and the task's future.
+    """
+
+    def __init__(
+        self,
+        executor: HighThroughputExecutor,
+        submit: Callable[[str], Future[Any]],
+        submitted: Callable[[str, Future[Any]], None],
+    ) -> None:
+        self._executor: Any = executor  # Parsl's attributes have no types
+        self._submit = submit
+        self._submitted = submitted
+        self._asking = False
+        # HTEX's sockets on the loopback are open to every user of this host.
+        for guarded in (
+            self._executor.outgoing_q.zmq_socket,
+            self._executor.incoming_q.results_receiver,
+            self._executor.command_client.zmq_socket,
+        ):
+            Doorkeeper(guarded)
+        # Without it, sending blocks for ever while no interchange is connected.
+        self._executor.outgoing_q.zmq_socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT)
+
+    def why_ended(self) -> str | None:
+        """Look at the process."""
+        code = self._executor.interchange_proc.poll()
+        if code is None:
+            return None
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def ask(self) -> None:
+        """Ask for its ports, unless somebody else is asking it something just now."""
+        client = self._executor.command_client
+        if not self._asking and client._lock.acquire(blocking=False):  # noqa: SLF001 - its own calls wait for ever
+            self._asking = True
+            with suppress(zmq.Again):  # it is not connected, so it will not answer either
+                client.zmq_socket.send_pyobj("WORKER_BINDS", flags=zmq.NOBLOCK)
+
+    def answered(self) -> bool:
+        """Look for the answer."""
+        client = self._executor.command_client
+        if self._asking:
+            if not client.zmq_socket.poll(0):
+                return False
+            client.zmq_socket.recv_pyobj()
+            client._lock.release()  # noqa: SLF001 - as above
+            self._asking = False
+        return True
+
+    def send(self, token: str) -> None:
+        """Submit a slot task."""
+        try:
+            future = self._submit(token)
+        except zmq.Again:
+            never_sent = self._executor._task_counter  # noqa: SLF001 - HTEX has noted the task before sending it
+            self._executor.tasks.pop(never_sent, None)
+            raise
+        self._submitted(token, future)
+
+    def restart(self) -> None:
+        """Start another process at the old port for workers; the question that is open is given up."""
+        executor = self._executor
+        executor.interchange_proc.kill()
+        executor.interchange_proc.wait()
+        executor.interchange_proc = None
+        client, asking, self._asking = executor.command_client, self._asking, False
+        executor.command_client = CommandClient(
+            executor.loopback_address, executor.interchange_port_range, executor.cert_dir
+        )
+        Doorkeeper(executor.command_client.zmq_socket)
+        client.close()
+        if asking:
+            client._lock.release()  # noqa: SLF001 - as above
+        executor._start_local_interchange_process()  # noqa: SLF001 - what HTEX's own start does

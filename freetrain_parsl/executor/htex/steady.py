@@ -1,0 +1,27 @@
+"""Runs a module with a clock that is never stepped: ``python -m freetrain_parsl.executor.htex.steady MODULE ARGUMENT …``.
+
+HTEX measures heartbeats with the wall clock: a step forward by more than its threshold would end every worker pool.
+Worker processes, which run users' code, are processes of their own and see the wall clock as it is.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+
+from freetrain_parsl.executor.control.clock import SteadyClock
+
+__all__ = ["run_steadily"]
+
+
+def run_steadily(module: str) -> None:
+    """Run a module as the main program of this process, with ``sys.argv`` as it is."""
+    time.time = SteadyClock()
+    # As if the interpreter had started it: multiprocessing looks its functions up in the main module.
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    run_steadily(sys.argv[0])

@@ -1,0 +1,213 @@
+"""A training's run in a slot: what the driver's messages become for the training, and its reports for the driver.
+
+The main thread is in `Run.perform`; `Run.handle` is called by the channel's thread meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from parsl.app.errors import RemoteExceptionWrapper
+from parsl.serialize import serialize
+
+from freetrain_parsl.errors import PeerLost, StorageUnavailable
+from freetrain_parsl.executor.payloads import unpack_training
+from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
+from freetrain_parsl.protocol.messages import ChangeGroup, RunEnded, RunReport, StoreReply
+from freetrain_parsl.protocol.reports import (
+    GroupFailed,
+    Joined,
+    PeersFailed,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+    StorageFailed,
+)
+from freetrain_parsl.training.terms import Finished, Membership, Notice, Regroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._C._distributed_c10d import Store
+
+    from freetrain_parsl.protocol.messages import PauseRun, Place, StartRun, ToDriver
+    from freetrain_parsl.protocol.reports import Report, RunEnd
+
+__all__ = ["TrainingRun", "serialized_exception"]
+
+# A newcomer comes to the meeting at once, the members when they have done their step or their validation.
+_WHILE_OTHERS_TRAIN = timedelta(minutes=30)
+
+
+class TrainingRun:
+    """What one `StartRun` of the driver becomes.
+
+    Parameters
+    ----------
+    command
+        The message.
+    interface
+        Network interface for the members; ``None``: torch's choice.
+    send
+        Sends a message to the driver; from any thread.
+    address
+        This node's IP address at that interface; ``None``: the members do not check that they reach each other.
+    """
+
+    def __init__(
+        self, command: StartRun, *, interface: str | None, send: Callable[[ToDriver], None], address: str | None = None
+    ) -> None:
+        self.notice = Notice()
+        self.number = command.run
+        self._command = command
+        self._interface = interface
+        self._address = address
+        self._send = send
+        self._training = command.training
+        self._meeting = timedelta(seconds=command.meeting_timeout)
+        self._lock = threading.Lock()  # of the next three
+        self._stores: dict[str, ChannelStore] = {}
+        self._memberships: dict[int, Membership] = {}
+        self._closed = False
+        self._membership: Membership | None = None
+        if command.place is not None:
+            self._membership = self._member(command.place, self._meeting)
+        self._generation = 0 if command.place is None else command.place.generation  # of the group, or being formed
+        self._is_member = self._membership is not None
+        self._group_failed = False
+
+    @property
+    def expendable(self) -> bool:
+        """Whether nothing would be lost if this process ended now."""
+        return not self._is_member or self._group_failed or not self.notice.underway.is_set()
+
+    def perform(self) -> RunEnded:
+        """Run the training to its end here, and return the message that reports it."""
+        from freetrain_parsl.training.fragment import run_fragment
+
+        end: RunEnd
+        payload = b""
+        try:
+            function, args, kwargs = unpack_training(self._command.payload)
+            ended = run_fragment(
+                function,
+                args,
+                kwargs,
+                options=self._command.options,
+                membership=self._membership,
+                meet=self._meet,
+                notice=self.notice,
+                report=self._report,
+            )
+            if isinstance(ended, Finished):
+                end = RunFinished(ended.progress)
+                is_first = self._membership is not None and self._membership.rank == 0
+                payload = serialize(ended.value) if is_first else b""
+            else:
+                end = RunPaused(ended.reason, ended.progress)
+        except PeerLost as error:
+            end = PeersFailed(self._generation, str(error), error.unreachable)
+        except StorageUnavailable as error:  # no fault of the training: it waits
+            end = StorageFailed(str(error), error.condition)
+        except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
+            end, payload = RunFailed(), serialized_exception()
+        return RunEnded(self._training, self.number, end, payload)
+
+    def handle(self, message: ChangeGroup | PauseRun | StoreReply) -> bool:
+        """Take a message of the driver; False if it is about another run, or answers a group that this one has left."""
+        if isinstance(message, StoreReply):
+            with self._lock:
+                store = self._stores.get(message.group)  # made before it asked anything
+            if store is None:
+                return False
+            store.deliver(message)
+        elif message.run != self.number:
+            return False
+        elif isinstance(message, ChangeGroup):
+            self._change_group(message)
+        elif self._is_member:
+            self.notice.pause_requested.set()
+        else:
+            self.notice.end()
+        return True
+
+    def close(self) -> None:
+        """Fail all rendezvous: the driver is gone, or the run is over."""
+        with self._lock:
+            self._closed = True
+            stores = list(self._stores.values())
+        for store in stores:
+            store.close()
+
+    # The channel's thread.
+
+    def _change_group(self, message: ChangeGroup) -> None:
+        membership = None
+        if message.place is not None:
+            is_newcomer = self._command.place is None and not self._is_member
+            membership = self._member(message.place, _WHILE_OTHERS_TRAIN if is_newcomer else self._meeting)
+            with self._lock:
+                self._memberships[membership.generation] = membership
+        if message.abort:
+            with self._lock:
+                abandoned = list(self._stores.values())
+            for store in abandoned:
+                store.close()
+        self.notice.order(Regroup(membership, abort=message.abort))
+
+    def _member(self, place: Place, meeting: timedelta) -> Membership:
+        return Membership(
+            trainer=self._training,
+            generation=place.generation,
+            rank=place.rank,
+            world_size=place.size,
+            meeting=meeting,
+            interface=self._interface,
+            address=self._address,
+        )
+
+    # The main thread.
+
+    def _meet(self, membership: Membership) -> Store:
+        from freetrain_parsl.training.membership import RendezvousStore
+
+        self._generation = membership.generation
+        group = f"{membership.trainer}/{membership.generation}"
+        store = ChannelStore(group, self._send)
+        with self._lock:
+            self._stores[group] = store
+            if self._closed:
+                store.close()
+        return RendezvousStore(store)
+
+    def _report(self, report: Report) -> None:
+        if isinstance(report, GroupFailed):
+            self._group_failed = True
+        elif isinstance(report, Joined):
+            self._joined(report)
+        self._send(RunReport(self._training, self.number, report))
+
+    def _joined(self, report: Joined) -> None:
+        group = f"{self._training}/{report.generation}"
+        with self._lock:
+            self._membership = self._memberships[report.generation]
+            self._memberships = {n: m for n, m in self._memberships.items() if n > report.generation}
+            old = [self._stores.pop(name) for name in list(self._stores) if name != group]
+        for store in old:
+            store.close()
+        self._generation = report.generation
+        self._is_member, self._group_failed = True, False
+
+
+def serialized_exception() -> bytes:
+    """Serialise the exception that is being handled, with its traceback."""
+    _, value, traceback = sys.exc_info()
+    assert value is not None, "only called while an exception is handled"
+    try:
+        return bytes(serialize(RemoteExceptionWrapper(type(value), value, traceback)))
+    except Exception as refusal:  # noqa: BLE001 - any object may refuse to be pickled, in any way
+        stand_in = RuntimeError(f"{type(value).__name__}: {value} (itself it cannot be sent: {refusal})")
+        return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))

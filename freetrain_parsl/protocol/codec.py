@@ -1,0 +1,246 @@
+"""Messages as frames: a JSON header with the message's type and fields, and its payload if it has one.
+
+A message is a frozen dataclass. What it may hold is read from the types of its fields, once for each class. A frame of
+another version, of an unknown type, with a field that is missing, unknown or out of range is refused by name; nothing
+is ever unpickled here.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import timedelta
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from freetrain_parsl.errors import FreeTrainError
+from freetrain_parsl.protocol.fields import Duration, Limit, is_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    Decode = Callable[[Any], Any]
+
+__all__ = ["VERSION", "Envelope", "ProtocolError", "by_type", "decode", "encode", "type_name"]
+
+VERSION = 2
+"""Changes with every change of a message."""
+
+_LONGEST_HEADER = 1 << 20  # bytes
+_PAYLOAD = "payload"  # the field that travels as a frame of its own
+_ENVELOPE = ("v", "type", "n", "seen")
+
+
+class ProtocolError(FreeTrainError):
+    """A frame that is not of this protocol."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message with what `freetrain_parsl.protocol.delivery` needs.
+
+    Parameters
+    ----------
+    message
+        The message.
+    number
+        Its number among those of its sender; ``None``: it is not numbered.
+    seen
+        Number of the last message that its sender has received; ``None``: not said.
+    """
+
+    message: Any
+    number: int | None = None
+    seen: int | None = None
+
+
+def type_name(kind: type) -> str:
+    """Return the name of a message class on the wire, ``NodeClosing`` -> ``node_closing``."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in kind.__name__).lstrip("_")
+
+
+def by_type(*kinds: type) -> Mapping[str, type]:
+    """Index message classes by their name on the wire."""
+    return {type_name(kind): kind for kind in kinds}
+
+
+def encode(envelope: Envelope) -> list[bytes]:
+    """Return the frames of a message."""
+    header = _to_json(envelope.message)
+    payload = header.pop(_PAYLOAD, b"")
+    header["v"] = VERSION
+    if envelope.number is not None:
+        header["n"] = envelope.number
+    if envelope.seen is not None:
+        header["seen"] = envelope.seen
+    return [json.dumps(header).encode(), payload]
+
+
+def decode(frames: Sequence[bytes], known: Mapping[str, type]) -> Envelope:
+    """Read the frames of one of the `known` messages, see `by_type`.
+
+    Raises
+    ------
+    ProtocolError
+        They are none; it names what is wrong.
+    """
+    try:
+        head, payload = frames
+        header = json.loads(head[:_LONGEST_HEADER])
+        envelope = {key: header.pop(key, None) for key in _ENVELOPE}
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"{len(frames)} frames that are no message: {str(error)[:200]}") from None
+    kind = envelope["type"]
+    if envelope["v"] != VERSION:
+        raise ProtocolError(f"a message of protocol version {_brief(envelope['v'])}; this is version {VERSION}")
+    if not is_name(kind) or kind not in known:
+        raise ProtocolError(f"a message of unknown type {_brief(kind)}")
+    if _PAYLOAD in {item.name for item in fields(known[kind])}:
+        header[_PAYLOAD] = payload
+    try:
+        number, seen = (None if (n := envelope[key]) is None else _number(key, n) for key in ("n", "seen"))
+        return Envelope(_decoder(known[kind])(header), number, seen)
+    except _Refused as refusal:
+        raise ProtocolError(f"a {kind!r} message that cannot be used: {refusal}") from None
+
+
+class _Refused(ValueError):
+    """A value that a field may not hold; says which."""
+
+
+def _number(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _Refused(f"its {name!r} is {_brief(value)}")
+    return value
+
+
+def _to_json(value: Any) -> Any:
+    if is_dataclass(value):
+        return {"type": type_name(type(value)), **{f.name: _to_json(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+@cache
+def _decoder(hint: Any) -> Decode:
+    """Return what makes a value of this type of a JSON value, or raises `_Refused`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        limits = [limit for limit in hint.__metadata__ if isinstance(limit, Limit)]
+        return _checked(_decoder(arguments[0]), lambda value: all(limit.accepts(value) for limit in limits))
+    if origin in (typing.Union, types.UnionType):
+        return _union(arguments)
+    if origin is Literal:
+        return _checked(_as_it_is, lambda value: isinstance(value, str) and value in arguments)
+    if origin is tuple:
+        return _tuple(arguments)
+    if origin is dict:
+        key, item = map(_decoder, arguments)
+        return _checked(lambda value: {key(k): item(v) for k, v in value.items()}, lambda v: isinstance(v, dict))
+    if is_dataclass(hint):
+        return _dataclass(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        members = {member.value: member for member in hint}
+        return _checked(members.__getitem__, lambda value: isinstance(value, str) and value in members)
+    return _SIMPLE[hint]
+
+
+def _checked(convert: Decode, accepts: Callable[[Any], bool]) -> Decode:
+    def decode_value(value: Any) -> Any:
+        if not accepts(value):
+            raise _Refused(_brief(value))
+        return convert(value)
+
+    return decode_value
+
+
+def _tuple(items: tuple[Any, ...]) -> Decode:
+    if len(items) == 2 and items[1] is Ellipsis:
+        each = _decoder(items[0])
+        return _checked(lambda value: tuple(map(each, value)), lambda value: isinstance(value, list))
+    parts = [_decoder(item) for item in items]
+    return _checked(
+        lambda value: tuple(part(item) for part, item in zip(parts, value, strict=True)),
+        lambda value: isinstance(value, list) and len(value) == len(parts),
+    )
+
+
+def _union(options: tuple[Any, ...]) -> Decode:
+    """Decode ``X | None``, or one of several dataclasses by its type."""
+    others = [option for option in options if option is not type(None)]
+    if len(others) > 1:
+        decoders = {type_name(option): _decoder(option) for option in others}
+        some = _checked(
+            lambda value: decoders[value["type"]](value),
+            lambda value: isinstance(value, dict) and is_name(value.get("type")) and value["type"] in decoders,
+        )
+    else:
+        some = _decoder(others[0])
+    if len(others) == len(options):
+        return some
+    return lambda value: None if value is None else some(value)
+
+
+def _dataclass(kind: Any) -> Decode:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    decoders = {item.name: _decoder(hints[item.name]) for item in fields(kind)}
+    required = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
+    name = type_name(kind)
+
+    def decode_fields(value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("type", name) != name:
+            raise _Refused(_brief(value))
+        given = {key: item for key, item in value.items() if key != "type"}
+        if missing := sorted(required - given.keys()):
+            raise _Refused(f"it has no {missing[0]!r}")
+        if unknown := sorted(given.keys() - decoders.keys()):
+            raise _Refused(f"it has an unknown field {_brief(unknown[0])}")
+        values = {}
+        for key, item in given.items():
+            try:
+                values[key] = decoders[key](item)
+            except _Refused as refusal:
+                raise _Refused(f"its {key!r} is {refusal}") from None
+        try:
+            return kind(**values)
+        except FreeTrainError as error:
+            raise _Refused(str(error)) from None
+
+    return decode_fields
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_duration = next(limit for limit in Duration.__metadata__ if isinstance(limit, Limit))  # type: ignore[attr-defined]
+
+_SIMPLE: dict[Any, Decode] = {
+    bool: _checked(_as_it_is, lambda value: isinstance(value, bool)),
+    int: _checked(_as_it_is, lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    float: _checked(float, lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    str: _checked(_as_it_is, lambda value: isinstance(value, str)),
+    bytes: _checked(_as_it_is, lambda value: isinstance(value, bytes)),
+    timedelta: _checked(lambda value: timedelta(seconds=value), _duration.accepts),
+    Path: _checked(Path, lambda value: isinstance(value, str)),
+}
+
+
+def _brief(value: Any, length: int = 80) -> str:
+    """Show a value of any size in one short line."""
+    if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return repr(value)
+    if isinstance(value, str):
+        return ascii(value[:length])
+    return f"a {type(value).__name__}"
