@@ -16,17 +16,10 @@ from _rescale_net import BATCH, LEARNING_RATE, MOMENTUM, Data, StepLog, make_net
 from torch.distributed import TCPStore
 from torch.nn.functional import cross_entropy
 
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.terms import (
-    Membership,
-    Notice,
-    Paused,
-    Ready,
-    Regroup,
-    Regrouped,
-    SessionOptions,
-    Stranded,
-)
+from freetrain_parsl.training.terms import Membership, Notice, Paused, Regroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,7 +139,7 @@ class Crew:
         for worker, membership in zip(self.members, self._places(size), strict=True):
             worker.channel.send(membership)
 
-    def resize(self, size: int) -> list[Regrouped]:
+    def resize(self, size: int) -> list[Joined]:
         """Grow, or shrink by the last members, in place; return what the members report."""
         stay, leave = self.members[:size], self.members[size:]
         newcomers = self._take_idle(size - len(stay))
@@ -160,7 +153,7 @@ class Crew:
         self._idle += leave
         return reports
 
-    def lose(self, lost: Worker, timeout: float | None) -> list[Regrouped]:
+    def lose(self, lost: Worker, timeout: float | None) -> list[Joined]:
         """Regroup the others of a member that is gone: once one of them is stranded, or else after a time-out."""
         others = [worker for worker in self.members if worker is not lost]
         if timeout is not None:
@@ -175,7 +168,7 @@ class Crew:
         channels = [worker.channel for worker in workers]
         deadline = time.monotonic() + _PATIENCE
         while ready := wait(channels, max(0.0, deadline - time.monotonic())):
-            if any(isinstance(channel.recv(), Stranded) for channel in ready):
+            if any(isinstance(channel.recv(), GroupFailed) for channel in ready):
                 return
         raise TimeoutError("no member noticed the loss of another")
 
@@ -193,13 +186,13 @@ class Crew:
         taken, self._idle = self._idle[:count], self._idle[count:]
         return taken
 
-    def _regroup(self, members: list[Worker], leave: Sequence[Worker], *, abort: bool) -> list[Regrouped]:
+    def _regroup(self, members: list[Worker], leave: Sequence[Worker], *, abort: bool) -> list[Joined]:
         for worker, membership in zip(members, self._places(len(members)), strict=True):
             worker.channel.send(Regroup(membership, abort=abort))
         for worker in leave:
             worker.channel.send(Regroup(None))
         self.members = members
-        return [worker.await_report(Regrouped) for worker in members]
+        return [worker.await_report(Joined) for worker in members]
 
     def _places(self, size: int) -> list[Membership]:
         self._generation += 1

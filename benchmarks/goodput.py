@@ -117,7 +117,7 @@ def measure(options: argparse.Namespace, windows: Sequence[Window], directory: P
         "blocks": run.blocks_requested,
         "rescales": sum(training.rescales for training in run.trainings.values()),
         "resumes_from_checkpoint": sum(training.resumes for training in run.trainings.values()),
-        "fragments_lost": sum(fragment.lost for fragment in run.fragments),
+        "fragments_lost": sum(fragment.failure for fragment in run.fragments),
         "samples": samples,
         "samples_lost": sum(told.get("samples_lost", 0) for told in progress),
         "duplicate_samples": sum(told.get("duplicate_samples", 0) for told in progress),

@@ -163,13 +163,13 @@ def test_edited_code_has_another_name_that_tells_the_same_call() -> None:
 
 def test_a_name_of_ones_own_stays_and_the_code_is_told_beside_it() -> None:
     request = called(train, name="mine")
-    assert (request.name, request.call) == ("mine", "")
-    assert request.code == called(train, lr=0.1).code
+    assert (request.name, request.options.call) == ("mine", "")
+    assert request.options.code == called(train, lr=0.1).options.code
 
 
 def test_what_to_do_on_a_change_of_code_is_one_of_three() -> None:
-    assert training_app(train).request("t").on_code_change == "refuse"
-    assert training_app(train).options(on_code_change="resume").request("t").on_code_change == "resume"
+    assert training_app(train).request("t").options.on_code_change == "refuse"
+    assert training_app(train).options(on_code_change="resume").request("t").options.on_code_change == "resume"
     with pytest.raises(InvalidTrainer, match="on_code_change is 'yes'; it is one of 'refuse', 'resume', 'restart'"):
         training_app(train).options(on_code_change="yes")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.protocol.codec import type_name
+from freetrain_parsl.protocol.journal import record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +54,11 @@ class Entry:
     kind: str
     subject: str
     detail: dict[str, Any]
+
+    @property
+    def record(self) -> Record | None:
+        """The entry as it was written; ``None`` if it is of a kind that this version does not know."""
+        return record_of(self.kind, self.subject, self.detail)
 
 
 class Journal:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.protocol.fields import Duration, Limit, is_name
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     Decode = Callable[[Any], Any]
+
+_T = TypeVar("_T")
 
 __all__ = ["VERSION", "Envelope", "ProtocolError", "by_type", "decode", "encode", "type_name"]
 
@@ -63,7 +65,7 @@ def type_name(kind: type) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in kind.__name__).lstrip("_")
 
 
-def by_type(*kinds: type) -> Mapping[str, type]:
+def by_type(*kinds: type[_T]) -> Mapping[str, type[_T]]:
     """Index message classes by their name on the wire."""
     return {type_name(kind): kind for kind in kinds}
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from freetrain_parsl.protocol.codec import by_type
+
 __all__ = [
+    "KINDS",
     "Assign",
     "BlockEnded",
     "BlockReleased",
@@ -44,6 +48,7 @@ __all__ = [
     "TrainingTriesAgain",
     "TrainingWaits",
     "Windows",
+    "record_of",
 ]
 
 
@@ -296,7 +301,7 @@ class FragmentEnded(Record):
     generation: int
     nodes: list[str]
     failure: bool
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -363,3 +368,15 @@ class TrainingFailed(Record):
     """It ended with an error."""
 
     error: str
+
+
+KINDS: Mapping[str, type[Record]] = by_type(*Record.__subclasses__())
+"""Kind in the journal -> class."""
+
+
+def record_of(kind: str, subject: str, detail: Mapping[str, Any]) -> Record | None:
+    """Return a record as it was written; ``None`` if this version does not know it."""
+    try:
+        return KINDS[kind](subject, **detail)
+    except (KeyError, TypeError):
+        return None

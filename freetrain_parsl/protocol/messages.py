@@ -7,10 +7,10 @@ Parsl's serialisation, with the same trust as HTEX's own tasks and results; noth
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from freetrain_parsl.protocol.codec import by_type
-from freetrain_parsl.protocol.fields import Count, Duration, Integer, Name, Names, Text, Time
+from freetrain_parsl.protocol.fields import Count, Duration, Integer, Limit, Name, Names, Text, Time
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import Report, RunEnd
 
@@ -39,6 +39,9 @@ __all__ = [
     "ToSlot",
     "Welcome",
 ]
+
+Keys: TypeAlias = Annotated[tuple[Text, ...], Limit(lambda value: isinstance(value, list) and len(value) > 0)]
+"""One or more."""
 
 # ── both ways ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,7 +195,7 @@ class StoreRequest:
     group: Name
     request: Count
     operation: Literal["set", "get", "add", "check", "delete"]
-    keys: tuple[Text, ...]
+    keys: Keys
     timeout: Duration
     amount: Integer = 0
     payload: bytes = b""

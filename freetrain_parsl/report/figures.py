@@ -57,7 +57,7 @@ def run_figures(
         "fragments": len(run.fragments),
         "rescales": sum(training.rescales for training in trainings),
         "resumes_from_checkpoint": sum(training.resumes for training in trainings),
-        "fragments_lost": sum(fragment.lost for fragment in run.fragments),
+        "fragments_lost": sum(fragment.failure for fragment in run.fragments),
         "checkpoints": len(run.checkpoints),
         "blocks": run.blocks_requested,
         "elapsed_seconds": usage["elapsed"],

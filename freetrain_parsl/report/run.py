@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.journal import Entry, read_journal, read_progress
+from freetrain_parsl.executor.journal import read_journal, read_progress
+from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +22,8 @@ class Fragment:
     nodes: tuple[str, ...]
     start: float
     end: float | None = None
-    lost: bool = False
-    """It ended because a member was lost, not by a pause."""
+    failure: bool = False
+    """It ended because a member failed, not by a pause."""
     resumed_from: int | None = None
     """Step of the checkpoint that it started from."""
     in_place: bool = False
@@ -40,7 +41,7 @@ class TrainingState:
     state
         ``waiting``, ``running``, ``finished``, ``failed`` or ``cancelled``.
     progress
-        Its last progress report; see ``training.terms.Progress``.
+        Its last progress report; see ``protocol.reports.Progress``.
     error
         Why it failed.
     """
@@ -148,9 +149,10 @@ class RunState:
         if self._journal.exists():
             for number, entry in read_journal(self._journal, self._read):
                 self._read = number
-                take = getattr(self, f"_on_{entry.kind}", None)
-                if take is not None:
-                    take(entry)
+                if (training := self.trainings.get(entry.subject)) is not None:
+                    self._on_training_record(training, entry.time, entry.record)
+                else:
+                    self._on_other_record(entry.time, entry.record)
             for name, progress in read_progress(self._journal).items():
                 if name in self.trainings:
                     self.trainings[name].progress = progress
@@ -161,83 +163,70 @@ class RunState:
         """How many trainings have finished."""
         return sum(training.state == "finished" for training in self.trainings.values())
 
-    def _on_training_submitted(self, entry: Entry) -> None:
-        detail = entry.detail
-        self.trainings[entry.subject] = TrainingState(
-            entry.subject, detail["min_nodes"], detail["max_nodes"], entry.time
-        )
+    def _on_other_record(self, time: float, entry: record.Record | None) -> None:
+        match entry:
+            case record.TrainingSubmitted(subject=name):
+                self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
+            case record.Windows():
+                self.windows = entry.windows
+            case record.BlockRequested():
+                self.blocks_requested += 1
+            case record.BlockEnded():
+                self.blocks_ended.append(entry.reason)
+            case record.StartsFailed():
+                failed = FailedStarts(entry.count, entry.most, entry.next_attempt, entry.reason)
+                self.failed_starts = failed if entry.count else None
+            case record.Decision():
+                self.solve_seconds.append(entry.seconds)
+                self.solves_proven += entry.proven
 
-    def _on_fragment_started(self, entry: Entry) -> None:
-        training = self.trainings[entry.subject]
-        nodes = tuple(entry.detail["nodes"])
-        before = self._last_fragment(entry.subject)
-        training.rescales += before is not None and before.nodes != nodes
-        training.state, training.nodes = "running", nodes
-        training.fragments += 1
-        in_place, paused = entry.detail.get("in_place", False), entry.detail.get("paused", 0.0)
-        self.fragments.append(Fragment(entry.subject, nodes, entry.time, in_place=in_place, paused=paused))
+    def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
+        match entry:
+            case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded() | record.Checkpoint():
+                self._on_fragment_record(training, time, entry)
+            case record.CodeChanged():
+                training.code_note = entry.note
+            case record.TrainingWaits():
+                training.waits_for, training.next_attempt = entry.reason, entry.until
+            case record.TrainingTriesAgain():
+                training.waits_for = ""
+            case record.TrainingStalled():
+                training.stalled = entry.reason
+            case record.TrainingFinished():
+                training.state, training.ended, training.trained = "finished", time, entry.trained
+            case record.TrainingFailed():
+                training.state, training.ended, training.error = "failed", time, entry.error
+            case record.TrainingCancelled():
+                training.state, training.ended = "cancelled", time
 
-    def _on_fragment_ended(self, entry: Entry) -> None:
-        fragment = self._last_fragment(entry.subject)
-        if fragment is not None:
-            fragment.end, fragment.lost = entry.time, entry.detail["failure"]
-        training = self.trainings[entry.subject]
-        training.nodes = ()
-        if training.state == "running":
-            training.state = "waiting"
-
-    def _on_code_changed(self, entry: Entry) -> None:
-        self.trainings[entry.subject].code_note = entry.detail["note"]
-
-    def _on_training_waits(self, entry: Entry) -> None:
-        training = self.trainings[entry.subject]
-        training.waits_for, training.next_attempt = entry.detail["reason"], entry.detail["until"]
-
-    def _on_training_tries_again(self, entry: Entry) -> None:
-        self.trainings[entry.subject].waits_for = ""
-
-    def _on_fragment_resumed(self, entry: Entry) -> None:
-        fragment = self._last_fragment(entry.subject)
-        if fragment is not None:
-            fragment.resumed_from = entry.detail["step"]
-            self.trainings[entry.subject].resumes += 1
-
-    def _on_training_stalled(self, entry: Entry) -> None:
-        self.trainings[entry.subject].stalled = entry.detail["reason"]
-
-    def _on_checkpoint(self, entry: Entry) -> None:
-        self.trainings[entry.subject].checkpoints += 1
-        self.checkpoints.append((entry.time, entry.subject))
-
-    def _on_training_finished(self, entry: Entry) -> None:
-        training = self.trainings[entry.subject]
-        training.state, training.ended = "finished", entry.time
-        training.trained = entry.detail.get("trained", True)
-
-    def _on_training_failed(self, entry: Entry) -> None:
-        training = self.trainings[entry.subject]
-        training.state, training.ended, training.error = "failed", entry.time, entry.detail["error"]
-
-    def _on_training_cancelled(self, entry: Entry) -> None:
-        training = self.trainings[entry.subject]
-        training.state, training.ended = "cancelled", entry.time
-
-    def _on_windows(self, entry: Entry) -> None:
-        self.windows = entry.detail["windows"]
-
-    def _on_block_requested(self, entry: Entry) -> None:  # noqa: ARG002 - all handlers are called alike
-        self.blocks_requested += 1
-
-    def _on_block_ended(self, entry: Entry) -> None:
-        self.blocks_ended.append(entry.detail["reason"])
-
-    def _on_starts_failed(self, entry: Entry) -> None:
-        detail = entry.detail
-        self.failed_starts = FailedStarts(**detail) if detail["count"] else None
-
-    def _on_decision(self, entry: Entry) -> None:
-        self.solve_seconds.append(entry.detail["seconds"])
-        self.solves_proven += entry.detail["proven"]
+    def _on_fragment_record(
+        self,
+        training: TrainingState,
+        time: float,
+        entry: record.FragmentStarted | record.FragmentResumed | record.FragmentEnded | record.Checkpoint,
+    ) -> None:
+        last = self._last_fragment(training.name)
+        match entry:
+            case record.FragmentStarted():
+                nodes = tuple(entry.nodes)
+                training.rescales += last is not None and last.nodes != nodes
+                training.state, training.nodes = "running", nodes
+                training.fragments += 1
+                fragment = Fragment(training.name, nodes, time, in_place=entry.in_place, paused=entry.paused)
+                self.fragments.append(fragment)
+            case record.FragmentResumed():
+                if last is not None:
+                    last.resumed_from = entry.step
+                    training.resumes += 1
+            case record.FragmentEnded():
+                if last is not None:
+                    last.end, last.failure = time, entry.failure
+                training.nodes = ()
+                if training.state == "running":
+                    training.state = "waiting"
+            case record.Checkpoint():
+                training.checkpoints += 1
+                self.checkpoints.append((time, training.name))
 
     def _last_fragment(self, training: str) -> Fragment | None:
         return next((f for f in reversed(self.fragments) if f.training == training), None)

@@ -29,8 +29,6 @@ from freetrain_parsl.training.state import Stateful, TrainingState
 from freetrain_parsl.training.stepper import Stepper
 
 if TYPE_CHECKING:
-    from freetrain_parsl.protocol.options import SessionOptions
-    from freetrain_parsl.training.terms import Clock, Notice
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
@@ -38,9 +36,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.members import Members
     from freetrain_parsl.training.membership import Group
     from freetrain_parsl.training.order import Batch, Order, Piece
+    from freetrain_parsl.training.terms import Clock, Notice
 
 logger = logging.getLogger(__name__)
 

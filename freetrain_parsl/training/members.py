@@ -14,10 +14,11 @@ from freetrain_parsl.training.membership import Group, join
 from freetrain_parsl.training.transfer import pass_on
 
 if TYPE_CHECKING:
-    from freetrain_parsl.training.terms import Membership, Notice, Regroup
     from collections.abc import Callable
 
     from torch._C._distributed_c10d import Store
+
+    from freetrain_parsl.training.terms import Membership, Notice, Regroup
 
 logger = logging.getLogger(__name__)
 

@@ -55,8 +55,8 @@ trainings:
     assert (read.name, training.name) == ("one", "first")
     assert training.arguments == {"lr": 0.001, "epochs": 7}
     assert (request.min_nodes, request.max_nodes, request.priority) == (2, 4, 2.5)
-    assert (request.epochs, request.samples, request.seed) == (7, 1400, 3)
-    assert (request.scaling(4), request.checkpoint_interval, request.costs.up) == (30, timedelta(minutes=2), 4)
+    assert (request.options.epochs, request.samples, request.options.seed) == (7, 1400, 3)
+    assert (request.scaling(4), request.options.checkpoint_interval, request.costs.up) == (30, timedelta(minutes=2), 4)
     assert read.import_paths == (HERE,)
     assert read.variables == {"N": "7"}
 
@@ -82,7 +82,7 @@ trainings:
         ("slow_app-lr0.001-epochs2-1", 0.001, 2),
         ("slow_app-lr0.001-epochs3-1", 0.001, 3),
     ]
-    assert [item.app.request(item.name).seed for item in read.trainings[:2]] == [10, 11]
+    assert [item.app.request(item.name).options.seed for item in read.trainings[:2]] == [10, 11]
     assert all(item.arguments["fail"] is False for item in read.trainings)
 
 

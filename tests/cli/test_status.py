@@ -16,6 +16,7 @@ from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.explain import runs_here
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.protocol.journal import StartsFailed
 
 FACTS = {
     "name": "sweep",
@@ -141,7 +142,7 @@ def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> Non
         "next_attempt": time.time() + 3600,
         "reason": "block 7 (job 9) failed; exit code 1",
     }
-    journal.write(1.0, "starts_failed", "", **detail)
+    journal.write(1.0, StartsFailed("", **detail))
     journal.commit()
     driver = store.begin_driver(*own_identity())
     store.describe_driver(driver, "freetrain.x.", journal.path)
@@ -151,7 +152,7 @@ def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> Non
     (note,) = runs_here()
     assert note.startswith(f"freetrain-run-1: {sentence}")
     assert note.endswith("exit code 1")
-    journal.write(2.0, "starts_failed", "", count=0, most=5, next_attempt=None, reason="")
+    journal.write(2.0, StartsFailed("", 0, 5, None, ""))
     journal.commit()
     assert "attempts" not in freetrain("status").stdout
     assert list(runs_here()) == []

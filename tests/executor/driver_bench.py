@@ -5,22 +5,31 @@ from __future__ import annotations
 import queue
 import time
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.batch.submitter import BatchDesk
-from freetrain_parsl.executor.control.loop import Driver, SlotTaskEnded
+from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
-from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.control.slot_server import Channel, SlotServer
+from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.training.terms import Progress
+from freetrain_parsl.protocol.messages import (
+    DriverHeartbeat,
+    Hello,
+    RunEnded,
+    RunReport,
+    SlotHeartbeat,
+    StartRun,
+    ToSlot,
+)
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import PauseReason, Progress, Report, RunFinished, RunPaused
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 
 if TYPE_CHECKING:
@@ -88,40 +97,46 @@ class FakeSlot:
     """Speaks the slot's side of the protocol as the test says, and beats by itself."""
 
     def __init__(self, bench: DriverBench, node: str, token: str) -> None:
-        self.inbox: queue.Queue[Message] = queue.Queue()
+        self.inbox: queue.Queue[ToSlot] = queue.Queue()
         self.lost = False
-        self.run, self.trainer = 0, ""
+        self.run, self.training = 0, ""
         self.node, self.token, self._bench = node, token, bench
         block = next(block for block, job in bench.source.blocks.items() if node in bench.source.jobs[job].nodes)
         self.channel = Channel(
             ("127.0.0.1",), bench.server.port, None, f"{node}/0/{token}",
-            handle=self._handle, on_lost=self._lose, beat=0.2, silence=bench.silence,
+            handle=self._handle, on_lost=self._lose, heartbeat=self._heartbeat, beat=0.2, silence=bench.silence,
         )  # fmt: skip
         self.channel.start()
-        self.tell("hello", token=token, node=node, block=block, pid=0)
+        self.channel.send(Hello(token, node, block, 0))
 
     def _lose(self) -> None:
         self.lost = True
 
-    def _handle(self, message: Message) -> None:
-        if message.type == "run":
-            self.run, self.trainer = message["run"], message["trainer"]
-        if message.type != "beat":
+    def _heartbeat(self) -> SlotHeartbeat:
+        return SlotHeartbeat(run=self.run or None)
+
+    def _handle(self, message: ToSlot) -> None:
+        if isinstance(message, StartRun):
+            self.run, self.training = message.run, message.training
+        if not isinstance(message, DriverHeartbeat):
             self.inbox.put(message)
 
-    def tell(self, kind: str, payload: bytes = b"", **header: Any) -> None:
-        if self.run:
-            header = {"run": self.run, "trainer": self.trainer, **header}
-        self.channel.send(Message(kind, header, payload))
+    def report(self, report: Report) -> None:
+        self.channel.send(RunReport(self.training, self.run, report))
 
     def progress(self, step: int, **changes: Any) -> None:
         """Report progress of the training that it runs."""
-        report = Progress(**{"step": step, "samples": 16 * step, "samples_total": 1000, **changes})
-        self.tell("progress", progress=asdict(report))
+        self.report(Progress(**{"step": step, "samples": 16 * step, "samples_total": 1000, **changes}))
 
     def finish(self, value: object) -> None:
         """End the run with a result."""
-        self.tell("ended", serialize(value), outcome="finished")
+        run, self.run = self.run, 0
+        self.channel.send(RunEnded(self.training, run, RunFinished(Progress()), serialize(value)))
+
+    def pause(self) -> None:
+        """End the run with a saved state."""
+        run, self.run = self.run, 0
+        self.channel.send(RunEnded(self.training, run, RunPaused(PauseReason.REQUESTED)))
 
     def die(self) -> None:
         """End like a process that was killed, which HTEX tells."""
@@ -129,12 +144,12 @@ class FakeSlot:
         self._bench.slots.remove(self)
         self._bench.driver.post(SlotTaskEnded(self.token, RuntimeError("killed")))
 
-    def get(self, kind: str, limit: float = 60.0) -> Message:
-        """Return the next message of a kind; earlier ones of other kinds are dropped."""
+    def get(self, kind: type, limit: float = 60.0) -> Any:
+        """Return the next message of a class; earlier ones of others are dropped."""
         end = time.monotonic() + limit
         while True:
             message = self.inbox.get(timeout=max(0.0, end - time.monotonic()))
-            if message.type == kind:
+            if isinstance(message, kind):
                 return message
 
 
@@ -148,9 +163,9 @@ def a_driver(
     silence: float = 3.0,
     submit_slot: Callable[[str], None] = str,
     fail_all: Callable[[Exception], None] = str,
-) -> Driver:
+) -> ControlLoop:
     """Make a driver with a journal in `directory`."""
-    return Driver(
+    return ControlLoop(
         policy=resolve_policy("milp"),
         planner_settings=PlannerSettings(
             startup=1, min_useful=1, closing_margin=1, max_walltime=600, idle_timeout=2, settle=0.2
@@ -158,7 +173,9 @@ def a_driver(
         server=server,
         desk=desk,
         journal=Journal(directory / "journal.sqlite"),
-        training_settings=TrainingSettings(directory / "checkpoints", costs=RescaleCosts(1, 1, 1)),
+        training_settings=TrainingSettings(
+            SessionOptions("bench", directory / "checkpoints"), costs=RescaleCosts(1, 1, 1)
+        ),
         slots_per_node=1,
         outdated=5.0,
         silence=silence,
@@ -215,7 +232,7 @@ class DriverBench:
         """Submit a training; what it would run does not matter here."""
         future: Future[Any] = Future()
         self.futures.append(future)
-        request = TrainingRequest(name, min_nodes, max_nodes, ScalingCurve.of(None))
+        request = TrainingRequest(SessionOptions(name), min_nodes, max_nodes, ScalingCurve.of(None))
         self.driver.post(Training(request, b"", future))
         return future
 

@@ -1,24 +1,37 @@
-"""A conductor whose slots are only names: the tests say what they say, and read what it answers."""
+"""A training manager whose slots are only names: the tests send their messages, and read what it answers."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.conductor import Conductor
-from freetrain_parsl.executor.journal import Entry, Journal, read_journal
-from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+from freetrain_parsl.executor.control.training.machine import Limits
+from freetrain_parsl.executor.control.training_manager import TrainingManager
+from freetrain_parsl.executor.journal import Entry, Journal, read_journal
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.planning.scaling import ScalingCurve
-from freetrain_parsl.training.terms import Progress
+from freetrain_parsl.protocol.messages import (
+    ChangeGroup,
+    PauseRun,
+    RunEnded,
+    RunReport,
+    StartRun,
+    StoreReply,
+    StoreRequest,
+    ToSlot,
+)
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import GroupFailed, Joined, Progress, Ready, Report, RunEnd
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.planning import events as ev
+
+_SESSION = {item.name for item in fields(SessionOptions)}
 
 
 class Stage:
@@ -26,14 +39,14 @@ class Stage:
 
     def __init__(self, directory: Path, *, slots_per_node: int = 1) -> None:
         self.now = 0.0
-        self.sent: list[tuple[str, Message]] = []
+        self.sent: list[tuple[str, ToSlot]] = []
         self.killed: list[str] = []
         self.aside: list[str] = []
         self.events: list[ev.Event] = []
         self.runs: dict[str, int] = {}
         """Slot -> the number of its run."""
-        self.orders: dict[str, Message] = {}
-        """Slot -> the last order to regroup that it got."""
+        self.changes: dict[str, ChangeGroup] = {}
+        """Slot -> the last command to change the group that it got."""
         self.roster = Roster(slots_per_node)
         for node in range(4):
             for letter in "abc"[:slots_per_node] if slots_per_node > 1 else ("",):
@@ -41,24 +54,26 @@ class Stage:
                 self.roster.slots[slot.name] = slot
                 self.roster.completes(slot)
         self.journal = Journal(directory / "journal.sqlite")
-        self.conductor = Conductor(
-            TrainingSettings(directory, costs=RescaleCosts(2, 2, 2), max_restarts=1),
+        self.manager = TrainingManager(
+            TrainingSettings(
+                SessionOptions("stage", directory), costs=RescaleCosts(2, 2, 2), limits=Limits(max_restarts=1)
+            ),
             roster=self.roster,
             send=self._send,
             kill=self._kill,
             set_aside=lambda slot, _reason: self.aside.append(slot.name),
-            emit=self.events.append,
+            inform=self.events.append,
             journal=self.journal,
             clock=lambda: self.now,
         )
 
-    def _send(self, slot: str, message: Message) -> None:
+    def _send(self, slot: str, message: ToSlot) -> None:
         self.sent.append((slot, message))
-        if message.type == "run":
-            self.runs[slot] = message["run"]
-        elif message.type == "regroup":
-            assert message["run"] == self.runs[slot]
-            self.orders[slot] = message
+        if isinstance(message, StartRun):
+            self.runs[slot] = message.run
+        elif isinstance(message, ChangeGroup):
+            assert message.run == self.runs[slot]
+            self.changes[slot] = message
 
     def _kill(self, slot: Slot, reason: str) -> None:
         self.killed.append(slot.name)
@@ -69,70 +84,77 @@ class Stage:
     def submit(self, name: str = "t", **options: Any) -> Future[Any]:
         """Submit a training."""
         future: Future[Any] = Future()
+        session = {key: options.pop(key) for key in list(options) if key in _SESSION}
         request = TrainingRequest(
-            name, **{"min_nodes": 1, "max_nodes": 4, "scaling": ScalingCurve.default(), **options}
+            SessionOptions(name, **session),
+            **{"min_nodes": 1, "max_nodes": 4, "scaling": ScalingCurve.default(), **options},
         )
-        self.conductor.submit(Training(request, b"function", future))
+        self.manager.submit(Training(request, b"function", future))
         return future
 
     def running(self, *nodes: str, in_place: bool = True, step: int = 1, **options: Any) -> Future[Any]:
         """Submit a training that runs on these nodes and has reported."""
         future = self.submit(**options)
         sent = self.on(*nodes)
-        assert {message.type for _, message in sent} == {"run"}
+        assert {type(message) for _, message in sent} == {StartRun}
         self.progress(sent[0][0], step=step, in_place=in_place)
         return future
 
-    def on(self, *nodes: str, name: str = "t") -> list[tuple[str, Message]]:
+    def on(self, *nodes: str, name: str = "t") -> list[tuple[str, ToSlot]]:
         """Assign and converge; what was said in this turn."""
-        self.conductor.assign(name, frozenset(nodes))
+        self.manager.assign(name, frozenset(nodes))
         return self.turn()
 
-    def turn(self) -> list[tuple[str, Message]]:
+    def turn(self) -> list[tuple[str, ToSlot]]:
         """Converge; what was said in this turn."""
         self.sent.clear()
-        self.conductor.converge()
+        self.manager.advance()
         return list(self.sent)
 
     # The slots.
 
-    def says(self, slot: str, kind: str, **header: Any) -> None:
-        """Let a slot say something about its run."""
-        message = Message(kind, {"trainer": "t", "run": self.runs[slot], **header})
-        getattr(self.conductor, f"on_{kind}")(self.roster.slots[slot], message)
+    def reports(self, slot: str, report: Report, run: int | None = None) -> None:
+        """Let a slot's run report something."""
+        self.manager.on_report(self.roster.slots[slot], RunReport("t", run or self.runs[slot], report))
+
+    def ready(self, slot: str) -> None:
+        """Let a newcomer be ready to join."""
+        self.reports(slot, Ready())
 
     def progress(self, slot: str, run: int | None = None, **changes: Any) -> None:
         """Let a first member report its progress."""
-        message = Message(
-            "progress", {"trainer": "t", "run": run or self.runs[slot], "progress": self.report(**changes)}
-        )
-        self.conductor.on_progress(self.roster.slots[slot], message)
+        self.reports(slot, self.report(**changes), run)
 
-    def regrouped(self, *slots: str, paused: float = 0.0) -> None:
-        """Let slots go on in the group that they were ordered into."""
+    def joins(self, *slots: str, paused: float = 0.0) -> None:
+        """Let slots train in the group that they were commanded into."""
         for slot in slots:
-            self.says(slot, "regrouped", generation=self.orders[slot]["next"], paused=paused, transferred=0.0)
+            self.reports(slot, Joined(self.changes[slot].generation, paused, 0.0))
 
     def recover(self, *slots: str) -> None:
-        """Let the survivors of a loss get their order and carry it out."""
+        """Let the survivors of a loss get their command and carry it out."""
         self.now += 0.2
         self.turn()
-        self.regrouped(*slots)
+        self.joins(*slots)
 
-    def stranded(self, slot: str, generation: int | None = None) -> None:
+    def group_fails(
+        self,
+        slot: str,
+        generation: int | None = None,
+        reason: str = "connection closed",
+        unreachable: tuple[tuple[int, int], ...] = (),
+    ) -> None:
         """Let a slot's collective fail."""
-        self.says(slot, "stranded", generation=generation or self.generation, reason="connection closed")
+        self.reports(slot, GroupFailed(generation or self.generation, reason, unreachable))
 
-    def ended(self, slot: str, outcome: str, payload: bytes = b"", **header: Any) -> None:
+    def ends(self, slot: str, end: RunEnd, payload: bytes = b"") -> None:
         """Let a slot's run end."""
-        message = Message("ended", {"trainer": "t", "run": self.runs[slot], "outcome": outcome, **header}, payload)
-        self.conductor.on_ended(self.roster.slots[slot], message)
+        self.manager.on_run_ended(self.roster.slots[slot], RunEnded("t", self.runs[slot], end, payload))
 
     def lose(self, slot: str, reason: str = "gone", *, crash: bool = True) -> None:
         """Lose a slot."""
         lost = self.roster.slots.pop(slot)
         self.roster.incomplete(lost)
-        self.conductor.on_lost(lost, reason, crash=crash)
+        self.manager.on_lost(lost, reason, crash=crash)
 
     def beats(self, *slots: str) -> None:
         """Let slots give signs of life."""
@@ -141,27 +163,28 @@ class Stage:
 
     def waits(self, slot: str, seconds: float) -> None:
         """Let a slot tell how long it has waited for the others."""
-        self.conductor.on_beat(self.roster.slots[slot], seconds)
+        self.manager.on_heartbeat(self.roster.slots[slot], seconds)
 
-    def kv(self, slot: str, **header: Any) -> None:
+    def calls_store(self, slot: str, group: str, operation: str, *, timeout: float = 1.0, value: bytes = b"") -> None:
         """Let a slot use a rendezvous store."""
-        self.conductor.rendezvous.handle(slot, Message("kv", header), self.now)
+        request = StoreRequest(group, 1, operation, ("x",), timeout, payload=value)  # type: ignore[arg-type]
+        self.manager.rendezvous.handle(slot, request, self.now)
 
     @staticmethod
-    def report(**changes: Any) -> dict[str, Any]:
+    def report(**changes: Any) -> Progress:
         """Make a progress report."""
-        return asdict(Progress(**{"step": 1, "samples": 16, "samples_total": 100, **changes}))
+        return Progress(**{"step": 1, "samples": 16, "samples_total": 100, **changes})
 
     # What came of it.
 
-    def order(self, slot: str) -> tuple[int | None, int, bool]:
-        """Rank, size and abort of the last order that a slot got."""
-        order = self.orders[slot]
-        return order["rank"], order["world_size"], order["abort"]
+    def place(self, slot: str) -> tuple[int | None, int, bool]:
+        """Rank, size and abort of the last command to change the group that a slot got."""
+        change = self.changes[slot]
+        return (None, 0, change.abort) if change.place is None else (change.place.rank, change.place.size, change.abort)
 
     def group(self, slot: str) -> str:
-        """Name the rendezvous store of the group that a slot was ordered into."""
-        return f"t/{self.orders[slot]['next']}"
+        """Name the rendezvous store of the group that a slot was commanded into."""
+        return f"t/{self.changes[slot].generation}"
 
     @property
     def generation(self) -> int:
@@ -179,6 +202,9 @@ class Stage:
         return list(read_journal(self.journal.path))
 
 
-def kinds(sent: list[tuple[str, Message]]) -> list[tuple[str, str]]:
-    """Say who was told what kind of thing."""
-    return [(slot, message.type) for slot, message in sent]
+def kinds(sent: list[tuple[str, ToSlot]]) -> list[tuple[str, str]]:
+    """Return who was sent what kind of message."""
+    return [(slot, _KINDS[type(message)]) for slot, message in sent]
+
+
+_KINDS = {StartRun: "run", ChangeGroup: "change", PauseRun: "pause", StoreReply: "reply"}

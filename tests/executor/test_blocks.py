@@ -12,7 +12,13 @@ import pytest
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
 from freetrain_parsl.executor.batch.providers import BlockSpec
-from freetrain_parsl.executor.batch.submitter import BatchDesk, BatchSystemEnded, BlockRefused, BlockSubmitted, DeskClosed
+from freetrain_parsl.executor.batch.submitter import (
+    BatchDesk,
+    BatchSystemEnded,
+    BlockRefused,
+    BlockSubmitted,
+    DeskClosed,
+)
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import pytest
 
 from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.control.loop import CancelTraining
+from freetrain_parsl.protocol.messages import PauseRun, StartRun
 from tests.executor.driver_bench import DriverBench, wait_for
 from tests.executor.scenario import make_app
 
@@ -22,18 +23,18 @@ def test_a_training_that_runs_is_paused_then_ends_and_its_node_goes_to_another(t
     with DriverBench(tmp_path) as bench:
         first, other, waiting = (bench.train(name) for name in ("first", "other", "waiting"))
         slots = [bench.slot(), bench.slot()]
-        runs = {slot.get("run")["trainer"]: slot for slot in slots}
+        runs = {slot.get(StartRun).training: slot for slot in slots}
         assert len(runs) == 2
         name, slot = next(iter(runs.items()))
         slot.progress(1)
         future = {"first": first, "other": other, "waiting": waiting}[name]
         bench.driver.post(CancelTraining(future))
-        slot.get("pause")
+        slot.get(PauseRun)
         assert not future.done(), "its state is not saved yet"
-        slot.tell("ended", outcome="paused", reason="told")
+        slot.pause()
         with pytest.raises(TrainingCancelled, match=name):
             future.result(60)
-        assert slot.get("run")["trainer"] not in runs
+        assert slot.get(StartRun).training not in runs
         kinds = [entry.kind for entry in bench.history() if entry.subject == name]
         assert "training_cancelled" in kinds
         assert "training_failed" not in kinds
@@ -51,10 +52,10 @@ def test_a_training_that_finishes_while_it_is_being_cancelled_keeps_its_result(t
     with DriverBench(tmp_path) as bench:
         future = bench.train("t")
         slot = bench.slot()
-        slot.get("run")
+        slot.get(StartRun)
         slot.progress(1)
         bench.driver.post(CancelTraining(future))
-        slot.get("pause")
+        slot.get(PauseRun)
         slot.finish("result")
         assert future.result(60) == "result"
 
@@ -63,9 +64,9 @@ def test_a_training_that_is_lost_while_it_is_being_cancelled_ends_too(tmp_path: 
     with DriverBench(tmp_path) as bench:
         future = bench.train("t")
         slot = bench.slot()
-        slot.get("run")
+        slot.get(StartRun)
         bench.driver.post(CancelTraining(future))
-        slot.get("pause")
+        slot.get(PauseRun)
         slot.die()
         with pytest.raises(TrainingCancelled):
             future.result(60)

@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,18 +19,31 @@ from parsl import curvezmq
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.batch.submitter import BatchDesk
-from freetrain_parsl.executor.control.loop import Driver, SlotTaskEnded
-from freetrain_parsl.executor.headers import TO_DRIVER
-from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.control.slot_server import Channel, SlotServer
+from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.plain_tasks import Task
+from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.control.training.machine import Limits
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.training.terms import PauseReason, Progress
+from freetrain_parsl.protocol.codec import VERSION, Envelope, encode
+from freetrain_parsl.protocol.messages import (
+    TO_DRIVER,
+    Hello,
+    RunEnded,
+    RunReport,
+    SlotHeartbeat,
+    StartRun,
+    StartTask,
+    TaskEnded,
+    ToSlot,
+)
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import PauseReason, Progress, RunFinished
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 
 if TYPE_CHECKING:
@@ -89,13 +102,15 @@ class _Site:
         planner = PlannerSettings(
             startup=0.1, min_useful=0.1, closing_margin=0.1, max_walltime=3600, idle_timeout=600, settle=0.01
         )
-        self.driver = Driver(
+        self.driver = ControlLoop(
             policy=resolve_policy("equal-share"),
             planner_settings=planner,
             server=self.server,
             desk=desk,
             journal=Journal(directory / "journal.sqlite"),
-            training_settings=TrainingSettings(directory, loss_timeout=2.0, max_restarts=1000),
+            training_settings=TrainingSettings(
+                SessionOptions("fuzz", directory), limits=Limits(peer_timeout=2.0, max_restarts=1000)
+            ),
             slots_per_node=2,
             outdated=10.0,
             silence=60.0,
@@ -109,7 +124,7 @@ class _Site:
 
     def train(self, name: str) -> Future[Any]:
         future: Future[Any] = Future()
-        request = TrainingRequest(name, 1, 1, ScalingCurve.default(), samples=1000)
+        request = TrainingRequest(SessionOptions(name), 1, 1, ScalingCurve.default(), samples=1000)
         self.driver.post(Training(request, b"function", future))
         return future
 
@@ -132,6 +147,8 @@ class _HonestSlot:
     def __init__(self, site: _Site, node: str, *, forgets: bool = False) -> None:
         self._site = site
         self._forgets = forgets
+        self._run: int | None = None
+        self._task: int | None = None
         self.token = f"honest-{next(site.numbers)}"
         self._channel = Channel(
             ["127.0.0.1"],
@@ -140,27 +157,31 @@ class _HonestSlot:
             f"{node}/{self.token}",
             handle=self._handle,
             on_lost=lambda: None,
-            condition=lambda: {"run": None, "task": None} if forgets else {},
+            heartbeat=self._heartbeat,
             beat=0.05,
             silence=60.0,
         )
         self._channel.start()
-        hello = {"token": self.token, "node": node, "block": site.source.blocks, "pid": 1}
-        self._channel.send(Message("hello", hello))
+        self._channel.send(Hello(self.token, node, site.source.blocks, 1))
 
-    def _handle(self, message: Message) -> None:
+    def _heartbeat(self) -> SlotHeartbeat:
+        return SlotHeartbeat(run=self._run, task=self._task)
+
+    def _handle(self, message: ToSlot) -> None:
         if self._forgets:
             return
-        if message.type == "task":
-            ended = {"task": message["task"], "outcome": "finished"}
-            self._channel.send(Message("task_ended", ended, serialize("done")))
-        elif message.type in ("run", "pause", "regroup"):
-            names = {"trainer": message["trainer"], "run": message["run"]}
-            if message.type == "run":
-                progress = asdict(Progress(step=1, samples=10, samples_total=1000))
-                self._channel.send(Message("progress", {**names, "progress": progress}))
-                payload = serialize("done") if message.header.get("rank") == 0 else b""
-                self._channel.send(Message("ended", {**names, "outcome": "finished"}, payload))
+        if isinstance(message, StartTask):
+            self._task = message.task
+            self._channel.send(TaskEnded(message.task, failed=False, payload=serialize("done")))
+            self._task = None
+        elif isinstance(message, StartRun):
+            self._run = message.run
+            progress = Progress(step=1, samples=10, samples_total=1000)
+            self._channel.send(RunReport(message.training, message.run, progress))
+            first = message.place is not None and message.place.rank == 0
+            payload = serialize("done") if first else b""
+            self._channel.send(RunEnded(message.training, message.run, RunFinished(progress), payload))
+            self._run = None
 
     def leave(self) -> None:
         self._channel.close(5)
@@ -179,8 +200,7 @@ class _HostilePeer:
         self._socket.setsockopt(zmq.IDENTITY, identity or f"{node}/{self.token}".encode())
         self._socket.connect(f"tcp://127.0.0.1:{site.server.port}")
         if joins:
-            hello = {"token": self.token, "node": node, "block": site.source.blocks, "pid": 1}
-            self.send(Message("hello", hello).frames())
+            self.send(encode(Envelope(Hello(self.token, node, site.source.blocks, 1))))
             assert self._socket.poll(20_000), "welcome"
 
     def send(self, frames: list[bytes]) -> None:
@@ -204,9 +224,7 @@ NUMBERS = st.one_of(
     st.floats(),
 )
 WORDS = st.one_of(
-    st.sampled_from(
-        ["t", "bad/1", "bad/2", "bad", "finished", "failed", "paused", "peer_lost", "", "x" * 2000, "\ud800", "\n"]
-    ),
+    st.sampled_from(["t", "bad/1", "bad/2", "bad", "progress", "ready", "run_paused", "", "x" * 2000, "\ud800", "\n"]),
     st.text(max_size=5),
     st.sampled_from([reason.value for reason in PauseReason]),
 )
@@ -215,23 +233,47 @@ ANYTHING = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
     max_leaves=6,
 )
-PLAUSIBLE: dict[str, Any] = {
-    "trainer": st.just("bad"),
-    "run": st.integers(0, 60),
-    "generation": st.integers(0, 60),
-    "task": st.integers(0, 10),
-    "outcome": st.sampled_from(["finished", "failed", "paused", "peer_lost"]),
-    "operation": st.sampled_from(["set", "get", "add", "check", "delete"]),
-    "group": st.integers(0, 60).map(lambda number: f"bad/{number}"),
-    "keys": st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=2),
-    "progress": st.builds(
-        lambda step, samples, in_place: asdict(Progress(step=step, samples=samples, in_place=in_place)),
-        st.integers(0, 9),
-        st.integers(0, 2000),
-        st.booleans(),
+RANKS = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=2)
+PROGRESS = st.builds(
+    lambda step, samples, in_place: {"type": "progress", "step": step, "samples": samples, "in_place": in_place},
+    st.integers(0, 9),
+    st.integers(0, 2000),
+    st.booleans(),
+)
+GENERATIONS = st.integers(0, 60)
+REPORTS = st.one_of(
+    PROGRESS,
+    st.just({"type": "ready"}),
+    st.builds(
+        lambda number, ranks: {"type": "group_failed", "generation": number, "reason": "x", "unreachable": ranks},
+        GENERATIONS,
+        RANKS,
     ),
+    st.builds(lambda n: {"type": "joined", "generation": n, "paused": 0.1, "transferred": 0}, GENERATIONS),
+)
+ENDS = st.one_of(
+    st.builds(lambda progress: {"type": "run_finished", "progress": progress}, PROGRESS),
+    st.builds(lambda reason: {"type": "run_paused", "reason": reason.value}, st.sampled_from(PauseReason)),
+    st.just({"type": "run_failed"}),
+    st.builds(
+        lambda number, ranks: {"type": "peers_failed", "generation": number, "reason": "x", "unreachable": ranks},
+        GENERATIONS,
+        RANKS,
+    ),
+    st.just({"type": "storage_failed", "reason": "full", "condition": "full"}),
+)
+PLAUSIBLE: dict[str, Any] = {
+    "v": st.just(VERSION),
+    "training": st.just("bad"),
+    "run": st.integers(0, 60),
+    "report": REPORTS,
+    "end": ENDS,
+    "task": st.integers(0, 10),
+    "failed": st.booleans(),
+    "operation": st.sampled_from(["set", "get", "add", "check", "delete"]),
+    "group": GENERATIONS.map(lambda number: f"bad/{number}"),
+    "keys": st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=2),
     "gone": st.booleans(),
-    "reason": WORDS,
     "n": st.integers(0, 3),
     "seen": st.integers(0, 10**6),
 }
@@ -242,7 +284,8 @@ def shaped(draw: st.DrawFn) -> list[bytes]:
     """Draw a message of a known type whose fields are mostly there and mostly plausible."""
     kind = draw(st.sampled_from(sorted(TO_DRIVER)))
     header: dict[str, Any] = {"type": kind}
-    for name in [*TO_DRIVER[kind], *draw(st.sampled_from([[], ["n"], ["seen"], ["n", "seen"]]))]:
+    names = [field.name for field in fields(TO_DRIVER[kind]) if field.name != "payload"]
+    for name in ["v", *names, *draw(st.sampled_from([[], ["n"], ["seen"], ["n", "seen"]]))]:
         how = draw(st.sampled_from(["plausible"] * 8 + ["anything", "missing"]))
         if how != "missing":
             header[name] = draw(ANYTHING if how == "anything" else PLAUSIBLE.get(name, st.integers(0, 9)))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.executor.batch.submitter import BatchDesk
 from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
-from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.control.slot_registry import Block
 from freetrain_parsl.planning.model import Window
+from freetrain_parsl.protocol.messages import Hello, SlotHeartbeat, StartRun, ToDriver
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
 from tests.executor.driver_bench import DriverBench, a_driver, wait_for
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from freetrain_parsl.executor.control.loop import Driver
+    from freetrain_parsl.executor.control.loop import ControlLoop
 
 STEPS = (-7200.0, -30.0, -5.0, 3.0, 20.0, 60.0, 7200.0)
 
@@ -104,7 +104,7 @@ def test_trainings_go_on_and_their_times_are_right_though_the_wall_clock_is_step
         futures = [bench.train("one"), bench.train("two")]
         slots = [bench.slot(), bench.slot()]
         for slot in slots:
-            slot.get("run")
+            slot.get(StartRun)
         wait_for(lambda: all(not block.releasing and block.started for block in bench.blocks()), "started blocks")
         for count, step in enumerate(steps, 1):
             bench.wall.lead += step
@@ -113,7 +113,7 @@ def test_trainings_go_on_and_their_times_are_right_though_the_wall_clock_is_step
             wait_for(lambda n=count: sum(e.kind == "clock_stepped" for e in bench.history()) == n, "the step's entry")
         slots[0].die()
         bench.entry("node_left")
-        bench.slot().get("run")
+        bench.slot().get(StartRun)
         bench.slots[-1].progress(len(steps) + 1)
         for slot in bench.slots:
             slot.finish("done")
@@ -133,9 +133,9 @@ class _LateServer:
 
     def __init__(self, hands: _Hands) -> None:
         self.hands = hands
-        self.batches: list[list[tuple[str, Message]]] = []
+        self.batches: list[list[tuple[str, ToDriver]]] = []
 
-    def receive(self, timeout: float) -> list[tuple[str, Message]]:
+    def receive(self, timeout: float) -> list[tuple[str, ToDriver]]:
         if self.batches:
             self.hands.pass_by(0.001)
             return self.batches.pop(0)
@@ -149,7 +149,7 @@ class _LateServer:
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Iterator[tuple[Driver, _LateServer, _Hands]]:
+def stopped(tmp_path: Path) -> Iterator[tuple[ControlLoop, _LateServer, _Hands]]:
     """Make a driver with slots a and b that the test turns."""
     hands = _Hands()
     server = _LateServer(hands)
@@ -166,15 +166,15 @@ class _RestlessDesk(BatchDesk):
         """Ask nothing anyway."""
 
 
-def hello(node: str) -> Message:
-    return Message("hello", {"token": node, "node": node, "block": "0", "pid": 0})
+def hello(node: str) -> Hello:
+    return Hello(node, node, "0", 0)
 
 
 def test_a_driver_that_was_stopped_hears_all_its_slots_before_it_judges_them(stopped) -> None:
     """They beat all the time; what they sent does not arrive in one piece when the process goes on."""
     driver, server, hands = stopped
     hands.pass_by(9)
-    server.batches += [[("a", Message("beat"))], [], [("b", Message("beat"))]]
+    server.batches += [[("a", SlotHeartbeat())], [], [("b", SlotHeartbeat())]]
     driver._turn()
     assert set(driver._roster.slots) == {"a", "b"}
 
@@ -189,7 +189,7 @@ def test_a_driver_that_was_stopped_between_hearing_and_judging_judges_by_what_it
 def test_a_slot_that_is_silent_while_the_driver_listens_is_lost(stopped) -> None:
     driver, server, _ = stopped
     for _ in range(20):
-        server.batches.append([("a", Message("beat"))])
+        server.batches.append([("a", SlotHeartbeat())])
         driver._turn()
         driver._turn()
     assert set(driver._roster.slots) == {"a"}

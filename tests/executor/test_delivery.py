@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from freetrain_parsl.protocol.codec import Envelope
 from freetrain_parsl.protocol.delivery import Delivery
-from freetrain_parsl.executor.protocol import Message
+from freetrain_parsl.protocol.messages import DriverHeartbeat, PauseRun, Reconnected
 
 
-def pause(number: int) -> Message:
-    return Message("pause", {"trainer": "t", "run": number})
+def pause(number: int) -> PauseRun:
+    return PauseRun("t", number)
 
 
 def test_a_message_arrives_as_it_was_sent_and_only_once() -> None:
@@ -31,7 +32,7 @@ def test_only_what_has_not_been_seen_is_kept() -> None:
     near, far = Delivery(), Delivery()
     first, second = near.outgoing(pause(1)), near.outgoing(pause(2))
     far.incoming(first)
-    near.incoming(far.outgoing(Message("beat")))
+    near.incoming(far.outgoing(DriverHeartbeat()))
     assert near.unseen() == [second]
     near.end()
     near.outgoing(pause(3))
@@ -39,7 +40,7 @@ def test_only_what_has_not_been_seen_is_kept() -> None:
 
 
 def test_a_peer_that_does_not_number_is_heard() -> None:
-    assert Delivery().incoming(pause(1)) == pause(1)
+    assert Delivery().incoming(Envelope(pause(1))) == pause(1)
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=5), max_size=6), st.data())
@@ -48,7 +49,7 @@ def test_however_often_the_connection_breaks_all_arrives_in_order(
 ) -> None:
     """Each round loses the end of what was sent in it, then the far end reports how far it has come."""
     near, far = Delivery(), Delivery()
-    arrived: list[Message] = []
+    arrived: list[PauseRun] = []
     number = 0
     for messages in rounds:
         wire = near.unseen()
@@ -57,6 +58,6 @@ def test_however_often_the_connection_breaks_all_arrives_in_order(
             wire.append(near.outgoing(pause(number)))
         passed = wire[: data.draw(st.integers(0, len(wire)))]
         arrived += [taken for message in passed if (taken := far.incoming(message)) is not None]
-        near.incoming(far.outgoing(Message("resumed")))
+        near.incoming(far.outgoing(Reconnected()))
     arrived += [taken for message in near.unseen() if (taken := far.incoming(message)) is not None]
     assert arrived == [pause(one) for one in range(1, number + 1)]

@@ -140,7 +140,7 @@ def test_a_training_leaves_before_its_window_closes(start, slow) -> None:
     first = site.run.fragments[0]
     assert first.end is not None
     assert first.end < requests[0].detail["closes"]
-    assert not first.lost
+    assert not first.failure
     assert max(delay["delay"] for delay in site.cluster.delays()) < 1.0
 
 
@@ -165,8 +165,8 @@ def test_a_stopped_worker_is_given_up_after_the_silence_and_the_other_goes_on_in
     os.kill(pid, signal.SIGSTOP)
     stopped = time.time()
     try:
-        site.until(lambda run: any(f.lost for f in run.fragments) and run.trainings["t"].progress["step"] > step + 5)
-        lost = next(fragment for fragment in site.run.fragments if fragment.lost)
+        site.until(lambda run: any(f.failure for f in run.fragments) and run.trainings["t"].progress["step"] > step + 5)
+        lost = next(fragment for fragment in site.run.fragments if fragment.failure)
         assert lost.end - stopped < 10
         assert site.run.trainings["t"].resumes == 0
         slow.unlink()
@@ -178,5 +178,5 @@ def test_a_stopped_worker_is_given_up_after_the_silence_and_the_other_goes_on_in
 
 def _after_the_loss(run: RunState) -> list[Fragment]:
     """List the fragments after the first that lost a member: it may have been struck while it shrank."""
-    lost = [fragment.lost for fragment in run.fragments]
+    lost = [fragment.failure for fragment in run.fragments]
     return run.fragments[lost.index(True) + 1 :] if True in lost else []

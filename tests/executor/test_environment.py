@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from freetrain_parsl.executor.environment import compare, describe_environment
-from freetrain_parsl.executor.headers import TO_DRIVER, fault_in
+from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode
+from freetrain_parsl.protocol.messages import TO_DRIVER, Hello
 
 OURS = {"python": "3.11.7", "freetrain": "0.1.0", "parsl": "2026.7.27", "torch": "2.6.0+cpu", "dill": "0.4.0"}
 
@@ -65,6 +66,9 @@ def test_the_message_is_one_line_with_the_node_all_differences_and_the_remedy() 
     ],
 )
 def test_what_a_slot_tells_of_its_environment_is_checked(versions, valid) -> None:
-    hello = {"token": "t", "node": "n", "block": "0", "pid": 1}
-    assert fault_in(hello, TO_DRIVER["hello"]) is None, "it may be left out"
-    assert (fault_in({**hello, "versions": versions}, TO_DRIVER["hello"]) is None) is valid
+    frames = encode(Envelope(Hello("t", "n", "0", 1, versions)))
+    if valid:
+        assert decode(frames, TO_DRIVER).message.versions == versions
+    else:
+        with pytest.raises(ProtocolError, match="its 'versions' is"):
+            decode(frames, TO_DRIVER)

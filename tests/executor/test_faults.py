@@ -56,7 +56,7 @@ def test_members_that_cannot_hear_each_other_go_on_after_the_loss_timeout(start,
         site.until(lambda run: run.fragments[-1].in_place and _step(site) > step + 3)
     slow.unlink()
     ended, regrouped = site.run.fragments[-2:]
-    assert ended.lost
+    assert ended.failure
     assert len(regrouped.nodes) == 2
     assert 3 <= regrouped.start - begun < 10
     _ends_as_if_alone(site, future)
@@ -73,10 +73,10 @@ def test_a_node_whose_slots_die_at_once_is_one_loss_answered_in_place(start, slo
     step, killed = _step(site), time.time()
     policy.avoid = frozenset([node])
     kill_all(pid for slot, pid in slots.items() if slot.startswith(f"{node}/"))
-    site.until(lambda run: any(fragment.lost for fragment in run.fragments) and _step(site) > step)
+    site.until(lambda run: any(fragment.failure for fragment in run.fragments) and _step(site) > step)
     slow.unlink()
     before, after = site.run.fragments[-2:]
-    assert (len(before.nodes), len(after.nodes), before.lost, after.in_place) == (2, 1, True, True)
+    assert (len(before.nodes), len(after.nodes), before.failure, after.in_place) == (2, 1, True, True)
     assert after.start - killed < 10
     _ends_as_if_alone(site, future)
     assert site.run.trainings["t"].resumes == 0
@@ -98,7 +98,7 @@ def test_a_training_on_a_hostile_machine_ends_as_on_a_kind_one(start, slow) -> N
     assert any(record.fault == "kill" and not record.outcome for record in records)
     slow.unlink()
     _ends_as_if_alone(site, future)
-    assert any(fragment.lost for fragment in site.run.fragments)
+    assert any(fragment.failure for fragment in site.run.fragments)
 
 
 def test_after_a_damaged_checkpoint_and_the_loss_of_all_slots_the_one_before_is_used(start, slow, tmp_path) -> None:

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.executor.protocol import Message
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
+from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, SlotHeartbeat
+from freetrain_parsl.protocol.reports import PauseReason, Progress, RunPaused
 from freetrain_parsl.training import fragment
-from freetrain_parsl.training.terms import Finished, Paused, PauseReason, Progress
-from tests.executor.run_order import run_order
+from freetrain_parsl.training.terms import Finished, Paused
+from tests.executor.start_run import start_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from freetrain_parsl.protocol.messages import RunEnded
 
 
 class _FakeChannel:
@@ -26,9 +29,9 @@ class _FakeChannel:
     url = "tcp://127.0.0.1:55000"
 
     def __init__(self) -> None:
-        self.sent: queue.Queue[Message] = queue.Queue()
+        self.sent: queue.Queue[RunEnded] = queue.Queue()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RunEnded) -> None:
         self.sent.put(message)
 
 
@@ -55,19 +58,17 @@ class _Stage:
         if self._main.is_alive():
             self._main.join(10)
 
-    def order(self, run: int, **changes: Any) -> None:
-        """Order a run, as the only member of its group."""
-        place = {"generation": run, "rank": 0, "world_size": 1}
-        self.slot._handle(run_order(self._directory, run=run, **place, **changes))
+    def start(self, run: int) -> None:
+        """Start a run, as the only member of its group."""
+        self.slot._handle(start_run(self._directory, run=run, place=Place(run, 0, 1)))
 
     def pause(self, run: int) -> None:
-        self.slot._handle(Message("pause", {"trainer": "t", "run": run}))
+        self.slot._handle(PauseRun("t", run))
 
     def regroup(self, run: int, generation: int) -> None:
-        place = {"next": generation, "rank": 0, "world_size": 1, "abort": False}
-        self.slot._handle(Message("regroup", {"trainer": "t", "run": run, **place}))
+        self.slot._handle(ChangeGroup("t", run, generation, Place(generation, 0, 1)))
 
-    def ended(self) -> Message:
+    def ended(self) -> RunEnded:
         return self.channel.sent.get(timeout=20)
 
 
@@ -90,58 +91,60 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
 
 def test_commands_that_come_before_their_run_begins_are_carried_out(stage: _Stage) -> None:
     """The main thread may still be busy with what the last run left behind."""
-    stage.order(7)
+    stage.start(7)
     stage.regroup(7, 9)
     stage.pause(7)
     stage.begin()
     ended = stage.ended()
-    assert (ended["run"], ended["outcome"], ended["progress"]["step"]) == (7, "paused", 9)
+    assert (ended.run, ended.end.progress.step) == (7, 9)
+    assert isinstance(ended.end, RunPaused)
 
 
 def test_no_command_is_lost_at_any_instant_of_a_runs_beginning(stage: _Stage) -> None:
     """Three hundred runs, each paused at another instant after its order."""
     stage.begin()
     for run in range(1, 301):
-        stage.order(run)
+        stage.start(run)
         instant = time.perf_counter() + (run % 60) * 2e-5
         while time.perf_counter() < instant:
             pass
         stage.regroup(run, 1000 + run)
         stage.pause(run)
         ended = stage.ended()
-        assert (ended["run"], ended["outcome"], ended["progress"]["step"]) == (run, "paused", 1000 + run)
+        assert (ended.run, ended.end.progress.step) == (run, 1000 + run)
+    assert isinstance(ended.end, RunPaused)
 
 
 def test_a_command_for_a_later_run_waits_for_it_while_another_is_going(stage: _Stage) -> None:
     stage.begin()
-    stage.order(1)
-    stage.order(2)
+    stage.start(1)
+    stage.start(2)
     stage.pause(2)
     stage.pause(1)
-    assert [stage.ended()["run"] for _ in range(2)] == [1, 2]
+    assert [stage.ended().run for _ in range(2)] == [1, 2]
 
 
 def test_a_command_for_a_run_that_is_over_does_nothing_to_the_next(stage: _Stage) -> None:
     stage.begin()
-    stage.order(1)
+    stage.start(1)
     stage.pause(1)
-    assert stage.ended()["run"] == 1
+    assert stage.ended().run == 1
     stage.pause(1)
     stage.regroup(1, 5)
-    stage.order(2)
+    stage.start(2)
     stage.pause(1)
     with pytest.raises(queue.Empty):
         stage.channel.sent.get(timeout=0.2)
     stage.pause(2)
     ended = stage.ended()
-    assert (ended["run"], ended["progress"]["step"]) == (2, 0)
+    assert (ended.run, ended.end.progress.step) == (2, 0)
 
 
 def test_a_beat_names_what_was_assigned_from_its_arrival_to_its_end(stage: _Stage) -> None:
-    assert stage.slot._condition() == {"run": None, "task": None}
-    stage.order(3)
-    assert stage.slot._condition() == {"run": 3, "task": None}
+    assert stage.slot._heartbeat() == SlotHeartbeat()
+    stage.start(3)
+    assert stage.slot._heartbeat() == SlotHeartbeat(run=3)
     stage.begin()
     stage.pause(3)
     stage.ended()
-    assert stage.slot._condition() == {"run": None, "task": None}
+    assert stage.slot._heartbeat() == SlotHeartbeat()

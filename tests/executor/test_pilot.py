@@ -46,7 +46,16 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def begin(slots: int, slot: str = _SLOT) -> subprocess.Popen[bytes]:
         files = [str(tmp_path / f"slot-{number}") for number in range(slots)]
-        command = [sys.executable, "-m", "freetrain_parsl.executor.slot.pilot", sys.executable, "-c", _POOL, slot, *files]
+        command = [
+            sys.executable,
+            "-m",
+            "freetrain_parsl.executor.slot.pilot",
+            sys.executable,
+            "-c",
+            _POOL,
+            slot,
+            *files,
+        ]
         pilots.append(subprocess.Popen(command, start_new_session=True))
         assert _until(lambda: all(Path(file).exists() and Path(file).read_text() for file in files))
         return pilots[-1]

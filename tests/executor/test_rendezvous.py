@@ -1,4 +1,4 @@
-"""The rendezvous desk and its client, joined back to back without a network."""
+"""The rendezvous server and its client, joined back to back without a network."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.executor.control.rendezvous import ChannelKeyValue, RendezvousDesk
+from freetrain_parsl.executor.control.rendezvous import RendezvousServer
+from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from freetrain_parsl.executor.protocol import Message
+    from freetrain_parsl.protocol.messages import StoreRequest
 
 
 class _Wire:
-    """Carries ``kv`` messages between one desk and several clients of one group, at a time that the test sets."""
+    """Carries messages between one server and several clients of one group, at a time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.clients: dict[str, ChannelKeyValue] = {}
+        self.clients: dict[str, ChannelStore] = {}
         self.lock = threading.Lock()
-        self.desk = RendezvousDesk(lambda slot, message: self.clients[slot].deliver(message))
+        self.server = RendezvousServer(lambda slot, message: self.clients[slot].deliver(message))
 
-    def client(self, slot: str, group: str = "t/1") -> ChannelKeyValue:
-        def send(message: Message) -> None:
+    def client(self, slot: str, group: str = "t/1") -> ChannelStore:
+        def send(message: StoreRequest) -> None:
             with self.lock:
-                self.desk.handle(slot, message, self.now)
+                self.server.handle(slot, message, self.now)
 
-        self.clients[slot] = ChannelKeyValue(group, send)
+        self.clients[slot] = ChannelStore(group, send)
         return self.clients[slot]
 
 
 @pytest.fixture
 def wire() -> Iterator[_Wire]:
     wire = _Wire()
-    wire.desk.open("t/1")
+    wire.server.open("t/1")
     yield wire
     for client in wire.clients.values():
         client.close()
@@ -75,14 +76,14 @@ def test_check_asks_for_all_keys_and_delete_removes_one(wire: _Wire) -> None:
 class _HopelessGet:
     """A get, in a thread of its own, of a key that nobody sets."""
 
-    def __init__(self, wire: _Wire, client: ChannelKeyValue) -> None:
+    def __init__(self, wire: _Wire, client: ChannelStore) -> None:
         self.error: TimeoutError | None = None
         self.thread = threading.Thread(target=self._get, args=(client,))
         self.thread.start()
-        while not wire.desk._waiting["t/1"]:
+        while not wire.server._waiting["t/1"]:
             pass
 
-    def _get(self, client: ChannelKeyValue) -> None:
+    def _get(self, client: ChannelStore) -> None:
         try:
             client.get("never", 30.0)
         except TimeoutError as error:
@@ -94,12 +95,12 @@ class _HopelessGet:
         return str(self.error)
 
 
-def test_a_get_beyond_its_time_is_refused_by_the_desk(wire: _Wire) -> None:
+def test_a_get_beyond_its_time_is_refused_by_the_server(wire: _Wire) -> None:
     get = _HopelessGet(wire, wire.client("a"))
     with wire.lock:
-        wire.desk.expire(29.0)
-        assert wire.desk._waiting["t/1"]
-        wire.desk.expire(30.0)
+        wire.server.expire(29.0)
+        assert wire.server._waiting["t/1"]
+        wire.server.expire(30.0)
     assert "never" in get.refused()
 
 
@@ -107,22 +108,22 @@ def test_dropping_a_generation_frees_who_waits_and_refuses_who_comes_late(wire: 
     a = wire.client("a")
     get = _HopelessGet(wire, a)
     with wire.lock:
-        wire.desk.drop("t/1")
+        wire.server.close("t/1")
     assert get.refused()
     with pytest.raises(TimeoutError):
         a.set("x", b"")
 
 
 def test_generations_do_not_see_each_other(wire: _Wire) -> None:
-    wire.desk.open("t/2")
+    wire.server.open("t/2")
     wire.client("a", "t/1").set("x", b"")
     assert not wire.client("b", "t/2").check(["x"])
 
 
 def test_what_no_honest_group_does_is_refused(wire: _Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """More bytes than a group needs, more waiting, and adding to what is no number."""
-    monkeypatch.setattr("freetrain_parsl.executor.rendezvous._MOST_BYTES", 100)
-    monkeypatch.setattr("freetrain_parsl.executor.rendezvous._MOST_WAITING", 1)
+    monkeypatch.setattr("freetrain_parsl.executor.control.rendezvous._MOST_BYTES", 100)
+    monkeypatch.setattr("freetrain_parsl.executor.control.rendezvous._MOST_WAITING", 1)
     a = wire.client("a")
     a.set("x", b"no" * 45)
     with pytest.raises(TimeoutError):
@@ -135,5 +136,5 @@ def test_what_no_honest_group_does_is_refused(wire: _Wire, monkeypatch: pytest.M
     with pytest.raises(TimeoutError):
         wire.client("b").get("never", 30.0)
     with wire.lock:
-        wire.desk.drop("t/1")
+        wire.server.close("t/1")
     get.refused()

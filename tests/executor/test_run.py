@@ -10,27 +10,42 @@ import pytest
 from parsl.serialize import deserialize
 
 from freetrain_parsl.errors import PeerLost, StorageUnavailable
-from freetrain_parsl.executor.headers import TO_DRIVER, fault_in
-from freetrain_parsl.executor.protocol import Message, error_in
-from freetrain_parsl.executor.slot.training_run import Run
-from freetrain_parsl.training import fragment
-from freetrain_parsl.training.terms import (
-    Finished,
-    Membership,
-    Paused,
+from freetrain_parsl.executor.payloads import error_in
+from freetrain_parsl.executor.slot.training_run import TrainingRun
+from freetrain_parsl.protocol.codec import Envelope, decode, encode
+from freetrain_parsl.protocol.messages import (
+    TO_DRIVER,
+    ChangeGroup,
+    PauseRun,
+    Place,
+    RunEnded,
+    RunReport,
+    StoreReply,
+    StoreRequest,
+)
+from freetrain_parsl.protocol.reports import (
+    GroupFailed,
+    Joined,
     PauseReason,
+    PeersFailed,
     Progress,
     Ready,
-    Regrouped,
-    Stranded,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+    StorageFailed,
 )
-from tests.executor.run_order import run_order
+from freetrain_parsl.training import fragment
+from freetrain_parsl.training.terms import Finished, Membership, Paused
+from tests.executor.start_run import start_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from freetrain_parsl.training.terms import Notice, Report
+    from freetrain_parsl.protocol.messages import ToDriver
+    from freetrain_parsl.protocol.reports import Report
+    from freetrain_parsl.training.terms import Notice
 
     Play = Callable[..., Finished | Paused]
 
@@ -39,20 +54,18 @@ class _Slot:
     """A run whose training is a function of the test, performed in a thread."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[ToDriver] = []
         self._directory = directory
         self._monkeypatch = monkeypatch
-        self.run: Run
+        self.run: TrainingRun
 
-    def ordered(self, *, joining: bool = False, **changes: Any) -> Run:
-        place = {} if joining else {"generation": 7, "rank": 0, "world_size": 2}
-        fields = {"run": 3, **place, **changes}
-        order = run_order(self._directory, joining=joining, **fields)
-        self.run = Run(order, interface=None, send=self.sent.append)
+    def started(self, *, joining: bool = False, rank: int = 0) -> TrainingRun:
+        command = start_run(self._directory, run=3, place=None if joining else Place(7, rank, 2))
+        self.run = TrainingRun(command, interface=None, send=self.sent.append)
         return self.run
 
-    def plays(self, play: Play) -> Message:
-        """Perform the run with `play` for the training; what is told at its end."""
+    def plays(self, play: Play) -> RunEnded:
+        """Perform the run with `play` for the training; what is reported at its end."""
 
         def run_fragment(_function: object, _args: object, _kwargs: object, **given: Any) -> Finished | Paused:
             return play(given)
@@ -60,8 +73,12 @@ class _Slot:
         self._monkeypatch.setattr(fragment, "run_fragment", run_fragment)
         return self.run.perform()
 
-    def told(self, kind: str, **header: Any) -> None:
-        self.run.handle(Message(kind, {"trainer": "t", "run": 3, **header}))
+    def changes(self, rank: int | None, *, abort: bool = False, run: int = 3) -> None:
+        place = None if rank is None else Place(9, rank, 3)
+        self.run.handle(ChangeGroup("t", run, 9, place, abort=abort))
+
+    def pauses(self, run: int = 3) -> None:
+        self.run.handle(PauseRun("t", run))
 
 
 @pytest.fixture
@@ -69,12 +86,8 @@ def slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Slot:
     return _Slot(tmp_path, monkeypatch)
 
 
-def order(rank: int | None, *, abort: bool = False, generation: int = 9) -> dict[str, Any]:
-    return {"next": generation, "rank": rank, "world_size": 3, "abort": abort}
-
-
 def test_a_member_trains_at_the_place_that_it_was_given(slot: _Slot) -> None:
-    slot.ordered()
+    slot.started()
 
     def play(given: dict[str, Any]) -> Finished:
         assert (given["membership"].generation, given["membership"].rank) == (7, 0)
@@ -82,60 +95,60 @@ def test_a_member_trains_at_the_place_that_it_was_given(slot: _Slot) -> None:
         return Finished("value", Progress(step=5))
 
     ended = slot.plays(play)
-    assert (ended["run"], ended["outcome"], ended["progress"]["step"]) == (3, "finished", 5)
+    assert (ended.run, ended.end) == (3, RunFinished(Progress(step=5)))
     assert deserialize(ended.payload) == "value"
 
 
 def test_who_becomes_the_first_in_place_gives_the_value(slot: _Slot) -> None:
-    slot.ordered(rank=1)
+    slot.started(rank=1)
 
     def play(given: dict[str, Any]) -> Finished:
-        slot.told("regroup", **order(0))
+        slot.changes(0)
         regroup = given["notice"].take_order()
         assert regroup.membership == Membership("t", 9, 0, 3)
-        given["report"](Regrouped(9, 0.5, 0.1))
+        given["report"](Joined(9, 0.5, 0.1))
         return Finished("value", Progress())
 
     assert deserialize(slot.plays(play).payload) == "value"
-    assert slot.sent[-1].header == {"trainer": "t", "run": 3, "generation": 9, "paused": 0.5, "transferred": 0.1}
+    assert slot.sent[-1] == RunReport("t", 3, Joined(9, 0.5, 0.1))
 
 
 def test_a_newcomer_has_no_place_until_it_is_taken_in_and_waits_for_the_others_step(slot: _Slot) -> None:
-    slot.ordered(joining=True)
+    slot.started(joining=True)
 
     def play(given: dict[str, Any]) -> Finished:
         assert given["membership"] is None
         given["report"](Ready())
-        slot.told("regroup", **order(2))
+        slot.changes(2)
         membership = given["notice"].take_order().membership
         assert membership.rank == 2
         assert membership.meeting > Membership("t").meeting
         return Finished("value", Progress())
 
     assert slot.plays(play).payload == b""
-    assert [message.type for message in slot.sent] == ["ready"]
+    assert slot.sent == [RunReport("t", 3, Ready())]
 
 
 def test_an_order_about_another_run_is_ignored(slot: _Slot) -> None:
-    run = slot.ordered()
-    run.handle(Message("regroup", {"trainer": "t", "run": 2, **order(0)}))
-    run.handle(Message("pause", {"trainer": "t", "run": 2}))
+    run = slot.started()
+    slot.changes(0, run=2)
+    slot.pauses(run=2)
     assert run.notice.pending is None
     assert not run.notice.pause_requested.is_set()
 
 
 def test_a_pause_lets_a_member_reach_its_boundary_and_ends_a_newcomers_waiting(slot: _Slot) -> None:
-    member = slot.ordered()
-    slot.told("pause")
+    member = slot.started()
+    slot.pauses()
     assert member.notice.pause_requested.is_set()
     assert member.notice.take_order(0.01) is None
-    newcomer = slot.ordered(joining=True)
-    slot.told("pause")
+    newcomer = slot.started(joining=True)
+    slot.pauses()
     assert newcomer.notice.take_order(None) is None, "does not wait"
 
 
 def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_waits_in(slot: _Slot) -> None:
-    run = slot.ordered()
+    run = slot.started()
     aborted = threading.Event()
     refused = threading.Event()
 
@@ -143,7 +156,7 @@ def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_wa
         given["notice"].on_abort = aborted.set
         store = given["meet"](given["membership"])
         assert slot.sent == []
-        threading.Timer(0.05, slot.told, ["regroup"], order(None, abort=True)).start()
+        threading.Timer(0.05, lambda: slot.changes(None, abort=True)).start()
         with pytest.raises(TimeoutError):
             store.get("key")
         refused.set()
@@ -151,19 +164,19 @@ def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_wa
         return Paused(PauseReason.LEFT)
 
     ended = slot.plays(play)
-    assert (ended["outcome"], ended["reason"]) == ("paused", PauseReason.LEFT.value)
+    assert ended.end == RunPaused(PauseReason.LEFT)
     assert aborted.is_set()
     assert refused.is_set()
     assert not run.notice.pause_requested.is_set()
 
 
 def test_answers_reach_the_store_of_their_group(slot: _Slot) -> None:
-    run = slot.ordered()
+    run = slot.started()
 
-    def answer(message: Message) -> None:
-        header = {"group": message["group"], "request": message["request"], "ok": True, "number": 0}
-        run.handle(Message("kv", {**header, "group": "t/8"}, b"another's"))
-        run.handle(Message("kv", header, message["group"].encode()))
+    def answer(message: ToDriver) -> None:
+        assert isinstance(message, StoreRequest)
+        run.handle(StoreReply("t/8", message.request, ok=True, payload=b"another's"))
+        run.handle(StoreReply(message.group, message.request, ok=True, payload=message.group.encode()))
 
     run._send = answer
 
@@ -173,7 +186,7 @@ def test_answers_reach_the_store_of_their_group(slot: _Slot) -> None:
         assert (first.get("x"), second.get("x")) == (b"t/7", b"t/9")
         return Paused(PauseReason.CLOSING)
 
-    assert slot.plays(play)["reason"] == PauseReason.CLOSING.value
+    assert slot.plays(play).end == RunPaused(PauseReason.CLOSING)
 
 
 def test_nothing_is_lost_with_who_has_not_joined_or_is_stranded_or_has_made_no_step(slot: _Slot) -> None:
@@ -181,29 +194,28 @@ def test_nothing_is_lost_with_who_has_not_joined_or_is_stranded_or_has_made_no_s
         def play(given: dict[str, Any]) -> Paused:
             notice: Notice = given["notice"]
             notice.underway.set()
-            slot.told("regroup", **order(0))
+            slot.changes(0)
             for one in reports:
                 given["report"](one)
             return Paused(PauseReason.REQUESTED)
 
         return play
 
-    assert slot.ordered().expendable
+    assert slot.started().expendable
     slot.plays(report())
     assert not slot.run.expendable
-    slot.plays(report(Stranded("connection closed")))
+    slot.plays(report(GroupFailed(7, "connection closed")))
     assert slot.run.expendable
-    told = {"trainer": "t", "run": 3, "generation": 7, "reason": "connection closed", "unreachable": ()}
-    assert slot.sent[-1].header == told
-    slot.plays(report(Regrouped(9, 0.0, 0.0)))
+    assert slot.sent[-1] == RunReport("t", 3, GroupFailed(7, "connection closed"))
+    slot.plays(report(Joined(9, 0.0, 0.0)))
     assert not slot.run.expendable
-    slot.ordered(joining=True)
+    slot.started(joining=True)
     slot.plays(report(Ready()))
     assert slot.run.expendable
 
 
 def test_a_lost_peer_and_an_error_of_the_user_are_told_apart(slot: _Slot) -> None:
-    slot.ordered()
+    slot.started()
 
     def lose(given: dict[str, Any]) -> Finished:
         raise PeerLost("no order came")
@@ -211,31 +223,32 @@ def test_a_lost_peer_and_an_error_of_the_user_are_told_apart(slot: _Slot) -> Non
     def fail(given: dict[str, Any]) -> Finished:
         raise KeyError("theirs")
 
-    assert (slot.plays(lose)["outcome"], slot.plays(lose)["reason"]) == ("peer_lost", "no order came")
+    assert slot.plays(lose).end == PeersFailed(7, "no order came")
     failed = slot.plays(fail)
-    assert failed["outcome"] == "failed"
+    assert failed.end == RunFailed()
     assert isinstance(error_in(failed.payload), KeyError)
 
 
 def test_a_checkpoint_directory_that_cannot_be_used_is_told_as_such_in_a_message_that_the_driver_takes(
     slot: _Slot,
 ) -> None:
-    slot.ordered()
+    slot.started()
 
     def play(_given: dict[str, Any]) -> Finished:
         raise StorageUnavailable("cannot prepare /ck/t: No space left", "the checkpoint directory /ck is full (ENOSPC)")
 
     ended = slot.plays(play)
-    assert (ended["outcome"], ended["condition"]) == ("storage", "the checkpoint directory /ck is full (ENOSPC)")
-    assert fault_in(ended.header, TO_DRIVER["ended"]) is None
+    assert isinstance(ended.end, StorageFailed)
+    assert ended.end.condition == "the checkpoint directory /ck is full (ENOSPC)"
+    assert decode(encode(Envelope(ended)), TO_DRIVER).message == ended
 
 
 def test_an_error_of_the_users_own_files_is_the_users(slot: _Slot) -> None:
-    slot.ordered()
+    slot.started()
 
     def play(_given: dict[str, Any]) -> Finished:
         raise OSError(errno.ENOSPC, "No space left on device", "/home/me/results.csv")
 
     ended = slot.plays(play)
-    assert ended["outcome"] == "failed"
+    assert ended.end == RunFailed()
     assert isinstance(error_in(ended.payload), OSError)

@@ -90,7 +90,7 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
     killed = site.run.trainings["t"].nodes[0]
     policy.nodes = 2  # or its successor would join
     os.kill(_pid_of_a_slot(site, killed), signal.SIGKILL)
-    site.until(lambda run: run.fragments[-2].lost and run.trainings["t"].progress["resumed_from"] >= saved)
+    site.until(lambda run: run.fragments[-2].failure and run.trainings["t"].progress["resumed_from"] >= saved)
     slow.unlink()
 
     result = torch.tensor(future.result(timeout=180))
@@ -122,7 +122,7 @@ def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_chec
         assert connections
         site.until(lambda run: run.fragments[-1].start > started and run.fragments[-1].resumed_from is not None)
     assert time.monotonic() - begun < 60
-    assert site.run.fragments[-2].lost
+    assert site.run.fragments[-2].failure
     slow.unlink()
     result = torch.tensor(future.result(timeout=180))
     assert torch.allclose(result, torch.tensor(run_alone(train.func, epochs=30)), atol=1e-4)

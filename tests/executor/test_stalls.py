@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts
+from freetrain_parsl.protocol.reports import PeersFailed
 
 if TYPE_CHECKING:
     from tests.executor.stage import Stage
@@ -20,7 +21,7 @@ def reasons(stage: Stage) -> list[str]:
 
 
 def test_a_training_that_needs_more_nodes_than_there_are_is_refused_when_it_is_submitted(stage: Stage) -> None:
-    stage.conductor.machine_has(4)
+    stage.manager.machine_has(4)
     future = stage.submit(min_nodes=5, max_nodes=8)
     with pytest.raises(InvalidTrainer, match=r"'t' needs min_nodes=5 nodes at the same time, .* only 4 .* lower min_"):
         future.result(0)
@@ -29,15 +30,15 @@ def test_a_training_that_needs_more_nodes_than_there_are_is_refused_when_it_is_s
 
 def test_a_training_that_was_submitted_before_the_size_of_the_machine_was_known_is_refused_then(stage: Stage) -> None:
     future = stage.submit(min_nodes=5, max_nodes=8)
-    stage.conductor.machine_has(None)
+    stage.manager.machine_has(None)
     assert not future.done()
-    stage.conductor.machine_has(4)
+    stage.manager.machine_has(4)
     assert isinstance(future.exception(0), InvalidTrainer)
 
 
 def test_a_training_that_runs_is_not_ended_by_a_machine_that_shrinks(stage: Stage) -> None:
     future = stage.running("n0", "n1", min_nodes=2)
-    stage.conductor.machine_has(1)
+    stage.manager.machine_has(1)
     stage.turn()
     assert not future.done()
 
@@ -75,7 +76,7 @@ def test_a_newcomer_that_does_not_get_ready_is_named_while_the_others_train(stag
     stage.now += 50
     stage.turn()
     assert reasons(stage) == ["on n1, to join the others, its function has not reached session.epochs() yet"]
-    stage.says("s1", "ready")
+    stage.ready("s1")
     stage.turn()
     assert reasons(stage)[1:] == [""]
 
@@ -86,14 +87,14 @@ def test_a_newcomer_that_does_not_get_ready_is_named_while_the_others_train(stag
 def ordered(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1", "n2")
-    stage.says("s1", "ready")
-    stage.says("s2", "ready")
+    stage.ready("s1")
+    stage.ready("s2")
     stage.turn()
-    assert stage.order("s2") == (2, 3, False)
+    assert stage.place("s2") == (2, 3, False)
 
 
 def meets(stage: Stage, slot: str) -> None:
-    stage.kv(slot, group=stage.group(slot), request=1, operation="get", keys=["secret"], timeout=60.0, amount=0)
+    stage.calls_store(slot, stage.group(slot), "get", timeout=60.0)
 
 
 def test_a_newcomer_that_hangs_after_its_order_is_given_up_and_the_others_go_on_in_place(stage: Stage) -> None:
@@ -107,8 +108,8 @@ def test_a_newcomer_that_hangs_after_its_order_is_given_up_and_the_others_go_on_
     assert stage.killed == ["s2"]
     stage.now += 0.2
     stage.turn()
-    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
-    stage.regrouped("s0", "s1")
+    assert (stage.place("s0"), stage.place("s1")) == ((0, 2, True), (1, 2, True))
+    stage.joins("s0", "s1")
     assert stage.fragments("started")[-1].detail["nodes"] == ["n0", "n1"]
 
 
@@ -127,12 +128,12 @@ def test_after_a_meeting_that_failed_though_all_live_the_members_go_on_without_t
     ordered(stage)
     for slot in ("s0", "s1", "s2"):
         meets(stage, slot)
-    stage.stranded("s0", generation=stage.orders["s0"]["next"])
+    stage.group_fails("s0", generation=stage.changes["s0"].generation)
     stage.now += 2
     stage.beats("s0", "s1", "s2")
     stage.turn()
-    assert stage.order("s0") == (0, 1, True)
-    stage.regrouped("s0")
+    assert stage.place("s0") == (0, 1, True)
+    stage.joins("s0")
     assert stage.fragments("started")[-1].detail["nodes"] == ["n0"]
 
 
@@ -143,12 +144,12 @@ def test_groups_with_an_impostor_are_formed_anew_a_bounded_number_of_times_and_t
     future = stage.running("n0", "n1")
     for _ in range(2):
         assert not future.done()
-        stage.stranded("s0", generation=stage.generation)
+        stage.group_fails("s0", generation=stage.generation)
         stage.now += 2
         stage.beats("s0", "s1")
         stage.turn()
         if not future.done():
-            stage.regrouped("s0", "s1")
+            stage.joins("s0", "s1")
     with pytest.raises(TooManyRestarts, match=r"2 crashes .* its members lost each other.*: connection closed"):
         future.result(0)
 
@@ -158,8 +159,8 @@ def test_a_sharded_group_in_which_everybody_only_waits_ends_and_starts_again_fro
     stage.waits("s0", 11.0)
     stage.waits("s1", 10.5)
     stage.turn()
-    assert stage.order("s0") == stage.order("s1") == (None, 0, True)
-    stage.ended("s0", "peer_lost", reason="told to")
-    stage.ended("s1", "peer_lost", reason="told to")
-    assert [(slot, message["joining"]) for slot, message in stage.turn()] == [("s0", False), ("s1", False)]
-    assert stage.fragments()[-1].detail["lost"]
+    assert stage.place("s0") == stage.place("s1") == (None, 0, True)
+    stage.ends("s0", PeersFailed(0, "told to"))
+    stage.ends("s1", PeersFailed(0, "told to"))
+    assert [(slot, message.place is None) for slot, message in stage.turn()] == [("s0", False), ("s1", False)]
+    assert stage.fragments()[-1].detail["failure"]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.executor.batch.submitter import BatchDesk, DeskClosed, StartsFailed
 from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE, last_words
-from freetrain_parsl.executor.control.slot_registry import Block, Roster, Slot
 from freetrain_parsl.executor.batch.start_failures import StartWatch
+from freetrain_parsl.executor.batch.submitter import BatchDesk, DeskClosed, StartsFailed
+from freetrain_parsl.executor.control.slot_registry import Block, Roster, Slot
 from freetrain_parsl.windows.base import BlockState
 from tests.executor.test_blocks import _FakeBatchSystem, spec
 

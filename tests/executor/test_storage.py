@@ -16,11 +16,14 @@ import pytest
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import InvalidInput, StorageUnavailable
+from freetrain_parsl.executor.control.storage_watch import StorageWatch
 from freetrain_parsl.executor.journal import Journal, read_journal, read_progress
 from freetrain_parsl.executor.run_log import RunLog, keep_private
-from freetrain_parsl.executor.control.storage_watch import StorageWatch
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.protocol.journal import Checkpoint, TrainingFailed
+from freetrain_parsl.protocol.reports import PeersFailed, Progress, RunFinished, StorageFailed
 from freetrain_parsl.report.run import RunState
+from tests.executor.stage import kinds
 from tests.small_disk import fill, small_disk
 
 if TYPE_CHECKING:
@@ -50,14 +53,14 @@ class Disk:
 @pytest.fixture
 def disk(stage: Stage) -> Disk:
     disk = Disk()
-    stage.conductor._storage = StorageWatch(disk.look, lambda: stage.now)
+    stage.manager._storage = StorageWatch(disk.look, lambda: stage.now)
     return disk
 
 
 def settle(stage: Stage) -> list[Any]:
     """Let the conductor converge until a look at the disk that was begun has been taken into account."""
     sent = stage.turn()
-    look = stage.conductor._storage._look
+    look = stage.manager._storage._look
     if look is not None:
         look._thread.join(30)
         sent += stage.turn()
@@ -66,7 +69,7 @@ def settle(stage: Stage) -> list[Any]:
 
 def refuse_to_start(stage: Stage, *slots: str) -> None:
     for slot in slots:
-        stage.ended(slot, "storage", reason=f"cannot prepare: {FULL}", condition=FULL)
+        stage.ends(slot, StorageFailed(f"cannot prepare: {FULL}", FULL))
 
 
 def told(stage: Stage, kind: str) -> list[dict[str, Any]]:
@@ -94,9 +97,9 @@ def test_it_tries_again_when_the_disk_has_room_and_trains(stage: Stage, disk: Di
     stage.now = 5.0
     settle(stage)
     assert [event for event in stage.events if isinstance(event, ev.TrainerSubmitted)]
-    assert [message.type for _, message in stage.on("n2")] == ["run"]
+    assert kinds(stage.on("n2")) == [("s2", "run")]
     stage.progress("s2")
-    stage.ended("s2", "finished", serialize("value"))
+    stage.ends("s2", RunFinished(stage.report()), serialize("value"))
     assert future.result(0) == "value"
 
 
@@ -138,7 +141,7 @@ def test_a_mount_that_hangs_holds_nobody_but_who_waits_for_it(stage: Stage, disk
     assert told(stage, "training_waits")[-1]["reason"] == "it does not answer"
     disk.works = True
     disk.answers.set()
-    stage.conductor._storage._look._thread.join(30)
+    stage.manager._storage._look._thread.join(30)
     stage.now = 60.0
     settle(stage)
     assert told(stage, "training_tries_again") == [{}]
@@ -149,8 +152,8 @@ def test_one_member_without_its_mount_takes_the_others_off_their_nodes(stage: St
     stage.on("n0", "n1")
     stage.sent.clear()
     refuse_to_start(stage, "s1")
-    assert stage.order("s0") == (None, 0, True)
-    stage.ended("s0", "peer_lost", reason="told to")
+    assert stage.place("s0") == (None, 0, True)
+    stage.ends("s0", PeersFailed(0, "told to"))
     assert stage.on("n0") == []
     assert not future.done()
 
@@ -215,8 +218,8 @@ def test_a_journal_on_a_full_disk_keeps_its_entries_and_writes_them_later(
     real = journal._database
     journal._database = FullDatabase(real)
     for number in range(3):
-        journal.write(float(number), "kind", "subject", number=number)
-        journal.keep_progress(float(number), "t", {"step": number})
+        journal.write(float(number), Checkpoint("t", number))
+        journal.keep_progress(float(number), "t", Progress(step=number))
         journal.commit()
         clock.now += 5.0
     assert caplog.text.count("database or disk is full; trying again") == 1
@@ -224,8 +227,8 @@ def test_a_journal_on_a_full_disk_keeps_its_entries_and_writes_them_later(
     journal._database = real
     clock.now += 100.0
     journal.commit()
-    assert [entry.detail["number"] for _, entry in read_journal(journal.path)] == [0, 1, 2]
-    assert read_progress(journal.path) == {"t": {"step": 2}}
+    assert [entry.detail["step"] for _, entry in read_journal(journal.path)] == [0, 1, 2]
+    assert read_progress(journal.path)["t"]["step"] == 2
     assert "can be written again; 0 entries were lost" in caplog.text
     journal.close()
 
@@ -236,7 +239,7 @@ def test_a_journal_on_a_real_disk_that_fills_up_survives_and_loses_nothing(tmp_p
         journal = Journal(directory / "journal.sqlite", clock)
         fill(directory / "filler")
         for number in range(400):
-            journal.write(float(number), "kind", "subject", text="x" * 200)
+            journal.write(float(number), TrainingFailed("t", "x" * 200))
             journal.commit()
             clock.now += 0.1
         (directory / "filler").unlink()

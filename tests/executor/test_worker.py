@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.protocol import error_in, pack_training, settle_with_payload, unpack_training
+from freetrain_parsl.executor.payloads import error_in, pack_training, settle_with_payload, unpack_training
 from freetrain_parsl.executor.slot.training_run import serialized_exception
 
 

@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.report.figures import run_figures
 from freetrain_parsl.report.live import live_view
 from freetrain_parsl.report.run import RunState
@@ -16,16 +18,9 @@ from freetrain_parsl.report.timeline import draw_timeline
 if TYPE_CHECKING:
     from pathlib import Path
 
-PROGRESS = {
-    "step": 40,
-    "epoch": 3,
-    "samples": 800,
-    "samples_total": 1000,
-    "slot_seconds": 30.0,
-    "loss": 0.25,
-    "samples_lost": 0,
-    "duplicate_samples": 1,
-}
+PROGRESS = Progress(
+    step=40, epoch=3, samples=800, samples_total=1000, slot_seconds=30.0, loss=0.25, duplicate_samples=1
+)
 HISTORY = [
     {"node": "n0", "job": "1", "kind": "main", "start": 0.0, "end": 5.0},
     {"node": "n0", "job": "2", "kind": "preemptible", "start": 5.0, "end": None},
@@ -38,19 +33,19 @@ def run(tmp_path: Path) -> RunState:
     """Two trainings: `a` starts on one node, grows, loses a node and resumes; `b` fails."""
     journal = Journal(tmp_path / "journal.sqlite")
     for name in ("a", "b"):
-        journal.write(1.0, "training_submitted", name, min_nodes=1, max_nodes=2, samples=None)
-    journal.write(2.0, "windows", "", windows=[{"nodes": ["n1"], "closes": 60.0}])
-    journal.write(3.0, "decision", "assign", policy="milp", counts={}, objective=1.0, proven=True, seconds=0.002)
-    journal.write(3.0, "decision", "demand", policy="milp", counts={}, objective=1.0, proven=False, seconds=0.004)
-    journal.write(10.0, "fragment_started", "a", generation=1, nodes=["n0"])
-    journal.write(12.0, "checkpoint", "a", step=10)
-    journal.write(20.0, "fragment_ended", "a", generation=1, nodes=["n0"], lost=False)
-    journal.write(21.0, "fragment_started", "a", generation=2, nodes=["n0", "n1"])
-    journal.write(21.5, "fragment_resumed", "a", step=10)
-    journal.write(30.0, "fragment_ended", "a", generation=2, nodes=["n0", "n1"], lost=True)
-    journal.write(31.0, "fragment_started", "a", generation=3, nodes=["n0"])
-    journal.write(31.5, "fragment_resumed", "a", step=20)
-    journal.write(33.0, "training_failed", "b", error="ValueError: no")
+        journal.write(1.0, record.TrainingSubmitted(name, 1, 2, None))
+    journal.write(2.0, record.Windows("", [{"nodes": ["n1"], "closes": 60.0}]))
+    journal.write(3.0, record.Decision("assign", "milp", {}, 1.0, proven=True, seconds=0.002))
+    journal.write(3.0, record.Decision("demand", "milp", {}, 1.0, proven=False, seconds=0.004))
+    journal.write(10.0, record.FragmentStarted("a", 1, ["n0"], in_place=False, paused=0.0))
+    journal.write(12.0, record.Checkpoint("a", 10))
+    journal.write(20.0, record.FragmentEnded("a", 1, ["n0"], failure=False))
+    journal.write(21.0, record.FragmentStarted("a", 2, ["n0", "n1"], in_place=False, paused=0.0))
+    journal.write(21.5, record.FragmentResumed("a", 10))
+    journal.write(30.0, record.FragmentEnded("a", 2, ["n0", "n1"], failure=True))
+    journal.write(31.0, record.FragmentStarted("a", 3, ["n0"], in_place=False, paused=0.0))
+    journal.write(31.5, record.FragmentResumed("a", 20))
+    journal.write(33.0, record.TrainingFailed("b", "ValueError: no"))
     journal.keep_progress(34.0, "a", PROGRESS)
     journal.close()
     return RunState(journal.path).refresh()
@@ -59,7 +54,7 @@ def run(tmp_path: Path) -> RunState:
 def test_fragments_rescales_resumes_and_losses_are_counted(run: RunState) -> None:
     a = run.trainings["a"]
     assert (a.fragments, a.rescales, a.resumes, a.checkpoints) == (3, 2, 2, 1)
-    assert [fragment.lost for fragment in run.fragments] == [False, True, False]
+    assert [fragment.failure for fragment in run.fragments] == [False, True, False]
     assert a.state == "running"
     assert a.nodes == ("n0",)
     assert a.share_done == 0.8
@@ -68,7 +63,7 @@ def test_fragments_rescales_resumes_and_losses_are_counted(run: RunState) -> Non
 
 def test_reading_on_adds_only_what_is_new(run: RunState, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
-    journal.write(40.0, "training_finished", "a")
+    journal.write(40.0, record.TrainingFinished("a", trained=True, step=40))
     journal.close()
     run.refresh()
     assert run.completed == 1

@@ -22,7 +22,7 @@ def test_a_training_survives_the_loss_of_a_node_and_the_node_is_used_again(start
     driver.until_step()
     lost = driver.run.trainings["t"].nodes[0]
     cluster.kill_node(lost)
-    driver.until(lambda run: any(f.lost for f in run.fragments) and lost not in run.fragments[-1].nodes)
+    driver.until(lambda run: any(f.failure for f in run.fragments) and lost not in run.fragments[-1].nodes)
     cluster.start_node(lost)
     driver.finish(future)
 

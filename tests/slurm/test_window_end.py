@@ -23,4 +23,4 @@ def test_a_training_leaves_before_its_window_ends_and_the_head_job_starts_in_tim
     cluster.run("scancel", busy)
     assert seconds_until_started(cluster, head) < 30, "a cycle of the scheduler: no node waits for us"
     driver.finish(future)
-    assert not any(fragment.lost for fragment in driver.run.fragments)
+    assert not any(fragment.failure for fragment in driver.run.fragments)

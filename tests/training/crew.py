@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from training_crew import DictionaryServer, classify, member_loop
 
-from freetrain_parsl.training.fragment import Finished, Membership, Progress
-from freetrain_parsl.training.terms import Ready, Regroup, Regrouped
+from freetrain_parsl.protocol.reports import Joined, Progress, Ready
+from freetrain_parsl.training.fragment import Finished, Membership
+from freetrain_parsl.training.terms import Regroup
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -217,7 +218,7 @@ class CrewRun:
             lambda: (
                 self.ended
                 or all(
-                    m.outcome or m.lost or ((told := m.last(Regrouped)) and told.generation >= generation)
+                    m.outcome or m.lost or ((told := m.last(Joined)) and told.generation >= generation)
                     for m in self.members
                 )
             )

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from freetrain_parsl.training.identity import Code
+from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.sharded import is_sharded
-from freetrain_parsl.training.terms import SessionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,10 +15,11 @@ from training_crew import classify, net
 from training_runs import Run, parameters, same, ticking
 
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, TrainingError
+from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
 from freetrain_parsl.training.checkpoint import Checkpoints, Facts
-from freetrain_parsl.training.fragment import Finished, Paused, PauseReason
+from freetrain_parsl.training.fragment import Finished, Paused
 
 if TYPE_CHECKING:
     from pathlib import Path

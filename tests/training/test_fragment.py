@@ -13,7 +13,8 @@ from training_crew import SAMPLES, Data, classify, net
 from training_runs import Run, loop, parameters, same, ticking
 
 from freetrain_parsl.errors import InvalidTrainer
-from freetrain_parsl.training.fragment import Finished, Paused, PauseReason, run_alone
+from freetrain_parsl.protocol.reports import PauseReason
+from freetrain_parsl.training.fragment import Finished, Paused, run_alone
 
 if TYPE_CHECKING:
     from pathlib import Path

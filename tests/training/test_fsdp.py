@@ -12,8 +12,9 @@ import torch
 from sharded_trainings import classify_sharded, shard_over_any_mesh
 from training_crew import SAMPLES, run_member
 
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.training.fragment import Finished, Membership, Paused, Progress
+from freetrain_parsl.training.fragment import Finished, Membership, Paused
 from freetrain_parsl.training.terms import Regroup
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 from habits import BLOCKS, HELD, PAGE, practise
 from training_crew import run_member
 
+from freetrain_parsl.protocol.reports import Joined
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
-from freetrain_parsl.training.terms import Regrouped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_pat
     assert [size for _, size in sizes] == sorted((size for _, size in sizes), reverse=size < 2)
     assert {size for _, size in sizes} == {2, size}
     assert len(metrics["history"]) == metrics["epochs"]
-    assert all(any(isinstance(report, Regrouped) for report in outcome.reports) for outcome in outcomes if outcome)
+    assert all(any(isinstance(report, Joined) for report in outcome.reports) for outcome in outcomes if outcome)
     for leaver in run.gone:
         assert isinstance(leaver.outcome.end, Paused)
 

@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 
-from freetrain_parsl.training.identity import Code, _Walk, code_of
+from freetrain_parsl.protocol.options import Code
+from freetrain_parsl.training.identity import _Walk, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,13 +25,12 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingError,
 )
+from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.storage.root import check_writable, identify_root
 from freetrain_parsl.training.checkpoint import Checkpoints
-from freetrain_parsl.training.identity import Code
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
-from freetrain_parsl.training.terms import SessionOptions
 from tests.small_disk import fill, small_disk
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ from pathlib import Path
 import torch
 from freetrain_parsl.training.keeper import Keeper
 from freetrain_parsl.training.membership import Group
-from freetrain_parsl.training.terms import SessionOptions
+from freetrain_parsl.protocol.options import SessionOptions
 keeper = Keeper(SessionOptions("net", Path(sys.argv[1])), Group)
 keeper.restore()
 keeper.save(lambda: {"objects": {"w": torch.ones(2_000_000)}}, step=1, epoch=0, reason="test", wait=False)

@@ -12,14 +12,8 @@ from torch.utils.data import IterableDataset
 from training_crew import SAMPLES, Data, net
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.fragment import (
-    Membership,
-    Notice,
-    Paused,
-    SessionOptions,
-    run_alone,
-    run_fragment,
-)
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.fragment import Membership, Notice, Paused, run_alone, run_fragment
 from freetrain_parsl.training.loader import check_dataset, to_device
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from training_crew import SAMPLES, classify, diverge, fail, first_before_the_loop, lag, pass_states, run_member
 
-from freetrain_parsl.training.fragment import Finished, Membership, Paused, PauseReason
-from freetrain_parsl.training.terms import Progress, Regrouped, Stranded
+from freetrain_parsl.protocol.reports import GroupFailed, Joined, PauseReason, Progress
+from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -175,7 +175,7 @@ def test_survivors_stay_and_pause_for_a_moment_only(crew: Crew, tmp_path: Path) 
     run = crew.start(2, tmp_path, classify, gates=gates)
     before = {member.process.pid for member in run.members}
     run.regroup(3, release=gates[4].touch)
-    told = [member.last(Regrouped) for member in run.members]
+    told = [member.last(Joined) for member in run.members]
     assert before < {member.process.pid for member in run.members}
     assert len({regrouped.generation for regrouped in told}) == 1
     assert max(regrouped.paused for regrouped in told) < 5
@@ -213,9 +213,9 @@ def test_a_stopped_member_is_left_behind_by_order(crew: Crew, tmp_path: Path) ->
     try:
         gates[4].touch()
         with pytest.raises(TimeoutError):
-            run.until(lambda: run.ended or any(member.last(Stranded) for member in run.members), 0.5)
+            run.until(lambda: run.ended or any(member.last(GroupFailed) for member in run.members), 0.5)
         run.order([run.members[0], run.members[2]], [], abort=True)
-        assert run.members[0].last(Regrouped) is not None
+        assert run.members[0].last(Joined) is not None
     finally:
         os.kill(stopped.process.pid, signal.SIGKILL)
     assert_same(first(run), undisturbed(tmp_path / "whole"), bits=False)
@@ -233,7 +233,7 @@ def test_who_is_a_step_behind_gets_the_state_of_who_is_ahead(
 ) -> None:
     """The sum of the gradients came to one member, and to the other an error: that step is made once."""
     run = crew.start(2, tmp_path / "cut", lag, at=at, epochs=EPOCHS, **mode)
-    run.until(lambda: all(member.last(Stranded) for member in run.members))
+    run.until(lambda: all(member.last(GroupFailed) for member in run.members))
     run.order(run.members, [], abort=True)
     assert_same(first(run), undisturbed(tmp_path / "whole", **mode), bits=mode is BITWISE)
 

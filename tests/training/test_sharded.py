@@ -13,8 +13,8 @@ import torch
 from sharded_crew import ShardedCrew, model, train, train_on_full_disk, train_on_while_saving
 
 from freetrain_parsl.errors import DamagedCheckpoint
+from freetrain_parsl.protocol.options import Code
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.training.identity import Code
 from freetrain_parsl.training.membership import Group
 from freetrain_parsl.training.sharded import fill, is_sharded, read_index, split
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.training.terms import Membership, Notice, SessionOptions
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.terms import Membership, Notice
 
 
 @pytest.mark.parametrize(

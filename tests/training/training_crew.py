@@ -23,14 +23,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from freetrain_parsl.errors import PeerLost
-from freetrain_parsl.training.fragment import (
-    Finished,
-    Membership,
-    Notice,
-    Paused,
-    SessionOptions,
-    run_fragment,
-)
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.fragment import Finished, Membership, Notice, Paused, run_fragment
 from freetrain_parsl.training.membership import RendezvousStore, join
 from freetrain_parsl.training.transfer import pass_on
 

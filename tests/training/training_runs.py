@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from training_crew import Data, classify
 
-from freetrain_parsl.training.fragment import (
-    Finished,
-    Membership,
-    Notice,
-    Paused,
-    Progress,
-    SessionOptions,
-    run_fragment,
-)
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import Progress
+from freetrain_parsl.training.fragment import Finished, Membership, Notice, Paused, run_fragment
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""The conductor when members are lost, lose each other, or crash again and again; see `tests.executor.stage`."""
+"""The training manager when members fail, lose each other, or crash again and again; see `tests.executor.stage`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.protocol.reports import PeersFailed, RunFinished
 from tests.executor.stage import Stage, kinds
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ def test_after_a_loss_the_survivors_are_ordered_into_the_next_group_at_once(stag
     stage.lose("s1")
     stage.now += 0.2
     stage.turn()
-    assert (stage.order("s0"), stage.order("s2")) == ((0, 2, True), (1, 2, True))
-    stage.regrouped("s0", "s2", paused=3.0)
+    assert (stage.place("s0"), stage.place("s2")) == ((0, 2, True), (1, 2, True))
+    stage.joins("s0", "s2", paused=3.0)
     ended, started = [entry.detail for _, entry in stage.history() if entry.kind.startswith("fragment")][-2:]
-    assert (ended["lost"], started["in_place"], started["nodes"]) == (True, True, ["n0", "n2"])
+    assert (ended["failure"], started["in_place"], started["nodes"]) == (True, True, ["n0", "n2"])
 
 
 def test_the_slots_of_a_node_are_lost_together(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_the_slots_of_a_node_are_lost_together(tmp_path: Path) -> None:
     stage.lose("s1b")
     stage.now += 0.2
     stage.turn()
-    assert (stage.order("s0a"), stage.order("s0b")) == ((0, 2, True), (1, 2, True))
+    assert (stage.place("s0a"), stage.place("s0b")) == ((0, 2, True), (1, 2, True))
     stage.journal.close()
 
 
@@ -42,7 +43,7 @@ def test_a_training_that_lost_its_first_member_is_told_of_by_the_next(stage: Sta
     future = stage.running("n0", "n1")
     stage.lose("s0")
     stage.recover("s1")
-    stage.ended("s1", "finished", serialize("from rank 0"))
+    stage.ends("s1", RunFinished(stage.report()), serialize("from rank 0"))
     assert future.result(0) == "from rank 0"
 
 
@@ -51,9 +52,9 @@ def test_when_all_members_are_lost_it_starts_from_the_newest_checkpoint(stage: S
     stage.lose("s0", crash=False)
     stage.lose("s1", crash=False)
     stage.turn()
-    assert stage.fragments()[0].detail["lost"]
+    assert stage.fragments()[0].detail["failure"]
     ((slot, order),) = stage.on("n2")
-    assert (slot, order.type, order["joining"]) == ("s2", "run", False)
+    assert (slot, order.place is None) == ("s2", False)
     stage.progress("s2", resumed_from=4)
     assert "fragment_resumed" in [entry.kind for _, entry in stage.history()]
 
@@ -61,13 +62,13 @@ def test_when_all_members_are_lost_it_starts_from_the_newest_checkpoint(stage: S
 def test_newcomers_that_wait_for_a_group_that_is_lost_are_started_afresh(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     stage.lose("s0")
     stage.now += 0.2
     assert kinds(stage.on("n1")) == [("s1", "pause")]
-    stage.ended("s1", "peer_lost", reason="told to")
+    stage.ends("s1", PeersFailed(0, "told to"))
     (sent,) = stage.turn()
-    assert (sent[0], sent[1]["joining"]) == ("s1", False)
+    assert (sent[0], sent[1].place is None) == ("s1", False)
 
 
 def test_a_loss_in_a_training_that_cannot_change_in_place_ends_its_members(stage: Stage) -> None:
@@ -75,8 +76,8 @@ def test_a_loss_in_a_training_that_cannot_change_in_place_ends_its_members(stage
     stage.lose("s1", crash=False)
     stage.now += 0.2
     stage.on("n0")
-    assert stage.order("s0") == (None, 0, True)
-    stage.ended("s0", "peer_lost", reason="gone")
+    assert stage.place("s0") == (None, 0, True)
+    stage.ends("s0", PeersFailed(0, "gone"))
     assert kinds(stage.turn()) == [("s0", "run")]
 
 
@@ -85,7 +86,7 @@ def test_survivors_that_do_not_answer_are_given_up_in_time(stage: Stage) -> None
     stage.lose("s2", crash=False)
     stage.now += 0.2
     stage.turn()
-    stage.regrouped("s0")
+    stage.joins("s0")
     stage.now += 70
     stage.turn()
     assert stage.killed == []
@@ -94,33 +95,33 @@ def test_survivors_that_do_not_answer_are_given_up_in_time(stage: Stage) -> None
     assert stage.killed == ["s1"]
     stage.now += 0.2
     stage.turn()
-    assert stage.order("s0") == (0, 1, True)
+    assert stage.place("s0") == (0, 1, True)
 
 
 def test_a_newcomer_that_dies_while_it_warms_up_is_not_waited_for(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1", "n2")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     assert stage.turn() == []
     stage.lose("s2")
     stage.on("n0", "n1")
-    assert stage.order("s1") == (1, 2, False)
+    assert stage.place("s1") == (1, 2, False)
 
 
 def test_a_newcomer_that_dies_after_the_order_is_a_loss_of_the_next_group(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1", "n2")
-    stage.says("s1", "ready")
-    stage.says("s2", "ready")
+    stage.ready("s1")
+    stage.ready("s2")
     stage.turn()
     lost = stage.group("s0")
     stage.lose("s2")
     stage.now += 0.2
     stage.turn()
-    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
-    stage.kv("s0", group=lost, request=1, operation="set", keys=["x"], timeout=1, amount=0)
-    assert not stage.sent[-1][1]["ok"], "the rendezvous of the abandoned group is closed"
-    stage.regrouped("s0", "s1")
+    assert (stage.place("s0"), stage.place("s1")) == ((0, 2, True), (1, 2, True))
+    stage.calls_store("s0", lost, "set")
+    assert not stage.sent[-1][1].ok, "the rendezvous of the abandoned group is closed"
+    stage.joins("s0", "s1")
     assert [entry.detail["nodes"] for entry in stage.fragments("started")] == [["n0"], ["n0", "n1"]]
 
 
@@ -129,37 +130,37 @@ def test_a_survivor_that_dies_while_the_survivors_of_another_regroup_is_left_out
     stage.lose("s0", crash=False)
     stage.now += 0.2
     stage.turn()
-    stage.regrouped("s1")
+    stage.joins("s1")
     stage.lose("s2", crash=False)
     stage.now += 0.2
     stage.turn()
-    assert stage.order("s1") == (0, 1, True)
-    stage.regrouped("s1")
+    assert stage.place("s1") == (0, 1, True)
+    stage.joins("s1")
     assert [entry.detail["nodes"] for entry in stage.fragments("started")][-1] == ["n1"]
 
 
 def test_the_state_of_a_leaver_is_used_if_all_who_should_stay_die(stage: Stage) -> None:
     stage.running("n0", "n1")
     stage.on("n0", "n1", "n2")
-    stage.says("s2", "ready")
+    stage.ready("s2")
     stage.on("n1", "n2")
     stage.lose("s1", crash=False)
     stage.now += 0.2
     stage.turn()
-    assert (stage.order("s0"), stage.order("s2")) == ((0, 2, True), (1, 2, True))
+    assert (stage.place("s0"), stage.place("s2")) == ((0, 2, True), (1, 2, True))
 
 
 def test_newcomers_alone_cannot_go_on(stage: Stage) -> None:
     """The one member with the state is lost when its newcomers have their order already."""
     stage.running("n0")
     stage.on("n0", "n1")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     stage.turn()
     stage.lose("s0")
     stage.now += 0.2
     assert kinds(stage.on("n1")) == [("s1", "pause")]
-    stage.ended("s1", "peer_lost", reason="told to")
-    assert [message["joining"] for _, message in stage.turn()] == [False]
+    stage.ends("s1", PeersFailed(0, "told to"))
+    assert [message.place is None for _, message in stage.turn()] == [False]
 
 
 def test_a_member_that_pauses_is_not_missed_but_one_that_is_lost_meanwhile_is(stage: Stage) -> None:
@@ -169,9 +170,9 @@ def test_a_member_that_pauses_is_not_missed_but_one_that_is_lost_meanwhile_is(st
     stage.lose("s1", crash=False)
     stage.now += 0.2
     stage.turn()
-    assert stage.order("s0") == (0, 1, True)
+    assert stage.place("s0") == (0, 1, True)
     stage.sent.clear()
-    stage.regrouped("s0")
+    stage.joins("s0")
     assert kinds(stage.sent) == [("s0", "pause")]
 
 
@@ -180,24 +181,24 @@ def test_a_member_that_pauses_is_not_missed_but_one_that_is_lost_meanwhile_is(st
 
 def test_a_stranded_member_waits_until_the_loss_shows(stage: Stage) -> None:
     stage.running("n0", "n1")
-    stage.stranded("s0")
+    stage.group_fails("s0")
     stage.now += 2
     stage.beats("s0")
     assert stage.turn() == [], "the other has not been heard of since"
     stage.lose("s1")
     stage.now += 0.2
     stage.turn()
-    assert stage.order("s0") == (0, 1, True)
+    assert stage.place("s0") == (0, 1, True)
 
 
 def test_members_that_are_stranded_though_all_live_regroup(stage: Stage) -> None:
     stage.running("n0", "n1")
-    stage.stranded("s0")
+    stage.group_fails("s0")
     assert stage.turn() == []
     stage.now += 2
     stage.beats("s0", "s1")
     stage.turn()
-    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
+    assert (stage.place("s0"), stage.place("s1")) == ((0, 2, True), (1, 2, True))
     stage.now += 2
     stage.beats("s0", "s1")
     assert stage.turn() == [], "they are about it"
@@ -209,7 +210,7 @@ def test_a_member_that_says_it_is_stranded_when_its_order_is_on_the_way_is_not_o
     stage.lose("s2")
     stage.now += 0.2
     stage.turn()
-    stage.stranded("s0", generation=before)
+    stage.group_fails("s0", generation=before)
     stage.now += 2
     stage.beats("s0", "s1")
     assert stage.turn() == []
@@ -222,9 +223,9 @@ def test_a_group_in_which_everybody_only_waits_is_cut_and_regroups(stage: Stage)
     assert stage.turn() == []
     stage.waits("s1", 10.5)
     stage.turn()
-    assert (stage.order("s0"), stage.order("s1")) == ((0, 2, True), (1, 2, True))
+    assert (stage.place("s0"), stage.place("s1")) == ((0, 2, True), (1, 2, True))
     assert stage.turn() == []
-    stage.regrouped("s0", "s1")
+    stage.joins("s0", "s1")
     assert stage.turn() == []
 
 
@@ -246,7 +247,7 @@ def test_crashes_without_a_further_step_end_in_a_message_and_a_step_forgives_the
     stage.turn()
     with pytest.raises(TooManyRestarts, match=r"2 crashes without a step beyond step 8.*bus error.*worker logs"):
         future.result(0)
-    assert stage.order("s0") == (None, 0, True)
+    assert stage.place("s0") == (None, 0, True)
 
 
 def test_crashes_that_leave_nobody_are_counted_too(stage: Stage) -> None:

@@ -1,31 +1,26 @@
-"""The conductor with slots that are only names: every message is an argument, time is a number."""
+"""The training manager with slots that are only names: every message is an argument, time is a number."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.headers import TO_SLOT, fault_in
+from freetrain_parsl.executor.control.training.next_change import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
-from freetrain_parsl.executor.protocol import Message
-from freetrain_parsl.executor.regrouping import cut_off
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.protocol.messages import Place, RunEnded, StoreReply, StoreRequest
+from freetrain_parsl.protocol.options import Code
+from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFailed, RunFinished, RunPaused
 from freetrain_parsl.report.run import RunState
-from freetrain_parsl.training.identity import Code
-from freetrain_parsl.training.terms import PauseReason, Progress
 from tests.executor.stage import Stage, kinds
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-LEFT = PauseReason.LEFT.value
-CLOSING = PauseReason.CLOSING.value
-
 
 # Starting, pausing, ending.
 
@@ -35,7 +30,7 @@ def test_a_training_starts_on_all_slots_of_its_nodes_with_distinct_ranks(stage: 
     assert stage.turn() == []
     sent = stage.on("n0", "n2")
     assert kinds(sent) == [("s0", "run"), ("s2", "run")]
-    assert [(m["rank"], m["world_size"], m["joining"]) for _, m in sent] == [(0, 2, False), (1, 2, False)]
+    assert [m.place for _, m in sent] == [Place(1, 0, 2), Place(1, 1, 2)]
     assert stage.turn() == []
 
 
@@ -43,18 +38,18 @@ def test_a_training_that_loses_all_nodes_is_paused_and_starts_again_when_it_gets
     stage.running("n0", "n1")
     assert kinds(stage.on()) == [("s0", "pause"), ("s1", "pause")]
     assert stage.turn() == []
-    stage.ended("s0", "paused")
+    stage.ends("s0", RunPaused(PauseReason.REQUESTED))
     assert stage.on("n1") == [], "its other member has not ended"
-    stage.ended("s1", "paused")
+    stage.ends("s1", RunPaused(PauseReason.REQUESTED))
     assert kinds(stage.turn()) == [("s1", "run")]
-    assert not stage.fragments()[0].detail["lost"]
+    assert not stage.fragments()[0].detail["failure"]
 
 
 def test_a_training_that_cannot_change_in_place_is_paused_and_started_on_its_new_nodes(stage: Stage) -> None:
     stage.running("n0", "n1", in_place=False)
     assert kinds(stage.on("n0", "n1", "n2")) == [("s0", "pause"), ("s1", "pause")]
-    stage.ended("s0", "paused")
-    stage.ended("s1", "paused")
+    stage.ends("s0", RunPaused(PauseReason.REQUESTED))
+    stage.ends("s1", RunPaused(PauseReason.REQUESTED))
     assert kinds(stage.turn()) == [("s0", "run"), ("s1", "run"), ("s2", "run")]
 
 
@@ -77,7 +72,7 @@ def test_a_training_waits_for_nodes_that_another_still_holds(stage: Stage) -> No
     stage.submit("u")
     assert stage.on("n0", name="u") == []
     stage.on()
-    stage.ended("s0", "paused")
+    stage.ends("s0", RunPaused(PauseReason.REQUESTED))
     assert kinds(stage.turn()) == [("s0", "run")]
 
 
@@ -86,37 +81,37 @@ def test_members_that_pause_by_themselves_make_all_pause(stage: Stage) -> None:
     stage.running("n0", "n1")
     stage.on("n0", "n1", "n2")
     stage.sent.clear()
-    stage.ended("s1", "paused", reason=CLOSING)
+    stage.ends("s1", RunPaused(PauseReason.CLOSING))
     assert sorted(kinds(stage.sent)) == [("s0", "pause"), ("s2", "pause")]
-    stage.ended("s0", "paused", reason=CLOSING)
-    stage.ended("s2", "peer_lost", reason="told to")
+    stage.ends("s0", RunPaused(PauseReason.CLOSING))
+    stage.ends("s2", PeersFailed(0, "told to"))
     assert kinds(stage.turn()) == [("s0", "run"), ("s1", "run"), ("s2", "run")]
 
 
 def test_the_first_members_value_resolves_the_future_and_the_others_may_end_later(stage: Stage) -> None:
     future = stage.running("n0", "n1")
-    stage.ended("s0", "finished", serialize({"loss": 0.5}), progress=stage.report(samples=64))
+    stage.ends("s0", RunFinished(stage.report(samples=64)), serialize({"loss": 0.5}))
     assert future.result(0) == {"loss": 0.5}
     assert any(isinstance(event, ev.TrainerFinished) for event in stage.events)
-    stage.ended("s1", "finished")
+    stage.ends("s1", RunFinished(stage.report()))
     assert [entry.kind for _, entry in stage.history()][-2:] == ["training_finished", "fragment_ended"]
     assert read_progress(stage.journal.path)["t"]["samples"] == 64
 
 
 def test_a_name_is_free_again_while_old_members_are_still_ending(stage: Stage) -> None:
     stage.running("n0", "n1")
-    stage.ended("s0", "finished", serialize(1))
+    stage.ends("s0", RunFinished(stage.report()), serialize(1))
     again = stage.submit()
     stage.on("n2")
-    stage.ended("s1", "failed", b"old news")
+    stage.ends("s1", RunFailed(), b"old news")
     assert not again.done()
-    stage.ended("s2", "finished", serialize(2))
+    stage.ends("s2", RunFinished(stage.report()), serialize(2))
     assert again.result(0) == 2
 
 
 def test_a_value_that_cannot_be_read_here_fails_the_future_not_the_driver(stage: Stage) -> None:
     future = stage.running("n0")
-    stage.ended("s0", "finished", b"no serialisation at all")
+    stage.ends("s0", RunFinished(stage.report()), b"no serialisation at all")
     with pytest.raises(Exception, match="cannot be read here"):
         future.result(0)
 
@@ -125,13 +120,13 @@ def test_an_exception_of_the_user_ends_the_training_on_all_its_slots_at_once(sta
     future = stage.running("n0", "n1")
     stage.on("n0", "n1", "n2")
     stage.sent.clear()
-    stage.ended("s1", "failed", serialize(RemoteExceptionWrapper(KeyError, KeyError("theirs"), None)))
+    stage.ends("s1", RunFailed(), serialize(RemoteExceptionWrapper(KeyError, KeyError("theirs"), None)))
     with pytest.raises(KeyError, match="theirs"):
         future.result(0)
-    assert stage.order("s0") == (None, 0, True)
+    assert stage.place("s0") == (None, 0, True)
     assert ("s2", "pause") in kinds(stage.sent)
-    stage.ended("s0", "paused", reason=LEFT)
-    stage.ended("s2", "peer_lost", reason="told to")
+    stage.ends("s0", RunPaused(PauseReason.LEFT))
+    stage.ends("s2", PeersFailed(0, "told to"))
     assert stage.turn() == []
 
 
@@ -146,11 +141,11 @@ def test_reports_of_an_earlier_run_are_ignored(stage: Stage) -> None:
 def test_a_late_end_of_an_earlier_run_does_not_free_a_slot_that_runs_another(stage: Stage) -> None:
     stage.running("n0")
     earlier = stage.runs["s0"]
-    stage.ended("s0", "paused", reason=CLOSING)
+    stage.ends("s0", RunPaused(PauseReason.CLOSING))
     stage.turn()
     assert stage.runs["s0"] > earlier
-    late = Message("ended", {"trainer": "t", "run": earlier, "outcome": "finished"}, serialize(1))
-    stage.conductor.on_ended(stage.roster.slots["s0"], late)
+    late = RunEnded("t", earlier, RunFinished(stage.report()), serialize(1))
+    stage.manager.on_run_ended(stage.roster.slots["s0"], late)
     assert stage.roster.slots["s0"].busy == "t"
     assert stage.turn() == []
 
@@ -159,11 +154,11 @@ def test_a_slot_uses_the_rendezvous_of_its_own_training_only(stage: Stage) -> No
     stage.running("n0")
     stage.submit("u")
     stage.on("n1", name="u")
-    header = {"request": 1, "operation": "set", "keys": ["x"], "timeout": 1.0, "amount": 0}
     stage.sent.clear()
     for slot, group in (("s1", "t/1"), ("s3", "t/1"), ("s0", "t/1")):
-        stage.conductor.on_kv(stage.roster.slots[slot], Message("kv", {**header, "group": group}, b"value"))
-    assert [(slot, message["ok"]) for slot, message in stage.sent] == [("s1", False), ("s3", False), ("s0", True)]
+        request = StoreRequest(group, 1, "set", ("x",), 1.0, payload=b"value")
+        stage.manager.on_store_request(stage.roster.slots[slot], request)
+    assert [(slot, message.ok) for slot, message in stage.sent] == [("s1", False), ("s3", False), ("s0", True)]
 
 
 def test_progress_tells_the_planner_what_is_left(stage: Stage) -> None:
@@ -180,24 +175,24 @@ def test_a_training_grows_when_its_newcomers_are_ready_and_the_survivors_come_fi
     stage.running("n1", "n2")
     sent = stage.on("n0", "n1", "n2", "n3")
     assert kinds(sent) == [("s0", "run"), ("s3", "run")]
-    assert all(message["joining"] for _, message in sent)
-    stage.says("s3", "ready")
+    assert all(message.place is None for _, message in sent)
+    stage.ready("s3")
     assert stage.turn() == []
-    stage.says("s0", "ready")
+    stage.ready("s0")
     stage.turn()
-    assert [stage.order(f"s{n}") for n in (1, 2, 0, 3)] == [(rank, 4, False) for rank in range(4)]
+    assert [stage.place(f"s{n}") for n in (1, 2, 0, 3)] == [(rank, 4, False) for rank in range(4)]
     assert stage.turn() == []
 
 
 def test_a_change_ends_one_fragment_and_begins_another_without_a_resume(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     stage.turn()
-    stage.regrouped("s1")
-    stage.regrouped("s0", paused=0.4)
+    stage.joins("s1")
+    stage.joins("s0", paused=0.4)
     ended, started = [entry for _, entry in stage.history()][-2:]
-    assert (ended.kind, ended.detail["nodes"], ended.detail["lost"]) == ("fragment_ended", ["n0"], False)
+    assert (ended.kind, ended.detail["nodes"], ended.detail["failure"]) == ("fragment_ended", ["n0"], False)
     assert (started.kind, started.detail["nodes"]) == ("fragment_started", ["n0", "n1"])
     assert (started.detail["in_place"], started.detail["paused"]) == (True, 0.4)
     assert "fragment_resumed" not in [entry.kind for _, entry in stage.history()]
@@ -206,44 +201,44 @@ def test_a_change_ends_one_fragment_and_begins_another_without_a_resume(stage: S
 def test_the_first_that_is_ready_does_not_wait_for_ever_for_a_slow_one(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1", "n2")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     assert stage.turn() == []
     stage.now += 6
-    assert kinds(stage.turn()) == [("s0", "regroup"), ("s1", "regroup")]
-    stage.regrouped("s0", "s1")
-    stage.says("s2", "ready")
+    assert kinds(stage.turn()) == [("s0", "change"), ("s1", "change")]
+    stage.joins("s0", "s1")
+    stage.ready("s2")
     stage.turn()
-    assert stage.order("s2") == (2, 3, False)
+    assert stage.place("s2") == (2, 3, False)
 
 
 def test_nodes_that_go_are_left_at_once_without_waiting_for_newcomers(stage: Stage) -> None:
     stage.running("n0", "n1")
     sent = stage.on("n1", "n2")
     assert ("s2", "run") in kinds(sent)
-    assert (stage.order("s0"), stage.order("s1")) == ((None, 0, False), (0, 1, False))
-    stage.ended("s0", "paused", reason=LEFT)
-    stage.regrouped("s1")
-    stage.says("s2", "ready")
+    assert (stage.place("s0"), stage.place("s1")) == ((None, 0, False), (0, 1, False))
+    stage.ends("s0", RunPaused(PauseReason.LEFT))
+    stage.joins("s1")
+    stage.ready("s2")
     stage.turn()
-    assert (stage.order("s1"), stage.order("s2")) == ((0, 2, False), (1, 2, False))
+    assert (stage.place("s1"), stage.place("s2")) == ((0, 2, False), (1, 2, False))
 
 
 def test_newcomers_that_are_ready_are_taken_in_when_others_leave(stage: Stage) -> None:
     stage.running("n0", "n1")
     stage.on("n0", "n1", "n2", "n3")
-    stage.says("s2", "ready")
+    stage.ready("s2")
     assert stage.turn() == []
     stage.on("n1", "n2", "n3")
-    assert [stage.order(f"s{n}") for n in (0, 1, 2)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
+    assert [stage.place(f"s{n}") for n in (0, 1, 2)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
 
 
 def test_a_slot_that_has_left_is_free_for_another_training(stage: Stage) -> None:
     stage.running("n0", "n1")
     stage.submit("u")
-    stage.conductor.assign("u", frozenset({"n0"}))
+    stage.manager.assign("u", frozenset({"n0"}))
     stage.on("n1")
-    stage.ended("s0", "paused", reason=LEFT)
-    stage.regrouped("s1")
+    stage.ends("s0", RunPaused(PauseReason.LEFT))
+    stage.joins("s1")
     assert kinds(stage.turn()) == [("s0", "run")]
 
 
@@ -252,9 +247,9 @@ def test_newcomers_on_nodes_that_are_not_wanted_any_more_are_sent_away(stage: St
     stage.on("n0", "n1")
     assert kinds(stage.on("n0")) == [("s1", "pause")]
     assert stage.turn() == []
-    stage.says("s1", "ready")
+    stage.ready("s1")
     assert stage.turn() == [], "it comes too late"
-    stage.ended("s1", "peer_lost", reason="told to")
+    stage.ends("s1", PeersFailed(0, "told to"))
     assert kinds(stage.on("n0", "n1")) == [("s1", "run")]
 
 
@@ -262,28 +257,28 @@ def test_what_is_desired_while_an_order_is_carried_out_comes_next(stage: Stage) 
     stage.running("n0", "n1", "n2")
     stage.on("n0", "n1")
     assert stage.on("n0") == []
-    stage.ended("s2", "paused", reason=LEFT)
-    stage.regrouped("s0")
+    stage.ends("s2", RunPaused(PauseReason.LEFT))
+    stage.joins("s0")
     assert stage.turn() == []
-    stage.regrouped("s1")
+    stage.joins("s1")
     stage.turn()
-    assert (stage.order("s0"), stage.order("s1")) == ((0, 1, False), (None, 0, False))
+    assert (stage.place("s0"), stage.place("s1")) == ((0, 1, False), (None, 0, False))
 
 
 def test_a_training_moves_to_other_nodes_through_a_group_of_both(stage: Stage) -> None:
     stage.running("n0", "n1")
     assert kinds(stage.on("n2", "n3")) == [("s2", "run"), ("s3", "run")]
-    stage.says("s2", "ready")
+    stage.ready("s2")
     assert stage.turn() == [], "it goes on where it is meanwhile"
-    stage.says("s3", "ready")
+    stage.ready("s3")
     stage.turn()
-    assert [stage.order(f"s{n}") for n in range(4)] == [(0, 3, False), (None, 0, False), (1, 3, False), (2, 3, False)]
-    stage.ended("s1", "paused", reason=LEFT)
-    stage.regrouped("s0", "s2", "s3")
+    assert [stage.place(f"s{n}") for n in range(4)] == [(0, 3, False), (None, 0, False), (1, 3, False), (2, 3, False)]
+    stage.ends("s1", RunPaused(PauseReason.LEFT))
+    stage.joins("s0", "s2", "s3")
     stage.turn()
-    assert [stage.order(f"s{n}") for n in (0, 2, 3)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
-    stage.ended("s0", "paused", reason=LEFT)
-    stage.regrouped("s2", "s3")
+    assert [stage.place(f"s{n}") for n in (0, 2, 3)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
+    stage.ends("s0", RunPaused(PauseReason.LEFT))
+    stage.joins("s2", "s3")
     assert [entry.detail["nodes"] for entry in stage.fragments("started")][-1] == ["n2", "n3"]
 
 
@@ -293,11 +288,11 @@ def test_a_training_whose_new_nodes_are_not_free_is_paused_rather_than_kept_wait
     stage.submit("u")
     stage.on("n1", name="u")
     stage.progress("s1")
-    stage.conductor.assign("u", frozenset({"n0"}))
+    stage.manager.assign("u", frozenset({"n0"}))
     sent = stage.on("n1")
     assert kinds(sent) == [("s0", "pause"), ("s1", "pause")]
-    stage.ended("s0", "paused")
-    stage.ended("s1", "paused")
+    stage.ends("s0", RunPaused(PauseReason.REQUESTED))
+    stage.ends("s1", RunPaused(PauseReason.REQUESTED))
     assert kinds(stage.turn()) == [("s1", "run"), ("s0", "run")]
 
 
@@ -305,7 +300,7 @@ def test_a_node_that_the_batch_system_takes_is_left_at_once_whatever_the_planner
     stage.running("n0", "n1")
     stage.roster.slots["s1"].leaving = True
     stage.turn()
-    assert (stage.order("s0"), stage.order("s1")) == ((0, 1, False), (None, 0, False))
+    assert (stage.place("s0"), stage.place("s1")) == ((0, 1, False), (None, 0, False))
 
 
 def test_a_training_whose_nodes_are_all_taken_is_paused_at_once_though_others_are_free(stage: Stage) -> None:
@@ -317,30 +312,30 @@ def test_a_training_whose_nodes_are_all_taken_is_paused_at_once_though_others_ar
 def test_a_training_is_not_run_on_fewer_nodes_than_it_asks_for(stage: Stage) -> None:
     stage.running("n0", "n1", min_nodes=2)
     assert kinds(stage.on("n1", "n2")) == [("s2", "run")]
-    stage.says("s2", "ready")
+    stage.ready("s2")
     stage.turn()
-    assert [stage.order(f"s{n}") for n in range(3)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
+    assert [stage.place(f"s{n}") for n in range(3)] == [(None, 0, False), (0, 2, False), (1, 2, False)]
 
 
 def test_a_node_of_several_slots_joins_when_all_of_them_are_ready(tmp_path: Path) -> None:
     stage = Stage(tmp_path, slots_per_node=2)
     stage.running("n0")
     assert kinds(stage.on("n0", "n1")) == [("s1a", "run"), ("s1b", "run")]
-    stage.says("s1a", "ready")
+    stage.ready("s1a")
     stage.now += 60
     assert stage.turn() == []
-    stage.says("s1b", "ready")
+    stage.ready("s1b")
     stage.turn()
-    assert [stage.order(slot)[0] for slot in ("s0a", "s0b", "s1a", "s1b")] == [0, 1, 2, 3]
+    assert [stage.place(slot)[0] for slot in ("s0a", "s0b", "s1a", "s1b")] == [0, 1, 2, 3]
     stage.journal.close()
 
 
 def test_a_training_that_finishes_while_newcomers_warm_up_sends_them_away(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1", "n2")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     stage.sent.clear()
-    stage.ended("s0", "finished", serialize(1))
+    stage.ends("s0", RunFinished(stage.report()), serialize(1))
     assert kinds(stage.sent) == [("s1", "pause"), ("s2", "pause")]
 
 
@@ -349,13 +344,12 @@ def test_a_training_that_finishes_before_the_boundary_frees_newcomers_that_wait_
 ) -> None:
     stage.running("n0")
     stage.on("n0", "n1")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     stage.turn()
-    ask = {"group": stage.group("s1"), "request": 1, "operation": "get", "keys": ["x"], "timeout": 60, "amount": 0}
-    stage.kv("s1", **ask)
+    stage.calls_store("s1", stage.group("s1"), "get", timeout=60.0)
     stage.sent.clear()
-    stage.ended("s0", "finished", serialize(1))
-    answers = [message["ok"] for slot, message in stage.sent if (slot, message.type) == ("s1", "kv")]
+    stage.ends("s0", RunFinished(stage.report()), serialize(1))
+    answers = [message.ok for slot, message in stage.sent if slot == "s1" and isinstance(message, StoreReply)]
     assert answers == [False]
     assert ("s1", "pause") in kinds(stage.sent)
 
@@ -363,7 +357,7 @@ def test_a_training_that_finishes_before_the_boundary_frees_newcomers_that_wait_
 def test_a_leaver_that_does_not_leave_is_ended(stage: Stage) -> None:
     stage.running("n0", "n1")
     stage.on("n0")
-    stage.regrouped("s0")
+    stage.joins("s0")
     stage.now += 60
     stage.turn()
     assert stage.killed == []
@@ -381,12 +375,12 @@ def test_the_planner_learns_what_rescales_cost_if_that_is_news(stage: Stage) -> 
     stage.events.clear()
     for paused in (1.0, 0.0):
         stage.on("n0", "n1")
-        stage.says("s1", "ready")
+        stage.ready("s1")
         stage.turn()
-        stage.regrouped("s0", "s1", paused=paused)
+        stage.joins("s0", "s1", paused=paused)
         stage.on("n0")
-        stage.ended("s1", "paused", reason=LEFT)
-        stage.regrouped("s0", paused=2.0)
+        stage.ends("s1", RunPaused(PauseReason.LEFT))
+        stage.joins("s0", paused=2.0)
     learned = [event.trainer.costs for event in stage.events if isinstance(event, ev.TrainerLearned)]
     assert [(costs.up, costs.down) for costs in learned] == [(1.5, 2.0), (0.75, 2.0)]
 
@@ -394,9 +388,9 @@ def test_the_planner_learns_what_rescales_cost_if_that_is_news(stage: Stage) -> 
 def test_costs_that_the_user_states_are_believed(stage: Stage) -> None:
     stage.running("n0", costs=RescaleCosts(up=9))
     stage.on("n0", "n1")
-    stage.says("s1", "ready")
+    stage.ready("s1")
     stage.turn()
-    stage.regrouped("s0", "s1", paused=1.0)
+    stage.joins("s0", "s1", paused=1.0)
     assert not any(isinstance(event, ev.TrainerLearned) for event in stage.events)
 
 
@@ -406,7 +400,7 @@ def test_a_loss_says_nothing_of_what_a_planned_change_costs(stage: Stage) -> Non
     stage.lose("s1", crash=False)
     stage.now += 0.2
     stage.turn()
-    stage.regrouped("s0", paused=20.0)
+    stage.joins("s0", paused=20.0)
     assert not any(isinstance(event, ev.TrainerLearned) for event in stage.events)
 
 
@@ -414,16 +408,12 @@ def test_slots_are_told_how_often_trainings_fall_back_on_their_checkpoint(stage:
     """An hour, and less once there is experience of losses that left nobody."""
     stage.submit()
     ((_, first),) = stage.on("n0")
-    assert first["mean_time_between_losses"] == 3600
+    assert first.options.mean_time_between_failures == timedelta(seconds=3600)
     stage.now = 400.0
     stage.lose("s0", crash=False)
     stage.turn()
     ((_, second),) = stage.on("n1")
-    assert second["mean_time_between_losses"] == 2000
-
-
-def test_a_report_has_all_that_a_training_tells(stage: Stage) -> None:
-    assert stage.report().keys() == asdict(Progress()).keys()
+    assert second.options.mean_time_between_failures == timedelta(seconds=2000)
 
 
 def test_a_member_that_others_do_not_reach_is_left_out_and_its_node_set_aside(stage) -> None:
@@ -431,10 +421,10 @@ def test_a_member_that_others_do_not_reach_is_left_out_and_its_node_set_aside(st
     stage.running("n0", "n1", "n2")
     generation = stage.generation
     for slot in ("s0", "s1", "s2"):
-        stage.says(slot, "stranded", generation=generation, reason="no way", unreachable=[[1, 0], [2, 1]])
+        stage.group_fails(slot, generation, "no way", ((1, 0), (2, 1)))
     stage.recover("s0", "s2")
-    assert [stage.order(slot)[:2] for slot in ("s0", "s2")] == [(0, 2), (1, 2)]
-    assert stage.order("s1")[0] is None
+    assert [stage.place(slot)[:2] for slot in ("s0", "s2")] == [(0, 2), (1, 2)]
+    assert stage.place("s1")[0] is None
     assert stage.aside == ["s1"]
     assert stage.killed == []
 
@@ -442,12 +432,12 @@ def test_a_member_that_others_do_not_reach_is_left_out_and_its_node_set_aside(st
 def test_a_report_of_an_older_group_sets_nobody_aside(stage) -> None:
     stage.running("n0", "n1")
     generation = stage.generation
-    stage.stranded("s0")
-    stage.stranded("s1")
+    stage.group_fails("s0")
+    stage.group_fails("s1")
     stage.now += 2.0
     stage.beats("s0", "s1")
     stage.recover("s0", "s1")
-    stage.says("s1", "stranded", generation=generation, reason="no way", unreachable=[[1, 0]])
+    stage.group_fails("s1", generation, "no way", ((1, 0),))
     stage.turn()
     assert stage.aside == []
 
@@ -464,7 +454,7 @@ def test_a_report_of_an_older_group_sets_nobody_aside(stage) -> None:
     ],
 )
 def test_few_are_cut_off_so_that_the_others_reach_each_other(unreachable, chosen) -> None:
-    assert cut_off(("a", "b", "c", "d"), unreachable) == chosen
+    assert fewest_to_exclude(("a", "b", "c", "d"), unreachable) == chosen
 
 
 # Old results, and other code.
@@ -475,10 +465,10 @@ def test_a_result_of_an_earlier_run_is_told_as_one(stage: Stage, caplog: pytest.
     future = stage.submit()
     stage.on("n0")
     stage.progress("s0", step=40, resumed_from=40)
-    stage.ended("s0", "finished", serialize("old"), progress=stage.report(step=40, resumed_from=40))
+    stage.ends("s0", RunFinished(stage.report(step=40, resumed_from=40)), serialize("old"))
     assert future.result(0) == "old"
     assert "its result is that of an earlier run, whose checkpoint of step 40 was complete" in caplog.text
-    assert stage.history()[-2][1].detail == {"trained": False}
+    assert stage.history()[-2][1].detail == {"trained": False, "step": 40}
     training = RunState(stage.journal.path).refresh().trainings["t"]
     assert training.remark() == "result of an earlier run: nothing was trained"
 
@@ -490,7 +480,7 @@ def test_a_result_that_this_run_has_trained_for_is_told_without_a_remark(
     stage.submit()
     stage.on("n0")
     stage.progress("s0", step=resumed_from or 0, resumed_from=resumed_from)
-    stage.ended("s0", "finished", serialize("new"), progress=stage.report(step=40, resumed_from=resumed_from))
+    stage.ends("s0", RunFinished(stage.report(step=40, resumed_from=resumed_from)), serialize("new"))
     assert "earlier run" not in caplog.text
     assert RunState(stage.journal.path).refresh().trainings["t"].remark() == ""
 
@@ -510,6 +500,5 @@ def test_slots_are_told_the_code_that_they_should_find_in_checkpoints(stage: Sta
     code = Code("app:train", {"app.train": "1"})
     stage.submit(code=code, on_code_change="resume", call="train-1")
     (_, message), *_ = stage.on("n0")
-    assert fault_in(message.header, TO_SLOT["run"]) is None
-    assert Code(**message["code"]) == code
-    assert (message["on_code_change"], message["call"]) == ("resume", "train-1")
+    assert message.options.code == code
+    assert (message.options.on_code_change, message.options.call) == ("resume", "train-1")
