@@ -156,9 +156,9 @@ def test_edited_code_has_another_name_that_tells_the_same_call() -> None:
     """So a call of edited code begins anew, and finds what it began with before."""
     before, after = called(train, lr=0.1), called(edited, lr=0.1)
     assert before.name != after.name
-    assert before.call == after.call
-    assert after.name.startswith(f"{before.call}-")
-    assert after.code.changes_since(before.code) != []
+    assert before.options.call == after.options.call
+    assert after.name.startswith(f"{before.options.call}-")
+    assert after.options.code.changes_since(before.options.code) != []
 
 
 def test_a_name_of_ones_own_stays_and_the_code_is_told_beside_it() -> None:
