@@ -192,16 +192,26 @@ def test_commands_in_the_docs_exist(page):
 
 
 def test_journal_page_is_complete():
-    """The journal's page has every kind of entry that the driver writes, and no other."""
-    room = ROOT / "freetrain_parsl" / "executor"
-    code = "".join(
-        (room / name).read_text(encoding="utf-8") for name in ("driver.py", "block_cycle.py", "chronicle.py")
-    )
-    written = set(re.findall(r"_?write\(\s*(?:\w[\w.]*(?:\(\))?,\s*)?\"(\w+)\"", code))
+    """The journal's page has every kind of record with its fields, and no other."""
+    from freetrain_parsl.protocol.journal import KINDS
+
     page = (DOCS / "reference" / "journal.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
-    documented = {kind for row in rows for kind in re.findall(r"`(\w+)`", row)}
-    assert documented == written | {"assign", "grow", "shrink", "stop"}
+    rows = re.findall(r"^\| (`.*?`) \| .*? \| (.*) \|$", page, re.MULTILINE)
+    documented = {kind: detail for kinds, detail in rows for kind in re.findall(r"`(\w+)`", kinds)}
+    assert documented.keys() == KINDS.keys()
+    for kind, record in KINDS.items():
+        names = {item.name for item in fields(record)} - {"subject"}
+        assert {name for name in names if f"`{name}`" not in documented[kind]} == set(), kind
+
+
+def test_the_life_of_a_training_is_drawn_as_it_is():
+    """The table of phases has those of the state machine, each with those that may follow."""
+    from freetrain_parsl.executor.control.training.states import TRANSITIONS
+
+    page = (DOCS / "explanation" / "life-of-a-training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*?)\|$", page, re.MULTILINE)
+    drawn = {phase: set(re.findall(r"`(\w+)`", following)) for phase, following in rows}
+    assert drawn == {phase.__name__: {one.__name__ for one in after} for phase, after in TRANSITIONS.items()}
 
 
 def test_error_page_is_complete():

@@ -212,7 +212,7 @@ def _dataclass(kind: Any) -> Decode:
         for key, item in given.items():
             try:
                 values[key] = decoders[key](item)
-            except _Refused as refusal:
+            except _Refused as refusal:  # noqa: PERF203 - names the field
                 raise _Refused(f"its {key!r} is {refusal}") from None
         try:
             return kind(**values)

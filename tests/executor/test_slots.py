@@ -239,8 +239,10 @@ BAD_FRAMES = {
     "negative": [b'{"v": 2, "type": "task_ended", "task": -1, "failed": false}', b""],
     "a flag for a number": [b'{"v": 2, "type": "task_ended", "task": true, "failed": false}', b""],
     "half a character": [
-        b'{"v": 2, "type": "run_report", "training": "t", "run": 1, '
-        b'"report": {"type": "group_failed", "generation": 1, "reason": "\\ud800"}}',
+        (
+            b'{"v": 2, "type": "run_report", "training": "t", "run": 1, '
+            b'"report": {"type": "group_failed", "generation": 1, "reason": "\\ud800"}}'
+        ),
         b"",
     ],
     "no keys": [

@@ -154,7 +154,7 @@ class World(RuleBasedStateMachine):
 
     @rule(layout=st.sampled_from(LAYOUTS))
     def assign(self, layout: str) -> None:
-        """The planner divides the nodes; never two trainings on a node."""
+        """Divide the nodes, as the planner does; never two trainings on a node."""
         for name, digits in zip("ab", layout.split("/"), strict=True):
             self.manager.assign(name, frozenset(f"n{digit}" for digit in digits))
 
@@ -213,26 +213,26 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: any(process.inbox for process in self.processes.values()))
     @rule(data=st.data())
     def deliver_to_slot(self, data: st.DataObject) -> None:
-        """A message of the driver arrives."""
+        """Let a message of the driver arrive."""
         slots = [name for name, process in self.processes.items() if process.inbox]
         self._receive(self.processes[data.draw(st.sampled_from(slots))])
 
     @precondition(lambda self: any(process.outbox for process in self.processes.values()))
     @rule(data=st.data(), repeated=st.booleans())
     def deliver_to_driver(self, data: st.DataObject, repeated: bool) -> None:
-        """A message of a slot arrives, and perhaps once more in another run's time."""
+        """Let a message of a slot arrive, and perhaps a second time."""
         slots = [name for name, process in self.processes.items() if process.outbox]
         self._report(self.processes[data.draw(st.sampled_from(slots))], repeated=repeated)
 
     @rule(data=st.data())
     def act(self, data: st.DataObject) -> None:
-        """A process does what is next for it."""
+        """Let a process do what is next for it."""
         if self.processes:
             self._act(self.processes[data.draw(st.sampled_from(sorted(self.processes)))])
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
-        """A process is killed; the driver learns it later."""
+        """Kill a process; the driver learns it later."""
         name = data.draw(st.sampled_from(sorted(self.processes))) if self.processes else None
         if name is not None and name not in {one.slot for one in self.dead}:
             self.dead.append(self.processes.pop(name))
@@ -244,7 +244,7 @@ class World(RuleBasedStateMachine):
         late=st.booleans(),
     )
     def die_during_a_change(self, layout: str, rounds: int, victims: set[str], late: bool) -> None:
-        """Processes are killed some time after the planner has changed its mind."""
+        """Kill processes some time after the planner has decided otherwise."""
         self.assign(layout)
         for _ in range(rounds):
             self._round()
@@ -256,7 +256,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: any(self.heard.values()))
     @rule(data=st.data())
     def hear_again(self, data: st.DataObject) -> None:
-        """A message of long ago comes once more."""
+        """Let a message of long ago arrive a second time."""
         slots = sorted(slot for slot, messages in self.heard.items() if messages and slot in self.roster.slots)
         if slots:
             slot = data.draw(st.sampled_from(slots))
@@ -270,7 +270,7 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def close_node(self, data: st.DataObject) -> None:
-        """The batch system takes a node; its process stops at the next boundary, and the others with it."""
+        """Take a node, as the batch system does; its process stops at the next boundary, and the others with it."""
         name = data.draw(st.sampled_from(sorted(self.processes))) if self.processes else None
         if name is not None and self.processes[name].place == "group":
             self.processes[name].pauses = True
@@ -462,12 +462,9 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_work_is_given_up_while_a_process_has_it(self) -> None:
-        """A training falls back on its checkpoint only if no living process is ahead of it."""
-        restarts, self._restarts = (
-            self.manager._failure_rate.failures - self._restarts,
-            self.manager._failure_rate.failures,
-        )
-        if restarts == 0:
+        """Check that no living process is ahead of a checkpoint on which its training falls back."""
+        before, self._restarts = self._restarts, self.manager._failure_rate.failures
+        if self._restarts == before:
             return
         for process in self.processes.values():
             if process.run is not None and process.step is not None:

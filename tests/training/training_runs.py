@@ -8,10 +8,10 @@ import torch
 from training_crew import Data, classify
 
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.training.fragment import Finished, Membership, Notice, Paused, run_fragment
 
 if TYPE_CHECKING:
+    from freetrain_parsl.protocol.reports import Progress
     from pathlib import Path
 
 

@@ -194,7 +194,7 @@ class TrainingManager:
     def _handle(self, managed: _Managed, event: Event) -> None:
         self._carry_out(managed, managed.machine.handle(event, self._roster, self._clock()))
 
-    def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:
+    def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:  # noqa: C901 - a case for each command
         for command in commands:
             match command:
                 case do.Start() | do.Send() | do.Release() | do.Kill() | do.SetAside():

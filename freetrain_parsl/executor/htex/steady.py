@@ -1,4 +1,6 @@
-"""Runs a module with a clock that is never stepped: ``python -m freetrain_parsl.executor.htex.steady MODULE ARGUMENT …``.
+"""Runs a module with a clock that is never stepped.
+
+Started as ``python -m freetrain_parsl.executor.htex.steady MODULE ARGUMENT …``.
 
 HTEX measures heartbeats with the wall clock: a step forward by more than its threshold would end every worker pool.
 Worker processes, which run users' code, are processes of their own and see the wall clock as it is.

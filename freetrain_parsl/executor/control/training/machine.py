@@ -25,6 +25,7 @@ from freetrain_parsl.executor.control.training.next_change import (
 )
 from freetrain_parsl.executor.control.training.stall import stall_reason
 from freetrain_parsl.executor.control.training.states import (
+    TRANSITIONS,
     Abandoning,
     Ended,
     Failure,
@@ -115,7 +116,7 @@ class TrainingMachine:
         self.progress: Progress | None = None
         self._limits = limits
         self._numbers = numbers
-        self.phase: Phase = Waiting(now)
+        self._phase: Phase = Waiting(now)
         self._recovering: Recovering | None = None
         self._trainer = request.trainer(costs, submitted=now)
         self._costs = self._trainer.costs
@@ -129,6 +130,16 @@ class TrainingMachine:
         self._now = now
         self._roster: Roster
         self._commands: list[Command] = []
+
+    @property
+    def phase(self) -> Phase:
+        """The present phase."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        before, self._phase = type(self._phase), phase
+        assert type(phase) in TRANSITIONS[before] or type(phase) is before, f"{before.__name__} to {phase}"
 
     @property
     def state(self) -> State:
@@ -160,7 +171,7 @@ class TrainingMachine:
         self._log(record.TrainingSubmitted(self.name, trainer.min_nodes, trainer.max_nodes, samples))
         return self._take_commands()
 
-    def handle(self, event: Event, roster: Roster, now: float) -> list[Command]:
+    def handle(self, event: Event, roster: Roster, now: float) -> list[Command]:  # noqa: C901 - a case for each event
         """Take an event, and return what is to be done.
 
         Parameters
@@ -216,12 +227,7 @@ class TrainingMachine:
             if group is None or not group.running or self._now - self._recovering.latest >= _GATHER:
                 self._recover(with_newcomers=True)
         elif isinstance(phase, Waiting):
-            if self.goal is Goal.CANCEL:
-                if not self.participants:
-                    self.phase = Ended(None)
-                    self._do(do.Fail(TrainingCancelled(f"training {self.name!r} was cancelled")))
-            elif self.desired:
-                self._start()
+            self._start_or_end()
         elif isinstance(phase, Abandoning):
             return
         elif (cut := self._disconnection()) is not None:
@@ -282,10 +288,17 @@ class TrainingMachine:
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────
 
+    def _start_or_end(self) -> None:
+        if self.goal is not Goal.CANCEL:
+            self._start()
+        elif not self.participants:
+            self.phase = Ended(None)
+            self._do(do.Fail(TrainingCancelled(f"training {self.name!r} was cancelled")))
+
     def _start(self) -> None:
         """Start a new group, if all slots of its nodes are there and free."""
         slots = self._roster.complete_slots(self.desired)
-        if slots is None or any(slot.busy is not None or slot.leaving for slot in slots):
+        if not slots or any(slot.busy is not None or slot.leaving for slot in slots):
             return
         group = Group(next(self._numbers), self.desired, tuple(slot.name for slot in slots), self._now)
         self.phase = Starting(group)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
+    "TRANSITIONS",
     "Abandoning",
     "Ended",
     "Failure",
@@ -212,6 +216,18 @@ class Ended:
 
 
 Phase: TypeAlias = Waiting | Starting | Running | Regrouping | Pausing | Abandoning | Ended
+
+
+TRANSITIONS: Mapping[type, frozenset[type]] = {
+    Waiting: frozenset({Starting, Ended}),
+    Starting: frozenset({Running, Pausing, Abandoning, Waiting, Ended}),
+    Running: frozenset({Regrouping, Pausing, Abandoning, Waiting, Ended}),
+    Regrouping: frozenset({Running}),
+    Pausing: frozenset({Regrouping, Abandoning, Waiting, Ended}),
+    Abandoning: frozenset({Waiting, Ended}),
+    Ended: frozenset(),
+}
+"""Phase -> the phases that may follow; `docs/explanation/life-of-a-training.md` shows them."""
 
 
 @dataclass
