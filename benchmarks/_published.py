@@ -26,7 +26,7 @@ from freetrain_parsl.planning.placement import current_counts
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.planning.objectives import Objective
+    from freetrain_parsl.planning.objectives.base import Objective
     from freetrain_parsl.testing.instances import Instance
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.terms import Membership, Notice, Paused, Regroup
+from freetrain_parsl.training.mailbox import Membership, Notice, Paused, Regroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _report import report
 
-from freetrain_parsl.planning.objectives import resolve_objective, value_table
+from freetrain_parsl.planning.objectives.base import resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.testing.exact import best_value

@@ -31,9 +31,9 @@ from torch import nn
 
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
-from freetrain_parsl.training.keeper import Keeper
-from freetrain_parsl.training.membership import Group
-from freetrain_parsl.training.sharded import is_sharded
+from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.sharded import is_sharded
+from freetrain_parsl.training.group.process_group import Group
 
 MILLIONS = [2, 8, 21, 60]
 LAYERS = 8

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from _report import report
 
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
-from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES, Policy
 from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.logs import open_log

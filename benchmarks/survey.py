@@ -20,10 +20,10 @@ from typing import Any
 
 from _report import report
 
-from freetrain_parsl.windows.slurm_jobs import JobRecord, sort_jobs
-from freetrain_parsl.windows.slurm_json import parse_json_jobs, parse_json_nodes
-from freetrain_parsl.windows.slurm_text import parse_jobs, parse_nodes
-from freetrain_parsl.windows.staircase import NodeNeeds, find_windows
+from freetrain_parsl.windows.availability_profile import NodeNeeds, find_windows
+from freetrain_parsl.windows.slurm.jobs import JobRecord, sort_jobs
+from freetrain_parsl.windows.slurm.json_parser import parse_json_jobs, parse_json_nodes
+from freetrain_parsl.windows.slurm.text_parser import parse_jobs, parse_nodes
 from freetrain_parsl.windows.state import BatchState, Partition, Scheduling
 
 NOW = 1_800_000_000

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from _report import report
 
-from freetrain_parsl.planning.classes import Counts, WindowInstance, evaluate
-from freetrain_parsl.planning.window_counts import maximise_windows
+from freetrain_parsl.planning.solvers.column_generation import maximise_windows
+from freetrain_parsl.planning.solvers.window_model import Counts, WindowInstance, evaluate
 
 SHUFFLENET = {0: 0.0, 1: 1.0, 2: 1.93, 4: 3.6, 8: 6.9, 16: 12.9, 32: 23.0, 64: 38.0}
 HORIZONS = (120.0, 600.0, 3600.0)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
     from freetrain_parsl.errors import FreeTrainError
     from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import RescaleCosts, Trainer, Window
-    from freetrain_parsl.planning.scaling import ScalingCurve
     from freetrain_parsl.planning.settings import PlannerSettings
     from freetrain_parsl.training.session import TrainingSession
 
@@ -42,7 +42,7 @@ _HOMES = {
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
     "PlannerSettings": "freetrain_parsl.planning.settings",
     "RescaleCosts": "freetrain_parsl.planning.model",
-    "ScalingCurve": "freetrain_parsl.planning.scaling",
+    "ScalingCurve": "freetrain_parsl.planning.curves.scaling",
     "Trainer": "freetrain_parsl.planning.model",
     "TrainingApp": "freetrain_parsl.app",
     "TrainingSession": "freetrain_parsl.training.session",

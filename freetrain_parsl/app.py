@@ -12,8 +12,8 @@ from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.planning.scaling import CurveLike, ScalingCurve
-from freetrain_parsl.training.identity import code_of
+from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
+from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.signature import check_signature
 
 if TYPE_CHECKING:

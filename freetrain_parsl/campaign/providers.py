@@ -74,11 +74,11 @@ def make_window_source(site: Site) -> WindowSource:
     """See `Site.window_source`. No provider is made: that of Slurm runs `sacct` when it is."""
     if site.system == "local":
         from freetrain_parsl.cluster.client import ClusterClient
-        from freetrain_parsl.windows.local import LocalWindowSource
+        from freetrain_parsl.cluster.window_source import LocalWindowSource
 
         return LocalWindowSource(ClusterClient(site.block.get("cluster")))
     if site.system == "slurm":
-        from freetrain_parsl.windows.slurm import SlurmWindowSource
+        from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
         return SlurmWindowSource(
             partition=site.block.get("windows_in", site.block.get("partition")),
@@ -91,7 +91,7 @@ def make_window_source(site: Site) -> WindowSource:
             # As the provider will ask for it, in whole GiB; in MiB, as Slurm counts.
             memory_per_node=None if site.node.memory is None else math.ceil(site.node.memory / 2**30) * 1024,
         )
-    from freetrain_parsl.windows.pbs import PbsWindowSource
+    from freetrain_parsl.windows.pbs.source import PbsWindowSource
 
     return PbsWindowSource(
         queue=site.block.get("windows_in", site.block.get("queue")),

@@ -27,7 +27,7 @@ from freetrain_parsl.errors import (
     TrainingCancelled,
     TrainingInterrupted,
 )
-from freetrain_parsl.planning.blocks import least_walltime
+from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
 

@@ -31,8 +31,8 @@ from freetrain_parsl.cli.sources import (
 )
 from freetrain_parsl.cli.windows import notes_view, window_row
 from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.planning.blocks import format_span
-from freetrain_parsl.windows.hostlist import compress_hosts
+from freetrain_parsl.planning.blocks.rules import format_span
+from freetrain_parsl.windows.slurm.hostlist import compress_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -69,7 +69,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     BatchSystemError
         The batch system did not answer.
     """
-    from freetrain_parsl.planning.blocks import least_walltime
+    from freetrain_parsl.planning.blocks.rules import least_walltime
     from freetrain_parsl.planning.explain import explain_windows
     from freetrain_parsl.planning.policies import resolve_policy
 
@@ -110,8 +110,8 @@ def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]
 
 def _stand_in(survey: Survey, costs: RescaleCosts) -> Trainer:
     """Make a training that uses whatever there is: every node is worth the same to it."""
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.planning.scaling import ScalingCurve
 
     most = max(2, sum(len(window.nodes) for window in survey.windows))
     curve = ScalingCurve({1: 1.0, most: float(most)}, relative=True)

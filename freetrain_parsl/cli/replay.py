@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from freetrain_parsl.errors import InvalidSettings, UsageError, did_you_mean
-from freetrain_parsl.planning.objectives import CONTEXTUAL, OBJECTIVES
+from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.replay.comparison import Contestant, OnProgress, compare
 from freetrain_parsl.replay.example import write_example

@@ -188,17 +188,17 @@ def _embedded_cluster_runs() -> bool:
 
 def _make_source(system: str, options: SourceOptions) -> WindowSource:
     if system == "slurm":
-        from freetrain_parsl.windows.slurm import SlurmWindowSource
+        from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
         return SlurmWindowSource(
             partition=options.partition, account=options.account, qos=options.qos, constraint=options.constraint
         )
     if system == "pbs":
-        from freetrain_parsl.windows.pbs import PbsWindowSource
+        from freetrain_parsl.windows.pbs.source import PbsWindowSource
 
         return PbsWindowSource(queue=options.partition, account=options.account)
     from freetrain_parsl.cluster.client import ClusterClient
-    from freetrain_parsl.windows.local import LocalWindowSource
+    from freetrain_parsl.cluster.window_source import LocalWindowSource
 
     return LocalWindowSource(ClusterClient(options.cluster))
 

@@ -31,7 +31,7 @@ from freetrain_parsl.cli.sources import (
 )
 from freetrain_parsl.errors import BatchSystemError, UsageError
 from freetrain_parsl.planning.model import Window, WindowKind
-from freetrain_parsl.windows.hostlist import compress_hosts
+from freetrain_parsl.windows.slurm.hostlist import compress_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -197,7 +197,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
 
     def window_source(self) -> WindowSource:
         """Return what asks the cluster for its windows."""
-        from freetrain_parsl.windows.local import LocalWindowSource
+        from freetrain_parsl.cluster.window_source import LocalWindowSource
 
         return LocalWindowSource(self.ensure_started())
 

@@ -42,7 +42,7 @@ from freetrain_parsl.executor.packing import pack_or_refuse
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
-from freetrain_parsl.planning.blocks import least_walltime
+from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy

@@ -14,7 +14,7 @@ from freetrain_parsl.protocol.options import SessionOptions
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from freetrain_parsl.planning.scaling import ScalingCurve
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 __all__ = ["Training", "TrainingRequest", "TrainingSettings"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.blocks import why_not
+from freetrain_parsl.planning.blocks.rules import why_not
 from freetrain_parsl.planning.preview import Preview, preview
 
 if TYPE_CHECKING:

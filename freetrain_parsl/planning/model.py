@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
 
 if TYPE_CHECKING:
-    from freetrain_parsl.planning.scaling import ScalingCurve
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 Allocation = Mapping[str, frozenset[str]]
 """Trainer name -> names of its nodes. A trainer without nodes is absent."""

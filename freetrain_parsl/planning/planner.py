@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.holdings import Holdings
+from freetrain_parsl.planning.blocks.planner import Holdings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
-from freetrain_parsl.planning.outlook import Outlook, Prospect
+from freetrain_parsl.planning.node_survival import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.settings import PlannerSettings
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import __version__
 from freetrain_parsl.planning import planner
-from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.replay.holes import refuse_forecasts
 from freetrain_parsl.replay.ideal import BestRates

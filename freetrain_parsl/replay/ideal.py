@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.planning.counts import maximise_counts
-from freetrain_parsl.planning.objectives import objective_table
+from freetrain_parsl.planning.objectives.base import objective_table
+from freetrain_parsl.planning.solvers.counts import maximise_counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.planning.objectives import Objective
+    from freetrain_parsl.planning.objectives.base import Objective
     from freetrain_parsl.replay.holes import HoleLog
     from freetrain_parsl.replay.series import Bins
 

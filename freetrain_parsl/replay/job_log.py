@@ -21,7 +21,7 @@ import numpy.typing as npt
 from freetrain_parsl.cluster.plan import Plan
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.replay.holes import Change, HoleLog, HoleTable, refuse_forecasts
-from freetrain_parsl.windows.hostlist import expand_hosts, natural_order
+from freetrain_parsl.windows.slurm.hostlist import expand_hosts, natural_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

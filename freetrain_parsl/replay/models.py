@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
-from freetrain_parsl.planning.scaling import ScalingCurve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

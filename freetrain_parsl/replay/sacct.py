@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.replay.holes import numbered_lines
 from freetrain_parsl.replay.job_log import RecordedJob
-from freetrain_parsl.windows.hostlist import expand_hosts
+from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

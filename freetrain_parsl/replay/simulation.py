@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.curves.learning import Profile, learned
 from freetrain_parsl.planning.model import PoolNode
 from freetrain_parsl.planning.planner import Planner
-from freetrain_parsl.planning.profiling import Profile, learned
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.replay.accounts import Account, Losses
 from freetrain_parsl.replay.series import Bins

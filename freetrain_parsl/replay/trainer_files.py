@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput, UsageError, did_you_mean
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
-from freetrain_parsl.planning.scaling import ScalingCurve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -38,7 +38,7 @@ class TrainerSet:
     trainers
         `Trainer.submitted` and `Trainer.deadline` are seconds after the log's start.
     objective
-        Name of the objective that suits them, of `freetrain_parsl.planning.objectives.OBJECTIVES`.
+        Name of the objective that suits them, of `freetrain_parsl.planning.objectives.base.OBJECTIVES`.
     """
 
     name: str

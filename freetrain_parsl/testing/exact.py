@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.planning.objectives import Objective
+    from freetrain_parsl.planning.objectives.base import Objective
 
 __all__ = ["best_value", "value"]
 
 
 def value(objective: Objective, trainer: Trainer, current: int, nodes: int, horizon: float) -> float:
-    """Return v_j(nodes) of the count model; see `freetrain_parsl.planning.objectives.value_table`.
+    """Return v_j(nodes) of the count model; see `freetrain_parsl.planning.objectives.base.value_table`.
 
     Parameters
     ----------

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.planning.classes import WindowInstance
+    from freetrain_parsl.planning.solvers.window_model import WindowInstance
 
 __all__ = ["best_window_value", "trainer_value"]
 
 
 def trainer_value(instance: WindowInstance, trainer: int, nodes: Sequence[int]) -> float:
-    """Return V_j(nodes); see `freetrain_parsl.planning.classes`. Minus infinity if the total is not allowed.
+    """Return V_j(nodes); see `freetrain_parsl.planning.solvers.window_model`. Minus infinity if the total is not allowed.
 
     Parameters
     ----------

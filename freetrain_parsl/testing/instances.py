@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Allocation, Pool, PoolNode, RescaleCosts, Trainer
-from freetrain_parsl.planning.scaling import ScalingCurve
 
 __all__ = ["Instance", "measured_like_instance", "random_instance"]
 

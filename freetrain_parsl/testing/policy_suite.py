@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
 from freetrain_parsl.planning.placement import check_allocation
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.testing.instances import Instance, random_instance
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ import torch
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
-from freetrain_parsl.training import rng
-from freetrain_parsl.training.engine import Engine, Unwind
-from freetrain_parsl.training.identity import code_of
-from freetrain_parsl.training.members import Members
-from freetrain_parsl.training.membership import gist, is_lost_peer
+from freetrain_parsl.training.checkpoints.code_identity import code_of
+from freetrain_parsl.training.data import random_streams
+from freetrain_parsl.training.group.process_group import gist, is_lost_peer
+from freetrain_parsl.training.group.regrouping import Members
+from freetrain_parsl.training.mailbox import Clock, Finished, Membership, Notice, Paused
+from freetrain_parsl.training.runtime import Engine, Unwind
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.signature import check_signature
-from freetrain_parsl.training.terms import Clock, Finished, Membership, Notice, Paused
 
 if TYPE_CHECKING:  # torch.distributed does not declare it among its exports
     from torch._C._distributed_c10d import Store
@@ -95,7 +95,7 @@ def run_fragment(
     try:
         engine = Engine(options, members, notice, report, clock)
         session = TrainingSession(engine)
-        rng.seed_all(options.seed)
+        random_streams.seed_all(options.seed)
         try:
             value = function(session, *args, **(kwargs or {}))
         except Unwind:

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.checkpoint import check_restorable
-from freetrain_parsl.training.loader import MapDataset, SessionLoader, check_dataset
-from freetrain_parsl.training.order import Order
-from freetrain_parsl.training.stream import Stream
+from freetrain_parsl.training.checkpoints.format import check_restorable
+from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset
+from freetrain_parsl.training.data.order import Order
+from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from freetrain_parsl.training.engine import Engine
-    from freetrain_parsl.training.ledger import Audit
-    from freetrain_parsl.training.state import Stateful
+    from freetrain_parsl.training.checkpoints.state import Stateful
+    from freetrain_parsl.training.data.audit import Audit
+    from freetrain_parsl.training.runtime import Engine
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in the most common optimizers
 

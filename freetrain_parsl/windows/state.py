@@ -1,4 +1,4 @@
-"""What a batch system says of itself, in words that Slurm and PBS share: the input of `windows.staircase`.
+"""What a batch system says of itself, in words that Slurm and PBS share: the input of `windows.availability_profile`.
 
 All times are seconds since the epoch by the batch system's own clock.
 """

@@ -18,7 +18,7 @@ from freetrain_parsl.campaign.names import NameTemplate
 from freetrain_parsl.campaign.site import Site, shipped_sites
 from freetrain_parsl.campaign.yaml_file import Section, Variables
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
-from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.replay.trainer_files import read_trainers
 from freetrain_parsl.strict_yaml import LARGEST, read_text
 

@@ -13,9 +13,9 @@ from freetrain_parsl import EmbeddedClusterProvider
 from freetrain_parsl.campaign.site import Site, shipped_sites
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput, UsageError
-from freetrain_parsl.planning.blocks import least_walltime
-from freetrain_parsl.windows.pbs import PbsWindowSource
-from freetrain_parsl.windows.slurm import SlurmWindowSource
+from freetrain_parsl.planning.blocks.rules import least_walltime
+from freetrain_parsl.windows.pbs.source import PbsWindowSource
+from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 VALUES = {"account": "abc123", "venv": "/sw/venv", "partition": "batch", "queue": "workq"}
 

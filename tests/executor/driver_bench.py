@@ -15,9 +15,9 @@ from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.messages import (
     DriverHeartbeat,

@@ -26,9 +26,9 @@ from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.codec import VERSION, Envelope, encode
 from freetrain_parsl.protocol.messages import (

@@ -13,7 +13,7 @@ from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, SlotHeartbeat
 from freetrain_parsl.protocol.reports import PauseReason, Progress, RunPaused
 from freetrain_parsl.training import fragment
-from freetrain_parsl.training.terms import Finished, Paused
+from freetrain_parsl.training.mailbox import Finished, Paused
 from tests.executor.start_run import start_run
 
 if TYPE_CHECKING:

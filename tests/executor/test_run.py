@@ -36,7 +36,7 @@ from freetrain_parsl.protocol.reports import (
     StorageFailed,
 )
 from freetrain_parsl.training import fragment
-from freetrain_parsl.training.terms import Finished, Membership, Paused
+from freetrain_parsl.training.mailbox import Finished, Membership, Paused
 from tests.executor.start_run import start_run
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.messages import ToDriver
     from freetrain_parsl.protocol.reports import Report
-    from freetrain_parsl.training.terms import Notice
+    from freetrain_parsl.training.mailbox import Notice
 
     Play = Callable[..., Finished | Paused]
 

@@ -178,7 +178,10 @@ def test_a_training_that_cannot_save_goes_on_and_says_so(stage: Stage, caplog: p
     stage.progress("s0", step=3, storage_problem=FULL, next_save=19.0)
     stage.journal.commit()
     training = RunState(stage.journal.path).refresh().trainings["t"]
-    assert (training.state, training.remark(now=0.0)) == ("running", f"cannot save: {FULL}, next attempt in 19 s")
+    assert (training.state, training.remark(now=0.0)) == (
+        "running",
+        f"cannot save: {FULL}, next attempt in 19 s",
+    )
     assert caplog.text.count("training t cannot save") == 1
     stage.progress("s0", step=4)
     assert [len(told(stage, kind)) for kind in ("saving_fails", "saving_works")] == [1, 1]

@@ -24,8 +24,8 @@ from freetrain_parsl.executor.control.training.machine import Limits, TrainingMa
 from freetrain_parsl.executor.control.training.states import Abandoning, Waiting
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, RunEnded, RunReport, StartRun, ToSlot
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import (

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import PoolNode, RescaleCosts, Trainer, Window
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
 
 if TYPE_CHECKING:

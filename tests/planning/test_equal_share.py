@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
 from freetrain_parsl.planning.policies import EqualSharePolicy
-from freetrain_parsl.planning.scaling import ScalingCurve
 
 
 def share(nodes, *bounds):

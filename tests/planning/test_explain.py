@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.explain import explain_windows
 from freetrain_parsl.planning.model import BlockTerms, Decision, RescaleCosts, Trainer, Window
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.preview import preview
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
 
 SETTINGS = PlannerSettings(startup=10, min_useful=20, closing_margin=5, max_walltime=1000, max_pending_blocks=4)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.counts import maximise_counts
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
-from freetrain_parsl.planning.objectives import OBJECTIVES, resolve_objective
+from freetrain_parsl.planning.objectives.base import OBJECTIVES, resolve_objective
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.solvers.counts import maximise_counts
 from freetrain_parsl.testing.exact import best_value, value
 from freetrain_parsl.testing.instances import Instance, measured_like_instance, random_instance
 

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Decision, Pool, PoolNode, RescaleCosts, Trainer, Window
-from freetrain_parsl.planning.scaling import ScalingCurve
 
 CURVE = ScalingCurve({2: 100.0, 4: 150.0})
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning import objectives
-from freetrain_parsl.planning.deadlines import Job, rates_now
-from freetrain_parsl.planning.fairness import Claim, fair_levels, seated
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
-from freetrain_parsl.planning.objectives import (
+from freetrain_parsl.planning.objectives import base as objectives
+from freetrain_parsl.planning.objectives.base import (
     CONTEXTUAL,
     OBJECTIVES,
     Deadline,
@@ -28,8 +27,9 @@ from freetrain_parsl.planning.objectives import (
     resolve_objective,
     value_table,
 )
+from freetrain_parsl.planning.objectives.deadlines import Job, rates_now
+from freetrain_parsl.planning.objectives.fairness import Claim, fair_levels, seated
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.testing.exact import best_value, value
 from freetrain_parsl.testing.instances import random_instance
 from freetrain_parsl.testing.policy_suite import PolicyConformance

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.planning.outlook import Outlook, Prospect
+from freetrain_parsl.planning.node_survival import Outlook, Prospect
 
 
 def lived(lives: np.ndarray, gap: float = 10.0) -> tuple[Outlook, float]:

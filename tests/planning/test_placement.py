@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import PlanningError
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
 from freetrain_parsl.planning.placement import check_allocation, current_counts, place
-from freetrain_parsl.planning.scaling import ScalingCurve
 
 POOL = Pool([PoolNode("a", 100.0), PoolNode("b", 300.0), PoolNode("c"), PoolNode("d", 300.0), PoolNode("e", 200.0)])
 CURVE = ScalingCurve({1: 1.0})

@@ -11,12 +11,12 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, RescaleCosts, Trainer
-from freetrain_parsl.planning.objectives import MaxMin
+from freetrain_parsl.planning.objectives.base import MaxMin
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
 from tests.planning.small_events import SETTINGS, held, joined, only, trainer, window
 

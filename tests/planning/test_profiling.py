@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import PlanningError
+from freetrain_parsl.planning.curves.learning import Profile, learned
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.planning.profiling import Profile, learned
-from freetrain_parsl.planning.scaling import ScalingCurve
 
 
 def measured(*rates, prior=None):

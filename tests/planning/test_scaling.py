@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
-from freetrain_parsl.planning.scaling import ScalingCurve
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 CURVE = ScalingCurve({2: 190.0, 4: 300.0, 8: 280.0})
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.policies import MilpPolicy, WindowPolicy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.testing.instances import random_instance
 
 COSTS = RescaleCosts(up=18.0, down=12.0)

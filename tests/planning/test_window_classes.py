@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import PlanningError
-from freetrain_parsl.planning.classes import WindowInstance, evaluate, trainer_values
-from freetrain_parsl.planning.pricing import Pricing
-from freetrain_parsl.planning.window_counts import maximise_windows
+from freetrain_parsl.planning.solvers.column_generation import maximise_windows
+from freetrain_parsl.planning.solvers.pricing import Pricing
+from freetrain_parsl.planning.solvers.window_model import WindowInstance, evaluate, trainer_values
 from freetrain_parsl.testing.exact import best_value
 from freetrain_parsl.testing.exact_windows import best_window_value, trainer_value
 

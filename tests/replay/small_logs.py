@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.replay.holes import Change, Hole, HoleLog, HoleTable, refuse_forecasts
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.replay.accounts import Account
 
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0})

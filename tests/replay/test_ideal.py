@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
-from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.replay.ideal import BestRates, ideal_value
 from freetrain_parsl.replay.series import Bins
 from freetrain_parsl.replay.simulation import ReplaySettings, replay

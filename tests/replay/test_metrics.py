@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Decision, RescaleCosts, Trainer
 from freetrain_parsl.planning.policies import POLICIES, Policy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.replay.page.wording import percent

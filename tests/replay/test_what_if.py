@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
-from freetrain_parsl.planning.objectives import OBJECTIVES
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.replay import what_if as module
 from freetrain_parsl.replay.ideal import BestRates
 from freetrain_parsl.replay.simulation import ReplaySettings

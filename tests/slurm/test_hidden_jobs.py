@@ -23,7 +23,7 @@ pytestmark = [
 USER = "nobody"
 SURVEY = """
 import json
-from freetrain_parsl.windows.slurm import SlurmWindowSource
+from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 survey = SlurmWindowSource(partition="{}").survey()
 print(json.dumps([[list(window.nodes) for window in survey.windows], survey.unused, survey.notes]))
 """

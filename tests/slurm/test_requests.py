@@ -9,7 +9,7 @@ import time
 import pytest
 
 from freetrain_parsl import FreeTrainExecutor
-from freetrain_parsl.windows.slurm import SlurmWindowSource
+from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 pytestmark = pytest.mark.slurm
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.planning.model import WindowKind
-from freetrain_parsl.windows.slurm import SlurmWindowSource
+from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 from tests.slurm.main_queue import until_planned
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from freetrain_parsl.testing.fake_commands import (
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
 from freetrain_parsl.windows.base import BlockState
 from freetrain_parsl.windows.commands import Commands
-from freetrain_parsl.windows.pbs import PbsWindowSource
-from freetrain_parsl.windows.slurm import SlurmWindowSource
+from freetrain_parsl.windows.pbs.source import PbsWindowSource
+from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 pytestmark = pytest.mark.cluster
 

@@ -18,7 +18,7 @@ from training_crew import DictionaryServer, classify, member_loop
 
 from freetrain_parsl.protocol.reports import Joined, Progress, Ready
 from freetrain_parsl.training.fragment import Finished, Membership
-from freetrain_parsl.training.terms import Regroup
+from freetrain_parsl.training.mailbox import Regroup
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

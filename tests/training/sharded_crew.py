@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from freetrain_parsl.protocol.options import Code, SessionOptions
-from freetrain_parsl.training.keeper import Keeper
-from freetrain_parsl.training.membership import Group
-from freetrain_parsl.training.sharded import is_sharded
+from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.sharded import is_sharded
+from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Callable

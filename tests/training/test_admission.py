@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from training_crew import Outcome, join_repeatedly
 
-from freetrain_parsl.training.admission import Admission
-from freetrain_parsl.training.terms import Finished
+from freetrain_parsl.training.group.admission import Admission
+from freetrain_parsl.training.mailbox import Finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

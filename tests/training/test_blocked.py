@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from freetrain_parsl.training.blocked import BlockedThread
+from freetrain_parsl.training.group.blocked_thread import BlockedThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

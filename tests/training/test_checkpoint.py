@@ -18,7 +18,7 @@ from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedC
 from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
-from freetrain_parsl.training.checkpoint import Checkpoints, Facts
+from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts
 from freetrain_parsl.training.fragment import Finished, Paused
 
 if TYPE_CHECKING:

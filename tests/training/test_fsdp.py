@@ -15,7 +15,7 @@ from training_crew import SAMPLES, run_member
 from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
-from freetrain_parsl.training.terms import Regroup
+from freetrain_parsl.training.mailbox import Regroup
 
 if TYPE_CHECKING:
     from pathlib import Path

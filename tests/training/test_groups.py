@@ -11,7 +11,7 @@ from training_crew import SAMPLES, Dictionary, Normed, Outcome, classify, evalua
 
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
-from freetrain_parsl.training.membership import RendezvousStore, join
+from freetrain_parsl.training.group.process_group import RendezvousStore, join
 
 if TYPE_CHECKING:
     from pathlib import Path

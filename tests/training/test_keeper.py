@@ -28,9 +28,9 @@ from freetrain_parsl.errors import (
 from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.storage.root import check_writable, identify_root
-from freetrain_parsl.training.checkpoint import Checkpoints
-from freetrain_parsl.training.keeper import Keeper
-from freetrain_parsl.training.membership import Group
+from freetrain_parsl.training.checkpoints.format import Checkpoints
+from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.group.process_group import Group
 from tests.small_disk import fill, small_disk
 
 if TYPE_CHECKING:
@@ -181,8 +181,8 @@ SAVES_AND_ENDS = """
 import sys
 from pathlib import Path
 import torch
-from freetrain_parsl.training.keeper import Keeper
-from freetrain_parsl.training.membership import Group
+from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.protocol.options import SessionOptions
 keeper = Keeper(SessionOptions("net", Path(sys.argv[1])), Group)
 keeper.restore()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.training.ledger import Audit, Ledger, audit
+from freetrain_parsl.training.data.audit import Audit, Ledger, audit
 
 
 @given(st.lists(st.integers(0, 9), max_size=40))

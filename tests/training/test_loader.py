@@ -13,8 +13,8 @@ from training_crew import SAMPLES, Data, net
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.data.loader import check_dataset, to_device
 from freetrain_parsl.training.fragment import Membership, Notice, Paused, run_alone, run_fragment
-from freetrain_parsl.training.loader import check_dataset, to_device
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from training_crew import Dictionary
 
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.training.fragment import Membership
-from freetrain_parsl.training.membership import RendezvousStore, gist, is_lost_peer, join
+from freetrain_parsl.training.group.process_group import RendezvousStore, gist, is_lost_peer, join
 
 GLOO = "[/a/gloo/transport/tcp/pair.cc:537] Read error [::1]:55: Connection reset by peer. Check the logs."
 

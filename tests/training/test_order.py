@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.training.order import Batch, Order
+from freetrain_parsl.training.data.order import Batch, Order
 
 SETTINGS = {
     "length": st.integers(1, 60),

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import HashStore
 
 from freetrain_parsl.errors import PeerLost
-from freetrain_parsl.training import reachability
-from freetrain_parsl.training.reachability import check_reachable
+from freetrain_parsl.training.group import reachability
+from freetrain_parsl.training.group.reachability import check_reachable
 
 NOWHERE = "203.0.113.1"  # of no interface: nobody can listen there
 

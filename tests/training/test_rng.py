@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.training import rng
+from freetrain_parsl.training.data import random_streams as rng
 
 
 def draw() -> list[float]:

@@ -10,10 +10,10 @@ import torch
 from habits import HELD
 from training_crew import SAMPLES, run_member
 
+from freetrain_parsl.training.data.audit import Audit
+from freetrain_parsl.training.data.random_streams import seed_all
 from freetrain_parsl.training.fragment import Finished, Membership, run_alone
-from freetrain_parsl.training.ledger import Audit
-from freetrain_parsl.training.rng import seed_all
-from freetrain_parsl.training.scaled import LinearScaling
+from freetrain_parsl.training.step.scaled_batch import LinearScaling
 
 if TYPE_CHECKING:
     from pathlib import Path

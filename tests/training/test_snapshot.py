@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from freetrain_parsl.training.snapshot import HostBuffers
+from freetrain_parsl.training.checkpoints.host_copy import HostBuffers
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

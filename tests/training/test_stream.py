@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from freetrain_parsl.training import stream as streams
-from freetrain_parsl.training.stream import Stream
+from freetrain_parsl.training.data import stream as streams
+from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.training.terms import Membership, Notice
+from freetrain_parsl.training.mailbox import Membership, Notice
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,5 @@ def test_a_notice_counts_down_and_can_be_taken_back() -> None:
 
 def test_the_terms_do_not_import_torch() -> None:
     """The driver uses them, and must stay light."""
-    code = "import sys, freetrain_parsl.training.terms; sys.exit('torch' in sys.modules)"
+    code = "import sys, freetrain_parsl.training.mailbox; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

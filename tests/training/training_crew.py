@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from freetrain_parsl.errors import PeerLost
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.fragment import Finished, Membership, Notice, Paused, run_fragment
-from freetrain_parsl.training.membership import RendezvousStore, join
-from freetrain_parsl.training.transfer import pass_on
+from freetrain_parsl.training.group.process_group import RendezvousStore, join
+from freetrain_parsl.training.group.state_transfer import pass_on
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -11,8 +11,9 @@ from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.fragment import Finished, Membership, Notice, Paused, run_fragment
 
 if TYPE_CHECKING:
-    from freetrain_parsl.protocol.reports import Progress
     from pathlib import Path
+
+    from freetrain_parsl.protocol.reports import Progress
 
 
 class Clock:

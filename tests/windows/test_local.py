@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from freetrain_parsl.cluster.batch import JobState
+from freetrain_parsl.cluster.window_source import LocalWindowSource
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
-from freetrain_parsl.windows.local import LocalWindowSource
 
 
 class Client:

@@ -11,7 +11,7 @@ from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSet
 from freetrain_parsl.planning.model import WindowKind
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
 from freetrain_parsl.windows.base import BlockState
-from freetrain_parsl.windows.slurm import SlurmWindowSource
+from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 from tests.windows.slurm_replies import FIXTURES, NOW, Replies
 
 HEAD_START = 1795263904.0

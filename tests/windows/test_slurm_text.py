@@ -8,9 +8,9 @@ import time
 import pytest
 
 from freetrain_parsl.windows.base import BlockState
-from freetrain_parsl.windows.slurm_jobs import JobRecord, block_status, plain_features, sort_jobs
-from freetrain_parsl.windows.slurm_json import parse_json_jobs, parse_json_nodes
-from freetrain_parsl.windows.slurm_text import (
+from freetrain_parsl.windows.slurm.jobs import JobRecord, block_status, plain_features, sort_jobs
+from freetrain_parsl.windows.slurm.json_parser import parse_json_jobs, parse_json_nodes
+from freetrain_parsl.windows.slurm.text_parser import (
     count_gpus,
     parse_config,
     parse_jobs,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import WindowKind
-from freetrain_parsl.windows.staircase import NodeNeeds, Staircase, find_windows
+from freetrain_parsl.windows.availability_profile import NodeNeeds, Staircase, find_windows
 from freetrain_parsl.windows.state import (
     BatchState,
     Node,

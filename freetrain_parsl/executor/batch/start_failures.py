@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.blocks import format_span
+from freetrain_parsl.planning.blocks.rules import format_span
 from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.executor.batch.providers import BlockSpec
 from freetrain_parsl.executor.control.slot_registry import Block
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.blocks import least_walltime
+from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
 

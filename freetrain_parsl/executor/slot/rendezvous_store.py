@@ -17,7 +17,7 @@ __all__ = ["ChannelStore"]
 
 
 class ChannelStore:
-    """The blocking backend of ``training.membership.RendezvousStore`` for one generation.
+    """The blocking backend of ``training.group.process_group.RendezvousStore`` for one generation.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ from freetrain_parsl.protocol.reports import (
     RunPaused,
     StorageFailed,
 )
-from freetrain_parsl.training.terms import Finished, Membership, Notice, Regroup
+from freetrain_parsl.training.mailbox import Finished, Membership, Notice, Regroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +172,7 @@ class TrainingRun:
     # The main thread.
 
     def _meet(self, membership: Membership) -> Store:
-        from freetrain_parsl.training.membership import RendezvousStore
+        from freetrain_parsl.training.group.process_group import RendezvousStore
 
         self._generation = membership.generation
         group = f"{membership.trainer}/{membership.generation}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
-from freetrain_parsl.planning.objectives import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
+from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
 

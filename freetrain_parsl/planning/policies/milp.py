@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.counts import Counts, Table, maximise_counts
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
-from freetrain_parsl.planning.objectives import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
+from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.solvers.counts import Counts, Table, maximise_counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

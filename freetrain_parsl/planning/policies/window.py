@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.classes import Counts, Table, WindowInstance
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer
-from freetrain_parsl.planning.objectives import (
+from freetrain_parsl.planning.objectives.base import (
     Moment,
     Objective,
     ObjectiveLike,
@@ -25,7 +24,8 @@ from freetrain_parsl.planning.objectives import (
 from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
-from freetrain_parsl.planning.window_counts import maximise_windows
+from freetrain_parsl.planning.solvers.column_generation import maximise_windows
+from freetrain_parsl.planning.solvers.window_model import Counts, Table, WindowInstance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

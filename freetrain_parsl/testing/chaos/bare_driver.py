@@ -30,9 +30,9 @@ from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.payloads import pack_training
 from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
-from freetrain_parsl.planning.scaling import ScalingCurve
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.testing.chaos.trainings import train

@@ -1,0 +1,1 @@
+"""Which blocks to request, and when to release them."""

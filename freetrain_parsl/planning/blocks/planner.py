@@ -1,0 +1,257 @@
+"""The blocks that we hold or await: requested in windows, withdrawn when they wait in vain, released when unwanted.
+
+Pure, and part of the planner: it says which nodes are wanted, this says what that means for blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.blocks.rules import block_size, block_walltime, why_not
+from freetrain_parsl.planning.model import BlockTerms, PoolNode, Window
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from freetrain_parsl.planning.settings import PlannerSettings
+
+__all__ = ["Holdings"]
+
+_MOST_DOUBLINGS = 5  # of the pause after a block that did not start
+
+
+@dataclass
+class _Block:
+    """A block between its request and its end."""
+
+    nodes: tuple[str, ...]
+    ends: float | None
+    requested: float
+    pinned: bool
+    started: bool = False
+    unwanted_since: float | None = None
+    missing_since: dict[str, float] = field(default_factory=dict)
+    """Its nodes whose slots have not joined yet, or have left, since it started."""
+
+
+@dataclass(frozen=True)
+class _Shunned:
+    """A node on which blocks of ours did not start, `times` in a row: it is left alone until `until`."""
+
+    until: float
+    times: int
+
+
+class Holdings:
+    """Windows as last seen, and our blocks; times in seconds.
+
+    Parameters
+    ----------
+    settings
+        What is assumed of the site.
+    """
+
+    def __init__(self, settings: PlannerSettings) -> None:
+        self.settings = settings
+        self.windows: tuple[Window, ...] = ()
+        self.terms = BlockTerms()
+        self._blocks: dict[str, _Block] = {}
+        self._shunned: dict[str, _Shunned] = {}
+        self._doubtful = False
+        self._count = 0
+
+    def __contains__(self, block: str) -> bool:
+        return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def startup(self) -> float:
+        """From the request of a block until its slots are ready, at the latest."""
+        return self.terms.start_delay + self.settings.startup
+
+    @property
+    def may_be_requested(self) -> int:
+        """How many more blocks may wait or be starting."""
+        return max(0, self.settings.max_pending_blocks - sum(not block.started for block in self._blocks.values()))
+
+    def wakes(self) -> Iterator[float]:
+        """When something here falls due that no event will tell."""
+        for block in self._blocks.values():
+            if block.unwanted_since is not None:
+                yield block.unwanted_since + self.settings.idle_timeout
+            for since in block.missing_since.values():
+                yield since + self.settings.join_timeout
+        for shunned in self._shunned.values():
+            yield shunned.until
+
+    # What happens to them.
+
+    def see(self, windows: tuple[Window, ...], terms: BlockTerms) -> bool:
+        """Take what the batch system tells; whether it changes anything."""
+        news = self._doubtful or (windows, terms) != (self.windows, self.terms)
+        self.windows, self.terms = windows, terms
+        self._doubtful = False
+        return news
+
+    def doubt(self) -> None:
+        """Request nothing before the next look: what was idle may be taken, as nodes of ours just were."""
+        self._doubtful = True
+
+    def start(self, started: ev.BlockStarted, joined: Collection[str]) -> None:
+        """Note that a block holds nodes now; those that have not `joined` are missing."""
+        if (block := self._blocks.get(started.block)) is not None:
+            block.nodes, block.ends, block.started = started.nodes, started.ends, True
+            block.missing_since = {name: started.time for name in started.nodes if name not in joined}
+            for name in started.nodes:
+                self._shunned.pop(name, None)
+
+    def join(self, block: str, node: str) -> None:
+        """Note that a node's slots are ready: its block has started, though the batch system may not have said so."""
+        if block in self._blocks:
+            self._blocks[block].started = True
+            self._blocks[block].missing_since.pop(node, None)
+
+    def lack(self, block: str, node: str, now: float) -> None:
+        """Note that a node's slots have left."""
+        if block in self._blocks:
+            self._blocks[block].missing_since[node] = now
+
+    def end(self, block: str, now: float) -> bool:
+        """Note that a block has ended; whether that was its time."""
+        ended = self._blocks.pop(block, None)
+        return ended is not None and ended.ends is not None and now >= ended.ends
+
+    def still_joining(self, joined: Collection[str]) -> bool:
+        """Whether a block runs whose nodes have not all `joined`."""
+        return any(block.started and not set(joined).issuperset(block.nodes) for block in self._blocks.values())
+
+    # What follows from it.
+
+    def awaited(self, joined: Collection[str], now: float) -> list[PoolNode]:
+        """List the nodes of our blocks that have not `joined` but may."""
+        return [
+            PoolNode(name, block.ends)
+            for block in self._blocks.values()
+            for name in block.nodes
+            if name not in joined
+            and not self._given_up(block, name, now)
+            and (block.ends is None or block.ends - now > self.settings.closing_margin)
+        ]
+
+    def offers(self, joined: Collection[str], now: float) -> list[tuple[Window, list[str]]]:
+        """List the windows in which a block pays, each with its nodes that are neither ours nor shunned."""
+        if self._doubtful:
+            return []
+        ours = {name for block in self._blocks.values() for name in block.nodes}.union(joined)
+        shunned = {name for name, shunned in self._shunned.items() if now < shunned.until}
+        return [
+            (window, [name for name in window.nodes if name not in ours and name not in shunned])
+            for window in self.windows
+            if why_not(window, self.settings, self.terms, now) is None
+        ]
+
+    def request(
+        self, chosen: frozenset[str], more: int, offers: Iterable[tuple[Window, list[str]]], now: float
+    ) -> ev.Actions:
+        """Request the chosen nodes and some more, longest windows first; one block a window, split if too large."""
+        for block in self._blocks.values():
+            block.unwanted_since = None
+        actions: ev.Actions = []
+        left = self.may_be_requested
+        shortest = min((window.remaining(now) for window in self.windows), default=math.inf)
+        for window, names in sorted(offers, key=lambda item: (-item[0].remaining(now), item[0].nodes)):
+            wanted = [name for name in names if name in chosen]
+            others = [name for name in names if name not in chosen][:more]
+            more -= len(others)
+            wanted += others
+            size = block_size(self.settings, self.terms) or len(wanted) or 1
+            for first in range(0, len(wanted), size):
+                nodes = tuple(wanted[first : first + size])
+                if not left or len(nodes) < self.terms.min_nodes:
+                    break
+                seconds = block_walltime(window, self.settings, self.terms, now)
+                name = str(self._count)
+                self._count += 1
+                # Where the jobs of others are hidden, it could start on a node that is planned for one of them.
+                pinned = self.terms.hides_waiting or shortest < self.terms.start_delay + seconds
+                self._blocks[name] = _Block(nodes, now + seconds, now, pinned)
+                actions.append(ev.RequestBlock(name, nodes, seconds, window, pinned))
+                left -= 1
+        return actions
+
+    def withdraw(self, now: float) -> ev.Actions:
+        """Take back blocks that wait in vain.
+
+        Those came too late whose nodes somebody else has got. Others the batch system does not start though it could;
+        their nodes are left alone for a while, longer each time, lest we ask for ever.
+        """
+        patience = 2 * self.terms.start_delay + self.settings.startup
+        free = {name for window in self.windows for name in window.nodes}
+        left = len(free)
+        actions: ev.Actions = []
+        for name, block in list(self._blocks.items()):
+            if block.started:
+                continue
+            left -= len(block.nodes)
+            gone = not free.issuperset(block.nodes) if block.pinned else left < 0
+            in_vain = now - block.requested > patience
+            if not (gone or in_vain):
+                continue
+            left += len(block.nodes)
+            del self._blocks[name]
+            actions.append(ev.ReleaseBlock(name))
+            for node in block.nodes if in_vain and not gone else ():
+                times = self._shunned[node].times + 1 if node in self._shunned else 1
+                self._shunned[node] = _Shunned(now + patience * 2 ** min(times, _MOST_DOUBLINGS), times)
+        return actions
+
+    def give_up(self, now: float) -> ev.Actions:
+        """Release the blocks of which no node came, or came back, in time."""
+        hopeless = [
+            name
+            for name, block in self._blocks.items()
+            if block.started and all(self._given_up(block, node, now) for node in block.nodes)
+        ]
+        for name in hopeless:
+            del self._blocks[name]
+        return [ev.ReleaseBlock(name) for name in hopeless]
+
+    def release(self, surplus: int, used: frozenset[str], now: float) -> tuple[ev.Actions, list[str]]:
+        """Release blocks whose nodes nobody uses, those that close first first, after `idle_timeout` without use.
+
+        Parameters
+        ----------
+        surplus
+            How many nodes may be given back.
+        used
+            Nodes that are not.
+        now
+            Seconds.
+
+        Returns
+        -------
+        tuple
+            The actions, and the nodes that they give back.
+        """
+        actions: ev.Actions = []
+        nodes: list[str] = []
+        for name, block in sorted(self._blocks.items(), key=lambda item: (item[1].ends or math.inf, item[0])):
+            if used & set(block.nodes) or len(block.nodes) > surplus:
+                block.unwanted_since = None
+                continue
+            surplus -= len(block.nodes)
+            if block.unwanted_since is None:
+                block.unwanted_since = now
+            if now - block.unwanted_since >= self.settings.idle_timeout:
+                actions.append(ev.ReleaseBlock(name))
+                nodes += block.nodes
+                del self._blocks[name]
+        return actions, nodes
+
+    def _given_up(self, block: _Block, node: str, now: float) -> bool:
+        return now - block.missing_since.get(node, math.inf) >= self.settings.join_timeout

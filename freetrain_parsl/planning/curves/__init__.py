@@ -1,0 +1,1 @@
+"""How throughput grows with nodes."""

@@ -1,0 +1,1 @@
+"""What an allocation is worth."""

@@ -1,0 +1,432 @@
+"""What a policy maximises: value per second of a trainer on a number of nodes, and the value of a change.
+
+Most objectives look at one trainer on a number of nodes. Those that need the clock or the other trainers are
+`Contextual`: a policy asks them, once a decision, for an objective that holds at that moment (`at_moment`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.objectives.deadlines import Job, rates_now
+from freetrain_parsl.planning.objectives.fairness import Claim, fair_levels, seated
+
+__all__ = [
+    "CONTEXTUAL",
+    "OBJECTIVES",
+    "Contextual",
+    "Deadline",
+    "MaxMin",
+    "Moment",
+    "Objective",
+    "ObjectiveLike",
+    "Tabulated",
+    "WeightedRate",
+    "WithBonus",
+    "at_moment",
+    "charged",
+    "objective_table",
+    "register_objective",
+    "resolve_objective",
+    "value_table",
+]
+
+Objective = Callable[[Trainer, int], float]
+"""(trainer, nodes) -> value per second, finite and not negative; asked only within the trainer's bounds."""
+
+Table = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a decision is about.
+
+    Parameters
+    ----------
+    trainers
+        All that are in the decision.
+    held
+        Trainer -> its number of nodes now that are still in the pool; who is absent has none.
+    nodes
+        Size of the pool.
+    now
+        Seconds, on the clock of the trainers' times.
+    """
+
+    trainers: Sequence[Trainer]
+    held: Mapping[str, int]
+    nodes: int
+    now: float
+
+
+class Contextual(ABC):
+    """An objective that depends on the time, or on all trainers together."""
+
+    @abstractmethod
+    def at_moment(self, moment: Moment) -> Objective:
+        """Make the objective for the decision of this moment; it is asked for its trainers only."""
+
+
+ObjectiveLike = str | Objective | Contextual
+
+
+class Tabulated(ABC):
+    """An objective that knows a trainer's values on all numbers of nodes at once."""
+
+    @abstractmethod
+    def table(self, trainer: Trainer, last: int) -> Table:
+        """Tabulate values per second on 0, 1, …, `last` nodes, shape (last + 1,); of no meaning outside the bounds."""
+
+    def __call__(self, trainer: Trainer, nodes: int) -> float:
+        """Return the value per second of a trainer on that many nodes."""
+        return float(self.table(trainer, nodes)[nodes])
+
+
+@dataclass(frozen=True)
+class WeightedRate(Tabulated):
+    """Throughput times a weight of the trainer.
+
+    Parameters
+    ----------
+    weight
+        Trainer -> factor.
+    """
+
+    weight: Callable[[Trainer], float]
+
+    def table(self, trainer: Trainer, last: int) -> Table:
+        """Tabulate; see `Tabulated.table`."""
+        return _checked(self.weight(trainer), trainer, None) * trainer.curve.rates(last)
+
+
+@dataclass(frozen=True)
+class WithBonus(Tabulated):
+    """An objective and, on top, a bonus that comes before it: changes cost what they do without the bonus.
+
+    A bonus says that something matters more than the objective. What a rescale costs is a trainer's lost time at
+    the objective; were the bonus charged too, a trainer that has it could never be asked to give back a node.
+
+    Parameters
+    ----------
+    base
+        The objective.
+    bonus
+        Trainer -> value per second on 0, 1, …, N nodes, shape (N + 1,), zero on no nodes; who is absent has none.
+    """
+
+    base: Objective
+    bonus: Mapping[str, Table]
+
+    def table(self, trainer: Trainer, last: int) -> Table:
+        """Tabulate; see `Tabulated.table`."""
+        table = objective_table(self.base, trainer, last)
+        bonus = self.bonus.get(trainer.name)
+        # Beyond the pool nobody can go; a table may still be asked for there, for what was before.
+        return table if bonus is None else table + bonus[np.minimum(np.arange(last + 1), len(bonus) - 1)]
+
+
+def _one(trainer: Trainer) -> float:  # noqa: ARG001 - the signature of a weight
+    return 1.0
+
+
+def _per_smallest_rate(trainer: Trainer) -> float:
+    rate = trainer.rate(trainer.min_nodes)
+    if rate > 0:
+        return 1.0 / rate
+    # Nothing is known at min_nodes (a rate of zero): the first point that trains at all is the unit instead.
+    rates = (r for nodes, r in trainer.curve.points if nodes > trainer.min_nodes and r > 0)
+    unit = next(rates, 0.0)
+    return 1.0 / unit if unit else 0.0
+
+
+def _priority(trainer: Trainer) -> float:
+    return trainer.priority * _per_smallest_rate(trainer)
+
+
+@dataclass(frozen=True)
+class Deadline(Contextual):
+    """Miss no deadline that could be met, before another objective.
+
+    A trainer with a deadline gets, on top of that objective, a bonus for training fast enough: work left over time
+    left, less the seconds that the change to that number of nodes takes. Deadlines that can be met together are
+    found by `freetrain_parsl.planning.objectives.deadlines.rates_now`, for a pool that stays as it is; they come first,
+    weighted by priority, then those that need more than that, as fast as can be. Bonuses are larger than all that
+    the objective can be worth on the pool. A deadline that not even ``max_nodes`` can meet, or of a trainer
+    whose work is unknown, counts for nothing.
+
+    Parameters
+    ----------
+    objective
+        What is maximised besides: a function of trainer and nodes, such as ``OBJECTIVES["speedup"]``.
+    """
+
+    objective: Objective = WeightedRate(_one)
+
+    def __post_init__(self) -> None:
+        if not callable(self.objective):
+            raise InvalidSettings(
+                f"objective 'deadline': what comes second must be a function (trainer, nodes) -> float, "
+                f"got {self.objective!r}"
+            )
+
+    def at_moment(self, moment: Moment) -> Objective:
+        """Make the objective; see `Contextual.at_moment`."""
+        base = self.objective
+        pressed = {t.name: pressure for t in moment.trainers if (pressure := _pressure(t, moment)) is not None}
+        if not pressed:
+            return base
+        rates = {t.name: _allowed_rates(t, moment.nodes) for t in moment.trainers if t.name in pressed}
+        jobs = [
+            Job(t.name, t.work_left, left, rates[t.name], t.priority)
+            for t in moment.trainers
+            if t.name in pressed and (left := _training_time(t, moment)) > 0
+        ]
+        needed = rates_now(jobs, moment.nodes)
+        # In each second of the decision, a deadline on its way outweighs all that changes gain or cost elsewhere.
+        peaks = [(t, float(np.nanmax(objective_table(base, t, moment.nodes)))) for t in moment.trainers]
+        on_its_way = sum(peak * (1 + t.costs.start + max(t.costs.up, t.costs.down)) for t, peak in peaks) or 1.0
+        least = min(t.priority for t in moment.trainers if t.name in pressed)
+        weights = {t.name: t.priority / least for t in moment.trainers if t.name in pressed}
+        admitted = on_its_way * (1 + 2 * sum(weights.values()))
+        bonus: dict[str, Table] = {}
+        for name, share in pressed.items():
+            reached = np.minimum(share, 1)
+            extra = on_its_way * (reached / reached.max() + (share >= 1))
+            if needed.get(name, 0.0) > 0:
+                extra += admitted * (rates[name] >= needed[name])
+            bonus[name] = weights[name] * extra
+        return WithBonus(base, bonus)
+
+
+def _allowed_rates(trainer: Trainer, nodes: int) -> Table:
+    """Tabulate samples per second on 0, 1, …, `nodes` nodes; zero where the count is not allowed."""
+    rates = trainer.curve.rates(nodes)
+    rates[: trainer.min_nodes] = 0.0
+    rates[trainer.max_nodes + 1 :] = 0.0
+    return rates
+
+
+def _training_time(trainer: Trainer, moment: Moment) -> float:
+    """Return the seconds until the deadline, less those that a change takes unless going on as it is will do."""
+    assert trainer.deadline is not None, "asked only for trainers that have one"
+    left = trainer.deadline - moment.now
+    current = moment.held.get(trainer.name, 0)
+    if not current:
+        return left - trainer.costs.start
+    enough = _allowed_rates(trainer, moment.nodes)[current] * left >= trainer.work_left
+    return left if enough else left - trainer.costs.up
+
+
+def _pressure(trainer: Trainer, moment: Moment) -> Table | None:
+    """Tabulate the share of the work left that is done by the deadline by going to 0, 1, …, N nodes and staying there.
+
+    None if there is no deadline, nothing left to do, no allowed count in the pool, or none that is enough there or
+    beyond.
+    """
+    if trainer.deadline is None or not 0 < trainer.work_left < math.inf:
+        return None
+    current = moment.held.get(trainer.name, 0)
+    rates = _allowed_rates(trainer, max(moment.nodes, trainer.max_nodes))
+    counts = np.arange(len(rates))
+    change = np.where(counts > current, trainer.costs.up, trainer.costs.down) if current else trainer.costs.start
+    change = np.where(counts == current, 0.0, change)
+    share: Table = rates * np.maximum(trainer.deadline - moment.now - change, 0.0) / trainer.work_left
+    here: Table = share[: moment.nodes + 1]
+    return here if share.max() >= 1 and here.any() else None
+
+
+@dataclass(frozen=True)
+class _FairShare(Tabulated):
+    """A trainer's speed-up as a share of the level that it has a right to; nothing without a level."""
+
+    levels: Mapping[str, float]
+
+    def table(self, trainer: Trainer, last: int) -> Table:
+        """Tabulate; see `Tabulated.table`."""
+        level = self.levels.get(trainer.name, 0.0)
+        speedups = _SPEEDUP.table(trainer, last)
+        return np.minimum(speedups / level, 1.0) if level > 0 else np.zeros_like(speedups)
+
+
+@dataclass(frozen=True)
+class MaxMin(Contextual):
+    """Raise the smallest speed-up as far as it goes, then the next; when there are too few nodes, take turns.
+
+    `freetrain_parsl.planning.objectives.fairness` finds the level that each trainer has a right to in this pool. Trainers are
+    worth the share of it that they have, so the optimum without costs is that allocation, and a rescale must gain
+    more of such shares over the horizon than it costs. A trainer whose turn to begin has come gets a bonus that
+    outweighs whatever others' changes cost, so that the bound on waiting there holds for every policy that finds
+    the optimum, with a horizon of at least one second.
+
+    Parameters
+    ----------
+    turn
+        For how long a trainer that has begun to run keeps its place while others wait. Long against what starting
+        and stopping cost.
+    """
+
+    turn: timedelta = timedelta(minutes=10)
+
+    def __post_init__(self) -> None:
+        if self.turn <= timedelta(0):
+            raise InvalidSettings(f"objective 'max-min': turn must be positive, got {self.turn}")
+
+    def at_moment(self, moment: Moment) -> Objective:
+        """Make the objective; see `Contextual.at_moment`."""
+        ranked = sorted(moment.trainers, key=lambda trainer: (trainer.submitted, trainer.name))
+        speedups = {t.name: np.nan_to_num(objective_table(_SPEEDUP, t, moment.nodes)) for t in ranked}
+        claims = [
+            Claim(
+                t.name,
+                int(np.argmax(speedups[t.name] > 0)),
+                t.submitted if t.since is None else t.since,
+                running=bool(moment.held.get(t.name)),
+            )
+            for t in ranked
+            if speedups[t.name].any()
+        ]
+        chosen = seated(claims, moment.nodes, moment.now, self.turn.total_seconds())
+        served = [t.name for t in ranked if t.name in chosen]
+        levels = fair_levels([speedups[name] for name in served], moment.nodes)
+        begin = 1.0 + sum(1 + t.costs.start + max(t.costs.up, t.costs.down) for t in ranked)
+        bonus = {name: np.where(speedups[name] > 0, begin, 0.0) for name in served if not moment.held.get(name)}
+        return WithBonus(_FairShare(dict(zip(served, levels, strict=True))), bonus)
+
+
+_SPEEDUP = WeightedRate(_per_smallest_rate)
+
+OBJECTIVES: dict[str, Objective] = {
+    "throughput": WeightedRate(_one),
+    "speedup": _SPEEDUP,
+    "priority": WeightedRate(_priority),
+}
+"""Name -> objective. Throughput: samples per second. Speedup: that, in units of the trainer's rate on its
+``min_nodes``. Priority: speedup times the trainer's priority."""
+
+CONTEXTUAL: dict[str, Contextual] = {"deadline": Deadline(), "max-min": MaxMin()}
+"""Name -> objective that depends on the moment. Deadline: no deadline missed that could be met, then throughput.
+Max-min: the smallest speedup as high as can be."""
+
+
+def register_objective(name: str, objective: Objective | Contextual) -> None:
+    """Add an objective under a name; a name that is taken is refused."""
+    if name in OBJECTIVES or name in CONTEXTUAL:
+        raise InvalidSettings(f"objective {name!r} exists already; choose another name")
+    if isinstance(objective, Contextual):
+        CONTEXTUAL[name] = objective
+    else:
+        OBJECTIVES[name] = objective
+
+
+def resolve_objective(objective: ObjectiveLike) -> Objective | Contextual:
+    """Find an objective by its name; a callable, or a `Contextual`, is one already.
+
+    Raises
+    ------
+    InvalidSettings
+        There is none of that name, or it is not callable.
+    """
+    if isinstance(objective, str):
+        known: dict[str, Objective | Contextual] = {**OBJECTIVES, **CONTEXTUAL}
+        if objective not in known:
+            raise InvalidSettings(f"no objective {objective!r}; known are {', '.join(sorted(known))}")
+        return known[objective]
+    if not (callable(objective) or isinstance(objective, Contextual)):
+        raise InvalidSettings(f"an objective is a name or a function (trainer, nodes) -> float, got {objective!r}")
+    return objective
+
+
+def at_moment(objective: Objective | Contextual, moment: Moment) -> Objective:
+    """Return the objective for one decision: itself, unless it depends on the moment."""
+    return objective.at_moment(moment) if isinstance(objective, Contextual) else objective
+
+
+def charged(objective: Objective) -> Objective:
+    """Return the objective at which changes are charged: itself, or without its bonus."""
+    return objective.base if isinstance(objective, WithBonus) else objective
+
+
+def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> Table:
+    """Tabulate O_j(0), …, O_j(max_nodes), shape (max_nodes + 1,), value per second.
+
+    Zero on no nodes; NaN outside the trainer's bounds, where an objective is never asked.
+
+    Raises
+    ------
+    InvalidSettings
+        The objective returned something else than a finite number of at least zero.
+    """
+    table = np.full(max_nodes + 1, np.nan)
+    first, last = trainer.min_nodes, min(trainer.max_nodes, max_nodes)
+    if isinstance(objective, Tabulated):
+        table[first : last + 1] = objective.table(trainer, last)[first:]
+    else:
+        for nodes in range(first, last + 1):
+            table[nodes] = _checked(objective(trainer, nodes), trainer, nodes)
+    table[0] = 0.0
+    return table
+
+
+def value_table(objective: Objective, trainer: Trainer, current: int, max_nodes: int, horizon: float) -> Table:
+    """Tabulate v_j(0), …, v_j(max_nodes): what counts are worth over the horizon, less the change.
+
+    ::
+
+        v(n) = T O(n) - [n > C] R_up O(C) - [n < C] R_down O(C) - [C = 0 < n] R_start O(n)
+
+    A trainer whose `current` count C is outside its bounds (it has lost nodes) cannot go on as it is: it
+    stops, which costs as a shrink, or goes to an allowed count, which costs as a grow or a shrink. O(C) is
+    then that of the nearest bound.
+
+    Parameters
+    ----------
+    objective
+        O, value per second; if it is `WithBonus`, T O is with the bonus and the costs are without.
+    trainer
+        Whose.
+    current
+        C, its number of nodes now that are still in the pool.
+    max_nodes
+        The largest count that is asked for.
+    horizon
+        T, seconds that a decision is expected to last.
+
+    Returns
+    -------
+    numpy.ndarray
+        Shape (max_nodes + 1,), units of the objective times seconds; minus infinity for counts not allowed.
+    """
+    nearest = min(max(current, trainer.min_nodes), trainer.max_nodes)
+    rates = objective_table(charged(objective), trainer, max(max_nodes, nearest if current else 0))
+    before = rates[nearest] if current else 0.0
+    rates = rates[: max_nodes + 1]
+    values = horizon * (objective_table(objective, trainer, max_nodes) if isinstance(objective, WithBonus) else rates)
+    values[current + 1 :] -= trainer.costs.up * before
+    values[:current] -= trainer.costs.down * before
+    if current == 0:
+        values -= trainer.costs.start * rates
+    return np.where(np.isnan(values), -np.inf, values)
+
+
+def _checked(value: Any, trainer: Trainer, nodes: int | None) -> float:
+    try:
+        number = math.nan if isinstance(value, (str, bool)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        where = "" if nodes is None else f" on {nodes} nodes"
+        raise InvalidSettings(
+            f"the objective must return a finite number of at least zero, got {value!r} "
+            f"for trainer {trainer.name!r}{where}"
+        )
+    return number

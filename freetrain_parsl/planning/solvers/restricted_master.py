@@ -1,0 +1,285 @@
+"""Columns, that is trainers' choices of nodes, and the linear and integer programmes over those that are known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import highspy
+import numpy as np
+
+from freetrain_parsl.errors import PlanningError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from freetrain_parsl.planning.solvers.window_model import Counts, Table, WindowInstance
+
+__all__ = ["Columns", "Master", "choose_greedily", "choose_optimally"]
+
+_UNITS = 1000.0  # the objective's scale, for the solver's absolute tolerances
+_OPTIONS: dict[str, bool | float] = {
+    "output_flag": False,
+    "threads": 1,
+    "mip_rel_gap": 0.0,
+    # The incumbent is good and the programme small: searching for better starts costs more than it saves.
+    # An older HiGHS that has not all of these ignores those that it does not know.
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_allow_restart": False,
+}
+
+_ENDS = {
+    highspy.HighsModelStatus.kOptimal,
+    highspy.HighsModelStatus.kObjectiveTarget,
+    highspy.HighsModelStatus.kTimeLimit,
+}
+
+
+class Columns:
+    """Choices of trainers, each once.
+
+    Parameters
+    ----------
+    classes
+        How many classes of nodes there are.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.rows: Counts = np.empty(0, dtype=np.int64)
+        self.counts: Counts = np.empty((0, classes), dtype=np.int64)
+        self.values: Table = np.empty(0)
+        self._known: dict[tuple[int, bytes], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def add(self, rows: Counts, counts: Counts, values: Table) -> None:
+        """Add those that are new and whose value is finite."""
+        new: list[int] = []
+        for index, (row, choice) in enumerate(zip(rows.tolist(), counts, strict=True)):
+            key = (row, choice.tobytes())
+            if key not in self._known and values[index] > -np.inf:
+                self._known[key] = len(self.rows) + len(new)
+                new.append(index)
+        self.rows = np.concatenate([self.rows, rows[new]])
+        self.counts = np.concatenate([self.counts, counts[new]])
+        self.values = np.concatenate([self.values, values[new]])
+
+    def find(self, rows: Counts, counts: Counts) -> Counts:
+        """Return the indices of known choices."""
+        pairs = zip(rows.tolist(), counts, strict=True)
+        return np.array([self._known[row, choice.tobytes()] for row, choice in pairs], dtype=np.int64)
+
+    def losses(self, prices: Table, trainers: int) -> Table:
+        """Return how much less each is worth at these prices than the best of its trainer."""
+        reduced = self.values - self.counts @ prices
+        tops = np.full(trainers, -np.inf)
+        np.maximum.at(tops, self.rows, reduced)
+        losses: Table = tops[self.rows] - reduced
+        return losses
+
+
+class Master:
+    """The linear programme: fractions of columns, one column in all for each trainer.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    scale
+        The size of its optimum, roughly.
+    """
+
+    def __init__(self, instance: WindowInstance, scale: float) -> None:
+        self._trainers, self._classes = instance.current.shape
+        self._unit = scale / _UNITS
+        self._solver = _solver(instance)
+        self._passed = 0
+        self._fixed: list[int] = []
+
+    def solve(self, columns: Columns) -> tuple[float, Table, Table]:
+        """Return the optimum over the columns, the dual price of a node of each class, and the columns' fractions."""
+        _add(self._solver, columns, np.arange(self._passed, len(columns)), -columns.values / self._unit)
+        self._passed = len(columns)
+        _run(self._solver)
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            self._solver.clearSolver()  # a basis from before may be one from which it finds no way
+            _run(self._solver)
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            raise _failed(self._solver)
+        solution = self._solver.getSolution()
+        duals = np.array(solution.row_dual[self._trainers : self._trainers + self._classes])
+        objective = self._solver.getInfo().objective_function_value
+        fractions = np.array(solution.col_value[-len(columns) :])
+        return -objective * self._unit, np.maximum(-duals, 0.0) * self._unit, fractions
+
+    def fix(self, columns: Iterable[int]) -> None:
+        """Insist on these columns from now on."""
+        first = self._solver.getNumCol() - self._passed
+        for column in columns:
+            self._solver.changeColBounds(first + column, 1.0, 1.0)
+        self._fixed.extend(columns)
+
+    def release(self) -> None:
+        """Insist on none any more."""
+        first = self._solver.getNumCol() - self._passed
+        for column in self._fixed:
+            self._solver.changeColBounds(first + column, 0.0, 1.0)
+        self._fixed.clear()
+
+
+def choose_greedily(instance: WindowInstance, columns: Columns, prices: Table) -> Counts:
+    """Give each trainer the column of the least loss that fits; who has most to gain comes first.
+
+    A trainer whose columns need more than is left goes without nodes.
+    """
+    trainers, classes = instance.current.shape
+    losses = columns.losses(prices, trainers)
+    chosen = np.zeros((trainers, classes), dtype=np.int64)
+    without = np.zeros(trainers)
+    empty = ~columns.counts.any(axis=1)
+    without[columns.rows[empty]] = losses[empty]
+    order = np.lexsort((losses, columns.rows))
+    parts = np.split(order, np.searchsorted(columns.rows[order], np.arange(1, trainers)))
+    free, unopened = instance.capacities.copy(), instance.is_offered.copy()
+    blocks = instance.blocks
+    for trainer in np.argsort(-without, kind="stable").tolist():
+        counts = columns.counts[parts[trainer]]
+        opens = np.count_nonzero((counts > 0) & unopened, axis=1)
+        fits = np.all(counts <= free, axis=1) & (opens <= blocks)
+        if fits.any():
+            first = int(np.argmax(fits))
+            chosen[trainer] = counts[first]
+            free -= counts[first]
+            blocks -= int(opens[first])
+            unopened &= counts[first] == 0
+    return chosen
+
+
+def choose_optimally(
+    instance: WindowInstance,
+    columns: Columns,
+    losses: Table,
+    room: float,
+    incumbent: Counts,
+    *,
+    time_limit: float,
+    target: float,
+) -> Counts:
+    """Choose one column a trainer, of the highest total value, among those that lose no more than `room`.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    columns
+        What to choose from; the incumbent is among them.
+    losses
+        Of the columns at the best prices.
+    room
+        How much the incumbent misses the bound by.
+    incumbent
+        Counts to start from.
+    time_limit
+        Seconds.
+    target
+        Stop at this value.
+
+    Returns
+    -------
+    numpy.ndarray
+        Counts, shape (J, K); the incumbent if nothing better was found.
+    """
+    kept = np.flatnonzero(losses <= room * (1 + 1e-9))
+    tops = np.full(len(incumbent), -np.inf)
+    np.maximum.at(tops, columns.rows[kept], columns.values[kept])
+    solver = _solver(instance)
+    fixed = solver.getNumCol()
+    _add(solver, columns, kept, (tops[columns.rows] - columns.values) * (_UNITS / room))
+    everything = np.arange(fixed + len(kept), dtype=np.int32)
+    solver.changeColsIntegrality(
+        len(everything), everything, np.full(len(everything), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
+    )
+    solver.setOptionValue("time_limit", time_limit)
+    solver.setOptionValue("objective_target", (float(tops.sum()) - target) * _UNITS / room)
+    start = highspy.HighsSolution()
+    used = np.all(columns.counts[kept] == incumbent[columns.rows[kept]], axis=1)
+    opened = incumbent.sum(axis=0)[_limited(instance)] > 0
+    start.col_value = [*opened.astype(float), *used.astype(float)]
+    solver.setSolution(start)
+    _run(solver)
+    if solver.getModelStatus() not in _ENDS:
+        raise _failed(solver)
+    if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return incumbent
+    taken = kept[np.asarray(solver.getSolution().col_value)[fixed:] > 0.5]
+    chosen = np.zeros_like(incumbent)
+    chosen[columns.rows[taken]] = columns.counts[taken]
+    return chosen
+
+
+def _limited(instance: WindowInstance) -> Counts:
+    """Classes that need a variable: the offered ones, if not all of them may be used."""
+    offered = np.flatnonzero(instance.is_offered & (instance.capacities > 0))
+    return offered if len(offered) > instance.blocks else offered[:0]
+
+
+def _solver(instance: WindowInstance) -> highspy.Highs:
+    """Write the rows (one a trainer, one a class, perhaps one for the blocks) and a variable for each block."""
+    solver = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs for its core only
+    for option, value in _OPTIONS.items():
+        solver.setOptionValue(option, value)
+    trainers, classes = instance.current.shape
+    limited = _limited(instance)
+    sizes = instance.capacities.astype(float)
+    sizes[limited] = 0.0
+    lower = np.concatenate([np.ones(trainers), np.full(classes + 1, -np.inf)])
+    upper = np.concatenate([np.ones(trainers), sizes, [instance.blocks]])
+    none = np.empty(0, dtype=np.int32)
+    solver.addRows(len(lower), lower, upper, 0, none, none, np.empty(0))
+    rows = np.stack([trainers + limited, np.full(len(limited), trainers + classes)], axis=1)
+    entries = np.stack([-instance.capacities[limited], np.ones(len(limited))], axis=1)
+    solver.addCols(
+        len(limited),
+        np.zeros(len(limited)),
+        np.zeros(len(limited)),
+        np.ones(len(limited)),
+        2 * len(limited),
+        2 * np.arange(len(limited), dtype=np.int32),
+        rows.ravel().astype(np.int32),
+        entries.ravel().astype(float),
+    )
+    return solver
+
+
+def _add(solver: highspy.Highs, columns: Columns, which: Counts, costs: Table) -> None:
+    """Add columns to a programme."""
+    trainers = solver.getNumRow() - columns.counts.shape[1] - 1
+    counts = columns.counts[which]
+    entries = np.concatenate([np.ones((len(which), 1)), counts], axis=1)
+    rows = np.concatenate(
+        [columns.rows[which, None], np.broadcast_to(trainers + np.arange(counts.shape[1]), counts.shape)], axis=1
+    )
+    used = entries > 0
+    starts = np.concatenate([[0], np.cumsum(used.sum(axis=1))])
+    solver.addCols(
+        len(which),
+        costs[which],
+        np.zeros(len(which)),
+        np.ones(len(which)),
+        int(starts[-1]),
+        starts[:-1].astype(np.int32),
+        rows[used].astype(np.int32),
+        entries[used],
+    )
+
+
+def _run(solver: highspy.Highs) -> None:
+    if solver.run() == highspy.HighsStatus.kError:
+        # HiGHS has one pool of threads a process: somebody else has started it with another size.
+        solver.setOptionValue("threads", 0)
+        solver.run()
+
+
+def _failed(solver: highspy.Highs) -> PlanningError:
+    status = solver.modelStatusToString(solver.getModelStatus())
+    return PlanningError(f"HiGHS could not solve the allocation to windows: {status}")

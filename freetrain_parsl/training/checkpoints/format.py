@@ -1,0 +1,303 @@
+"""Saving and restoring the state of a training: torch's format on top of the store's guarantees."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import pickle
+import platform
+from collections import deque
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+
+from freetrain_parsl._version import __version__
+from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
+from freetrain_parsl.storage.entry import FORMAT, STATE
+from freetrain_parsl.storage.problems import is_unavailable, storage_error
+from freetrain_parsl.training.checkpoints.code_change import code_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
+
+    from freetrain_parsl.protocol.options import Code
+    from freetrain_parsl.storage.entry import Entry
+    from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, Any]
+"""Tensors, numbers, strings, lists and dictionaries: what ``weights_only=True`` reads back."""
+
+_SAFETY = 1.5  # a write may take that much longer than the slowest of the last few
+_ASSUMED_BYTES_PER_SECOND = 50e6  # before the first write is measured; a third of what a slow disk gave
+_ASSUMED_OVERHEAD = 0.2  # seconds; fsync and renames
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a manifest tells of a checkpoint, for people and for later versions.
+
+    Parameters
+    ----------
+    step, epoch
+        How far the training was.
+    reason
+        Why it was saved then.
+    world_size, generation
+        Of the group that saved it.
+    code
+        The training's code, if it is known.
+    blocked_seconds
+        For which the training was stopped for it.
+    """
+
+    step: int
+    epoch: int
+    reason: str
+    world_size: int = 1
+    generation: int = 0
+    code: Code | None = None
+    blocked_seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return them for a manifest."""
+        facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "code"}
+        return facts | code_facts(self.code)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint in memory.
+
+    Parameters
+    ----------
+    state
+        What was saved, tensors on the CPU; of a sharded training, all but the tensors that are spread out.
+    entry
+        Where it was.
+    refused
+        Paths of newer checkpoints that were damaged.
+    manifest
+        What is told of it.
+    """
+
+    state: State
+    entry: Entry
+    refused: tuple[str, ...] = ()
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The checkpoints of one trainer, and what writing them costs.
+
+    Parameters
+    ----------
+    directory
+        Where they are.
+    trainer
+        The trainer's name, for messages and manifests.
+    keep
+        How many stay.
+    now
+        The time of day, for the manifests.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        trainer: str,
+        keep: int,
+        now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        self._directory = directory
+        self._trainer = trainer
+        self._keep = keep
+        self._now = now
+        self._write_seconds: deque[float] = deque(maxlen=5)
+        self._assumed = _ASSUMED_OVERHEAD
+
+    @property
+    def write_seconds_estimate(self) -> float:
+        """Seconds that the next write may take: learned from earlier ones, in this process or before it."""
+        return _SAFETY * max(self._write_seconds) if self._write_seconds else self._assumed
+
+    def assume_size(self, size: int) -> None:
+        """Say how many bytes a state will have, for the estimate before the first write."""
+        self._assumed = _ASSUMED_OVERHEAD + size / _ASSUMED_BYTES_PER_SECOND
+
+    def save(self, state: State, facts: Facts, draft: Draft | None = None) -> Entry:
+        """Write a checkpoint, make it the newest, and prune.
+
+        Parameters
+        ----------
+        state
+            What goes into the state's file.
+        facts
+            What the manifest tells.
+        draft
+            With the other files, if there are any.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses, or another process writes now; earlier checkpoints are untouched.
+        """
+        draft = draft or self._directory.begin(facts.step)
+        self._directory.write(draft, STATE, lambda sink: torch.save(state, cast("IO[bytes]", sink)))
+        told = {
+            "format": FORMAT,
+            "trainer": self._trainer,
+            **facts.as_json(),
+            "written": self._now().isoformat(timespec="milliseconds"),
+            "torch": torch.__version__,
+            "freetrain": __version__,
+            "python": platform.python_version(),
+        }
+        entry, manifest = self._directory.complete(draft, told)
+        self._write_seconds.append(manifest["write_seconds"])
+        logger.info(
+            "trainer %s: checkpoint %s (%s), %d bytes in %.3f s",
+            self._trainer, entry.path, facts.reason, manifest["bytes"], manifest["write_seconds"],
+        )  # fmt: skip
+        try:
+            self._directory.prune(entry, self._keep)
+        except CheckpointError as error:  # the new one is durable; the next save tries again
+            logger.warning("trainer %s: %s", self._trainer, error)
+        return entry
+
+    def make_room(self) -> bool:
+        """Remove all checkpoints but the newest intact one; whether there were any.
+
+        Raises
+        ------
+        CheckpointError
+            The file system refuses, or another process writes now.
+        """
+        entries = self._directory.entries()
+        for entry in entries:
+            try:
+                entry.verify()
+            except DamagedCheckpoint:
+                continue
+            self._directory.prune(entry, keep=1)
+            return len(entries) > 1
+        return False
+
+    def newest(self) -> Restored | None:
+        """Restore the newest intact checkpoint; ``None`` if there never was one.
+
+        Raises
+        ------
+        DamagedCheckpoint
+            There are checkpoints, but none is intact.
+        CheckpointMismatch
+            The newest intact one was written by another version of this package, with another format.
+        ForeignCheckpoint
+            Another user owns it or could have changed it.
+        StorageUnavailable
+            The file system refuses for now: what cannot be read today is not passed over.
+        """
+        refused: list[str] = []
+        problems: list[DamagedCheckpoint] = []
+        for entry in self._directory.entries():
+            try:
+                restored = self.load(entry)
+            except DamagedCheckpoint as problem:  # noqa: PERF203 - falling back is what this loop is for
+                logger.warning("trainer %s: %s; going back to the one before", self._trainer, problem)
+                refused.append(str(entry.path))
+                problems.append(problem)
+            else:
+                return replace(restored, refused=tuple(refused))
+        if problems:
+            raise DamagedCheckpoint(
+                f"trainer {self._trainer!r}: none of {len(problems)} checkpoints is intact ({problems[0]}); "
+                f"put a good copy in place, or remove {self._directory.path} to start afresh"
+            ) from problems[0]
+        return None
+
+    def load(self, entry: Entry, names: Collection[str] | None = None) -> Restored:
+        """Restore one checkpoint.
+
+        Parameters
+        ----------
+        entry
+            Which one.
+        names
+            Only these of its files are held against their checksums; ``None``: all.
+
+        Raises
+        ------
+        DamagedCheckpoint
+            It is missing, or its bytes are not those that were written.
+        CheckpointMismatch
+            It was written by another version of this package, with another format.
+        ForeignCheckpoint
+            Another user owns it or could have changed it.
+        StorageUnavailable
+            The file system refuses for now.
+        """
+        self._directory.check_owned(entry)
+        path, manifest = entry.verify(names)
+        if manifest.get("format") != FORMAT:
+            raise CheckpointMismatch(
+                f"{entry.path} has format {manifest.get('format')!r}, this version reads {FORMAT}; "
+                f"go on with the version that wrote it (freetrain {manifest.get('freetrain')}), or begin afresh "
+                "in another checkpoint directory"
+            )
+        self.learn()
+        return Restored(_read(path, entry), entry, manifest=manifest)
+
+    def learn(self) -> None:
+        """Learn from the manifests how long earlier writes took."""
+        measured = (self._measured_seconds(entry) for entry in reversed(self._directory.entries()))
+        self._write_seconds.clear()
+        self._write_seconds.extend(seconds for seconds in measured if seconds is not None)
+
+    def _measured_seconds(self, entry: Entry) -> float | None:
+        try:
+            seconds = entry.manifest().get("write_seconds")
+        except CheckpointError:
+            return None  # reported when its state is asked for
+        return seconds if isinstance(seconds, float) and 0.0 <= seconds < math.inf else None
+
+
+def check_restorable(what: str, state: object) -> None:
+    """Make sure that a state can be read back without running code from the file.
+
+    Raises
+    ------
+    CheckpointError
+        It holds objects other than tensors, numbers, strings, lists and dictionaries.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"the state of {what} cannot be kept in a checkpoint; its state_dict() must hold only tensors, "
+            f"numbers, strings, lists and dictionaries ({_first_line(error)})"
+        ) from error
+
+
+def _read(path: Path, entry: Entry) -> State:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        if is_unavailable(error):
+            raise storage_error(f"cannot read {path}", entry.path.parent.parent, error) from error
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_first_line(error)}") from error
+    if not isinstance(state, dict) or not isinstance(state.get("objects"), dict):
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not hold a training's state")
+    return state
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,108 @@
+"""When the next periodic save is due, and how long to put up with saves that fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.training.checkpoints.interval import LONGEST, checkpoint_interval
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from freetrain_parsl.protocol.options import SessionOptions
+
+TRIES = 5
+"""Periodic saves that fail before it is clear that there will never be a checkpoint, if there is none yet."""
+
+_ASSUMED_COPY_BYTES_PER_SECOND = 2e9  # before the first copy to host memory is measured
+_MOST_DOUBLINGS = 6
+
+
+class Schedule:
+    """The times of periodic saves.
+
+    Parameters
+    ----------
+    options
+        Of the training: the interval, or what it follows from.
+    """
+
+    def __init__(self, options: SessionOptions) -> None:
+        self._fixed = options.checkpoint_interval
+        self._mean_time_between_failures = options.mean_time_between_failures
+        self._blocked = 0.0
+        self._slowdown = 0.0
+        self._asked: float | None = None
+        self._anchor: float | None = None
+        self._causes: set[tuple[object, ...]] = set()
+        self.failures = 0
+        """Saves that have failed since the last that succeeded."""
+
+    def assume_size(self, size: int) -> None:
+        """Say how many bytes a state will have, before a copy of one is measured."""
+        self._blocked = size / _ASSUMED_COPY_BYTES_PER_SECOND
+
+    def measured(self, *, blocked: float | None = None, slowdown: float | None = None) -> None:
+        """Learn what a save costs the training.
+
+        Parameters
+        ----------
+        blocked
+            Seconds for which it was stopped.
+        slowdown
+            Seconds by which the write in the background has made it longer.
+        """
+        self._blocked = self._blocked if blocked is None else blocked
+        self._slowdown = self._slowdown if slowdown is None else slowdown
+
+    def interval(self, write_seconds: float) -> timedelta:
+        """Return the time from the beginning of a save to that of the next.
+
+        Parameters
+        ----------
+        write_seconds
+            From the beginning of a save until it is durable.
+        """
+        interval = self._fixed
+        if interval is None:
+            cost = self._blocked + self._slowdown
+            interval = checkpoint_interval(cost, write_seconds, self._mean_time_between_failures)
+        if self.failures > 1:
+            backed_off = interval * 2 ** min(self.failures - 1, _MOST_DOUBLINGS)
+            interval = max(interval, min(backed_off, LONGEST))
+        return interval
+
+    def due(self, now: float, interval: timedelta) -> bool:
+        """Whether the interval is over; it begins with the first call or, once there is one, with the last save."""
+        self._asked = now
+        if self._anchor is None:
+            self._anchor = now
+        return now - self._anchor >= interval.total_seconds()
+
+    def due_in(self, now: float, interval: timedelta) -> float:
+        """Seconds until the next save is due."""
+        return 0.0 if self._anchor is None else max(0.0, self._anchor + interval.total_seconds() - now)
+
+    def saving(self) -> None:
+        """Note that a save begins, at the time at which `due` was asked last."""
+        self._anchor = self._asked
+
+    def succeeded(self) -> None:
+        """Note that a save has succeeded."""
+        self.failures = 0
+        self._causes.clear()
+
+    def failed(self, error: Exception) -> bool:
+        """Note that a save has failed.
+
+        Returns
+        -------
+        known
+            Whether one before had the same cause, with no success in between.
+        """
+        self.failures += 1
+        cause = error.__cause__
+        kind = (type(cause), getattr(cause, "errno", None))
+        known = kind in self._causes
+        self._causes.add(kind)
+        return known

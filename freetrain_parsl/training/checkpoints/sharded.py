@@ -1,0 +1,324 @@
+"""States that are spread over the members (FSDP2 and other DTensors): saved together, loaded by any number of ranks.
+
+`torch.distributed.checkpoint` writes the spread tensors into the checkpoint's folder ``shards``; all else goes into the
+state's own file, with a mark in place of each of them. Its index of the folder is a pickle: it is read with a list of
+what may be in it, so that a checkpoint from outside cannot run code.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+import torch
+import torch.distributed as dist
+
+from freetrain_parsl.errors import DamagedCheckpoint, UsageError
+from freetrain_parsl.storage.entry import SHARDS
+from freetrain_parsl.storage.problems import is_unavailable, storage_error
+
+if TYPE_CHECKING:  # half a second to import: only where a state is sharded
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from freetrain_parsl.training.checkpoints.state import Stateful
+    from freetrain_parsl.training.group.process_group import Group
+
+T = TypeVar("T")
+
+INDEX = ".metadata"
+"""Its index, in that folder."""
+
+_MARK = "freetrain.sharded"
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+def is_sharded(objects: Mapping[str, Stateful]) -> bool:
+    """Whether the members hold different parts of the objects' state."""
+    return any(is_spread(leaf) for target in objects.values() for leaf in _leaves(target.state_dict()))
+
+
+def check_meshes(objects: Mapping[str, Stateful], mesh: DeviceMesh) -> None:
+    """Make sure that all that is spread is spread over the session's mesh.
+
+    Raises
+    ------
+    UsageError
+        Something is spread over another one.
+    """
+    for name, target in objects.items():
+        for leaf in filter(is_spread, _leaves(target.state_dict())):
+            if leaf.device_mesh != mesh:
+                raise UsageError(
+                    f"session.prepare: the {name} is sharded over a mesh that does not belong to this session; "
+                    "use fully_shard(…, mesh=session.mesh)"
+                )
+
+
+def split(state: Any) -> tuple[Any, dict[str, DTensor]]:
+    """Take the spread tensors out of a state.
+
+    Returns
+    -------
+    plain, shards
+        The state with a mark in place of each of them; name -> tensor.
+    """
+    shards: dict[str, DTensor] = {}
+
+    def take_out(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if not is_spread(leaf):
+            return leaf
+        name = "/".join(quote(str(key), safe="") for key in path)
+        shards[name] = leaf
+        return {_MARK: name, "shape": list(leaf.shape), "dtype": leaf.dtype}
+
+    return _map(state, take_out), shards
+
+
+def local_parts(shards: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+    """Return what this member has of each tensor."""
+    return {name: shard.to_local() for name, shard in shards.items()}
+
+
+def agree_on(mine: T, group: Group) -> T:
+    """Return what the first member gives, on all members.
+
+    Raises
+    ------
+    PeerLost
+        A member is gone.
+    """
+    if group.size == 1:
+        return mine
+    told = [mine]
+    with group.waits():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:
+    """Make a state that `target` can load, spread over the members as the target's own is.
+
+    Parameters
+    ----------
+    saved
+        One object's state as it was saved, with marks or whole tensors, on any number of members.
+    target
+        The object; its spread tensors are filled in place.
+    checkpoint
+        The checkpoint's directory.
+
+    Raises
+    ------
+    DamagedCheckpoint
+        What was spread out cannot be read.
+    KeyError
+        The target has no place for a tensor.
+    """
+    places = _Places(target)
+    if not places.any_spread and not any(_mark_of(leaf) for leaf in _leaves(saved)):
+        return saved
+    wanted: dict[str, torch.Tensor] = {}
+
+    def put_in(leaf: Any, path: tuple[Any, ...]) -> Any:
+        mark = _mark_of(leaf)
+        if mark is not None:
+            wanted[mark] = places.find(path, torch.Size(leaf["shape"]), leaf["dtype"])
+            return wanted[mark]
+        if isinstance(leaf, torch.Tensor):
+            return places.spread(path, leaf)
+        return leaf
+
+    state = _map(saved, put_in)
+    if wanted:
+        _read(checkpoint / SHARDS, wanted)
+    return state
+
+
+class _Places:
+    """Where the tensors of an object go: those it has, and those that an optimizer will have for its parameters."""
+
+    def __init__(self, target: Stateful) -> None:
+        self._present: dict[tuple[Any, ...], torch.Tensor] = {}
+        _map(target.state_dict(), self._note)
+        groups = target.param_groups if isinstance(target, torch.optim.Optimizer) else []
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        self.any_spread = any(map(is_spread, [*self._present.values(), *self._parameters]))
+
+    def find(self, path: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor to read a spread one into."""
+        present = self._present.get(path)
+        if present is not None and present.shape == shape:
+            return present
+        parameter = self._parameter(path)
+        if parameter is None:
+            raise KeyError(f"there is no tensor of shape {tuple(shape)} at {'.'.join(map(str, path))}")
+        if parameter.shape == shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        whole = torch.empty(shape, dtype=dtype, device=parameter.device)
+        return _replicate(whole, parameter) if is_spread(parameter) else whole
+
+    def spread(self, path: tuple[Any, ...], whole: torch.Tensor) -> torch.Tensor:
+        """Return a whole tensor as the target has it."""
+        like = self._present.get(path)
+        if like is None:
+            like = self._parameter(path)
+        if like is None or not is_spread(like) or like.shape != whole.shape:
+            return whole
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(like, DTensor), "it is spread"
+        mesh = like.device_mesh
+        return distribute_tensor(whole.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+
+    def _note(self, leaf: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            self._present[path] = leaf
+        return leaf
+
+    def _parameter(self, path: tuple[Any, ...]) -> Any:
+        """Return the parameter that an entry of an optimizer's state belongs to."""
+        if len(path) == 3 and path[0] == "state" and isinstance(path[1], int) and path[1] < len(self._parameters):
+            return self._parameters[path[1]]
+        return None
+
+
+def _read(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
+    """Fill tensors, spread or not, from a folder; each member reads what it needs, nobody communicates."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    index = read_index(folder)
+
+    class Reader(FileSystemReader):
+        """Takes the index that was read with care."""
+
+        def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+            return index
+
+    try:
+        with _alone_on_purpose():
+            load(wanted, storage_reader=Reader(folder), no_dist=True)
+    except CheckpointException as error:
+        problem = _first_failure(error)
+        if is_unavailable(problem) and not isinstance(problem, FileNotFoundError):
+            raise storage_error(f"cannot read {folder}", folder.parents[2], problem) from error
+        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {_reason(error)}") from error
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read the index of a folder that `torch.distributed.checkpoint` wrote, and nothing but an index.
+
+    Raises
+    ------
+    DamagedCheckpoint
+        It is missing, or holds something else, or leads out of the folder.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    path = folder / INDEX
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+        names = {str(place.relative_path) for place in index.storage_data.values()}
+    except OSError as error:
+        if is_unavailable(error) and not isinstance(error, FileNotFoundError):
+            raise storage_error(f"cannot read {path}", folder.parents[2], error) from error
+        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: unreadable {SHARDS}/{INDEX} ({error})") from error
+    except (
+        EOFError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: unreadable {SHARDS}/{INDEX} ({error})") from error
+    if not isinstance(index, Metadata):
+        raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{INDEX} is not an index")
+    for name in names:
+        if Path(name).name != name:
+            raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{INDEX} leads to {name}")
+    return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    """Keep torch from warning that it does without a group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _first_failure(error: BaseException) -> BaseException:
+    """Return what the first member that failed ran into."""
+    failures = getattr(error, "failures", {})
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _reason(error: BaseException) -> str:
+    problem = _first_failure(error)
+    return getattr(problem, "strerror", None) or str(problem).strip().splitlines()[0]
+
+
+def is_spread(leaf: Any) -> bool:
+    """Whether the members hold different parts of a tensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not there: nobody has made one
+    return tensors is not None and isinstance(leaf, tensors.DTensor)
+
+
+def _replicate(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def _mark_of(leaf: Any) -> str | None:
+    return leaf[_MARK] if isinstance(leaf, dict) and _MARK in leaf else None
+
+
+def _map(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Return a nested state with its leaves changed; marks are leaves."""
+    if isinstance(value, dict) and _MARK not in value:
+        result = copy.copy(value)  # keeps what torch hangs onto a model's state: versions of its modules
+        for key, item in value.items():
+            result[key] = _map(item, change, (*path, key))
+        return result
+    if type(value) in (list, tuple):
+        return type(value)(_map(item, change, (*path, position)) for position, item in enumerate(value))
+    return change(value, path)
+
+
+def _leaves(value: Any) -> list[Any]:
+    leaves: list[Any] = []
+    _map(value, lambda leaf, _: leaves.append(leaf))
+    return leaves

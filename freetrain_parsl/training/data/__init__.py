@@ -1,0 +1,1 @@
+"""Which samples, in which order, each exactly once."""

@@ -1,0 +1,210 @@
+"""The training data: every sample exactly once an epoch, in an order that no number of processes changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.random_streams import mix, seed_cpu
+from freetrain_parsl.training.data.stream import Stream
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.runtime import Engine
+
+
+class MapDataset(Protocol):
+    """A dataset with positions, such as ``torch.utils.data.Dataset`` or a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int, /) -> Any: ...
+
+
+class SessionLoader:
+    """Batches of a dataset, on the session's device; made by ``session.loader``.
+
+    Iterate over it once in each of ``session.epochs``. After a pause, iteration goes on in the middle of the
+    epoch. ``len(loader)`` is the number of batches in a whole epoch.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        dataset: MapDataset | Stream,
+        order: Order,
+        *,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        seed_samples: bool,
+    ) -> None:
+        self.order = order
+        self._engine = engine
+        self._plan = _Plan(engine, order)
+        self._generator = torch.Generator()
+        self._loader: DataLoader[Any] = DataLoader(
+            _with_places(dataset, order.seed, seed_samples=seed_samples),
+            batch_sampler=self._plan,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=engine.device.type == "cuda",
+            persistent_workers=num_workers > 0,
+            generator=self._generator,
+        )
+
+    def __len__(self) -> int:
+        return self.order.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        engine = self._engine
+        if not engine.begin_pass():
+            return
+        positions = self.order.epoch(engine.cursor.epoch)
+        fetched: Iterator[Any] | None = None
+        group = engine.group
+        first = True
+        while engine.cursor.position < len(positions) and not engine.cursor.pass_ended:
+            if not first:
+                engine.boundary()
+            first = False
+            if engine.cursor.position >= len(positions):
+                break  # taken over, at the boundary, from a member that was ahead
+            if fetched is None or engine.group is not group or self._plan.next != engine.cursor.position:
+                # In another group, or after a step that was cut off: what was fetched is not our part any more.
+                group = engine.group
+                self._plan.start(positions, engine.cursor.position)
+                # A generator of its own: torch draws the workers' seed at each start; the global one must not move.
+                self._generator.manual_seed(mix(self.order.seed, engine.cursor.epoch, engine.cursor.position))
+                fetched = iter(self._loader)
+            yield from self._batch(positions, fetched)
+        if not engine.cursor.pass_ended:
+            engine.end_pass(positions)
+        engine.boundary()
+
+    def _batch(self, positions: torch.Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
+        """Give this member's pieces of the batch where the training is; stop at once if it is cut off."""
+        engine = self._engine
+        batch = self.order.batch(positions, engine.cursor.position, engine.group.rank, engine.group.size)
+        self._plan.next = engine.cursor.position + batch.samples
+        engine.open_batch(batch)
+        for piece in batch.pieces:
+            data = to_device(next(fetched), engine.device)
+            engine.hand_out(piece)
+            yield data
+            engine.take_back()
+            if engine.cut_off:
+                engine.leave_batch()
+                self._plan.next = -1
+                return
+        engine.close_batch(batch)
+
+
+class _Plan:
+    """Batch sampler of this process: its pieces of each batch from a given place on, as (epoch, position) pairs."""
+
+    def __init__(self, engine: Engine, order: Order) -> None:
+        self._engine = engine
+        self._order = order
+        self._positions = torch.empty(0, dtype=torch.int64)
+        self._begin = 0
+        self.next = 0
+        """Where the batch begins whose pieces come next."""
+
+    def start(self, positions: torch.Tensor, begin: int) -> None:
+        """Begin at sample `begin` of an epoch with these positions, in the present group."""
+        self._positions, self._begin, self.next = positions, begin, begin
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        group, epoch, begin = self._engine.group, self._engine.cursor.epoch, self._begin
+        while begin < len(self._positions):
+            batch = self._order.batch(self._positions, begin, group.rank, group.size)
+            for piece in batch.pieces:
+                yield [(epoch, position) for position in piece.positions.tolist()]
+            begin += batch.samples
+
+
+def _with_places(dataset: MapDataset | Stream, seed: int, *, seed_samples: bool) -> Any:
+    """Return what fetches the samples of a list of (epoch, position); torch's Dataset class is not needed for that."""
+    if isinstance(dataset, Stream):
+        return _Streamed(dataset, seed)
+    return _Seeded(dataset, seed) if seed_samples else _Plain(dataset)
+
+
+class _Plain:
+    """A dataset whose positions come with the epoch, which it does not need."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> Any:
+        positions = [position for _, position in places]
+        if hasattr(self._dataset, "__getitems__"):
+            return self._dataset.__getitems__(positions)
+        return [self._dataset[position] for position in positions]
+
+
+class _Seeded:
+    """A dataset whose samples draw the same random numbers in an epoch, whoever fetches them and when."""
+
+    def __init__(self, dataset: MapDataset, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+        samples = []
+        for epoch, position in places:
+            seed_cpu(self._seed, epoch, position)
+            samples.append(self._dataset[position])
+        return samples
+
+
+class _Streamed:
+    """A stream; it seeds on its own, what it drops included."""
+
+    def __init__(self, stream: Stream, seed: int) -> None:
+        self._stream = stream
+        self._seed = seed
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+        return self._stream.fetch(self._seed, places[0][0], [position for _, position in places])
+
+
+def check_dataset(dataset: object, batch_size: int, *, shuffle: bool, drop_last: bool) -> None:
+    """Refuse what cannot be shared out exactly.
+
+    Raises
+    ------
+    UsageError
+        The dataset has no positions or no samples, a stream is to be shuffled, or the batch size is not positive.
+    """
+    if isinstance(dataset, Stream):
+        if shuffle:
+            raise UsageError("session.loader: a stream has one order; give shuffle=False, and shuffle in its source")
+    elif isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UsageError(
+            f"session.loader needs a dataset with len() and positions, got {type(dataset).__name__}; "
+            "for a stream: session.loader(session.stream(source, samples=…), …)"
+        )
+    if len(dataset) == 0:
+        raise UsageError("session.loader: the dataset is empty")
+    if batch_size < 1:
+        raise UsageError(f"session.loader: batch_size must be at least 1, got {batch_size}")
+    if drop_last and len(dataset) < batch_size:
+        raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(dataset)} samples")
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move the tensors in nested tuples, lists and dictionaries; leave everything else as it is."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, Mapping):
+        return {key: to_device(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, device) for value in data))
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        return type(data)(to_device(value, device) for value in data)  # type: ignore[call-arg]  # list or tuple
+    return data

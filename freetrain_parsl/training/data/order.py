@@ -1,0 +1,144 @@
+"""Which samples are in which batch, and who trains on which of them; pure arithmetic.
+
+The order of an epoch depends on seed and epoch only. A batch is the next run of positions in it, whoever trains; the
+members of the group share it out. What one member runs through the model at a time is a *piece*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from freetrain_parsl.training.data.random_streams import mix
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a member runs through the model at a time.
+
+    Parameters
+    ----------
+    positions
+        Positions in the dataset, int64, shape (samples,), never empty.
+    weight
+        How many of them count: all, or none where this member has less to do than others. It then trains on one sample
+        with weight zero, because it must take part in the collectives.
+    shard
+        Number of the share of the batch that it belongs to; seeds its random numbers.
+    last_of_shard, last
+        Whether it is the last of its shard, and of this member's part of the batch.
+    """
+
+    positions: torch.Tensor
+    weight: int
+    shard: int
+    last_of_shard: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One member's view of a global batch.
+
+    Parameters
+    ----------
+    positions
+        Of all its samples, int64, shape (samples,).
+    pieces
+        This member's, in order; never empty, and as many as the others have, unless there is a fixed number of shares.
+    shards
+        Number of shares that have samples.
+    """
+
+    positions: torch.Tensor
+    pieces: tuple[Piece, ...]
+    shards: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole batch."""
+        return len(self.positions)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which positions are in which batch, and how a batch is shared out.
+
+    Parameters
+    ----------
+    length
+        Samples in the dataset.
+    batch_size
+        Samples in a global batch; of one member, if `scaled`.
+    seed
+        The training's seed.
+    shuffle
+        Whether each epoch has its own permutation; else the order of the dataset.
+    drop_last
+        Whether to leave out a last batch that is not full.
+    micro_batch
+        Most samples in a piece; ``None``: no limit.
+    shards
+        A batch is always cut into so many shares, whatever the number of members, each with pieces of its own;
+        ``None``: into one share a member.
+    scaled
+        Whether the batch grows with the number of members.
+    """
+
+    length: int
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+    drop_last: bool = False
+    micro_batch: int | None = None
+    shards: int | None = None
+    scaled: bool = False
+
+    @property
+    def batches(self) -> int:
+        """Batches of `batch_size` in an epoch."""
+        full, rest = divmod(self.length, self.batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    @property
+    def samples(self) -> int:
+        """Samples in an epoch."""
+        return min(self.length, self.batches * self.batch_size)
+
+    def epoch(self, epoch: int) -> torch.Tensor:
+        """Return the positions of an epoch in order, int64, shape (samples,)."""
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        return torch.randperm(self.length, generator=generator)[: self.samples]
+
+    def batch(self, positions: torch.Tensor, begin: int, rank: int, world_size: int) -> Batch:
+        """Return a member's part of the batch that begins at sample `begin` of an epoch with these `positions`."""
+        size = self.batch_size * world_size if self.scaled else self.batch_size
+        members = positions[begin : begin + size]
+        count = min(self.shards or world_size, len(members))
+        mine = range(rank, rank + 1) if self.shards is None else _part(count, rank, world_size)
+        pieces: list[Piece] = []
+        for shard in mine:
+            part = _part(len(members), shard, count)
+            pieces.extend(self._pieces(members[part.start : part.stop], shard) if shard < count else ())
+        idle = Piece(members[:1], 0, count + rank, last_of_shard=True, last=False)
+        most = 1 if self.shards or not self.micro_batch else -(-len(_part(len(members), 0, count)) // self.micro_batch)
+        pieces.extend([idle] * (most - len(pieces)))
+        pieces[-1] = Piece(**{**vars(pieces[-1]), "last": True})
+        return Batch(members, tuple(pieces), count)
+
+    def _pieces(self, positions: torch.Tensor, shard: int) -> list[Piece]:
+        chunks = torch.split(positions, self.micro_batch or len(positions))
+        return [
+            Piece(chunk, len(chunk), shard, last_of_shard=number == len(chunks) - 1, last=False)
+            for number, chunk in enumerate(chunks)
+        ]
+
+
+def _part(total: int, index: int, count: int) -> range:
+    """Return the `index`-th of `count` parts of `total` things; the first ones have one more if it does not divide."""
+    base, extra = divmod(total, count)
+    begin = index * base + min(index, extra)
+    return range(begin, begin + base + (1 if index < extra else 0))

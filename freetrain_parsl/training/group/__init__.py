@@ -1,0 +1,1 @@
+"""The process group of a training, and how it changes."""

@@ -1,0 +1,51 @@
+"""Finds out from another thread that a thread is blocked in a collective that user code, or a model, called.
+
+The session marks its own waits for other processes (`Notice.waiting`). A sharded model (FSDP2) gathers and reduces
+inside its forward and backward passes, and user code may call ``torch.distributed`` itself; such a call has to be seen
+from outside. A thread is blocked if its innermost Python frame is the same, at the same instruction and in
+``torch.distributed``, whenever one looks.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.mailbox import Clock
+
+_COLLECTIVES = str(Path(dist.__file__).parent)
+_NOT_COLLECTIVES = str(Path(dist.__file__).parent / "checkpoint")  # may be in a file system for long
+
+
+class BlockedThread:
+    """Watches one thread; `seconds` is to be called about once a second, from another thread.
+
+    Parameters
+    ----------
+    thread
+        Its identifier, see ``threading.get_ident``.
+    clock
+        Seconds on a clock that never goes back.
+    """
+
+    def __init__(self, thread: int, clock: Clock) -> None:
+        self._thread = thread
+        self._clock = clock
+        self._place: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def seconds(self) -> float:
+        """Return for how long the thread has been blocked in the same call, as far as seen; 0.0 if it is not."""
+        frame = sys._current_frames().get(self._thread)  # noqa: SLF001 - Python's documented way to another thread
+        place = None
+        file = "" if frame is None else frame.f_code.co_filename
+        if frame is not None and file.startswith(_COLLECTIVES) and not file.startswith(_NOT_COLLECTIVES):
+            place = id(frame), frame.f_lasti
+        if place is None or place != self._place:
+            self._place, self._since = place, self._clock()
+            return 0.0
+        return self._clock() - self._since

@@ -1,0 +1,567 @@
+"""What goes on behind a session: agreeing, going on in other groups, saving and restoring.
+
+Decisions to stop, to save or to regroup are taken at *boundaries*: when the next batch or the next epoch is asked
+for. All that the user's loop does after a step is then done, and the state is whole. At a boundary the members of a
+group add up one small vector, so that all of them decide the same; a group of one does not communicate.
+
+Every member has the whole state, so the members are each other's snapshots. When one is lost, the others drop the
+group, form another, and who is a step behind gets the state of one that is ahead; the batch that was cut off is done
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from freetrain_parsl.errors import PeerLost, UsageError
+from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
+from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.sharded import check_meshes, is_sharded
+from freetrain_parsl.training.checkpoints.state import Stateful, TrainingState
+from freetrain_parsl.training.data import random_streams
+from freetrain_parsl.training.step.batch_runner import Stepper
+from freetrain_parsl.training.step.bypass import BypassCheck
+from freetrain_parsl.training.step.pace import Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.training.data.order import Batch, Order, Piece
+    from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.group.regrouping import Members
+    from freetrain_parsl.training.mailbox import Clock, Notice
+
+logger = logging.getLogger(__name__)
+
+_REPORT_SECONDS = 0.5  # least time between two reports
+
+
+class Unwind(BaseException):
+    """Carries a pause through the user's function; no Exception, so that no ``except Exception`` stops it."""
+
+    def __init__(self, reason: PauseReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class Engine:
+    """One member's part in one training, from its coming to its leaving.
+
+    Parameters
+    ----------
+    options
+        How the training keeps its state.
+    members
+        Who trains together.
+    notice
+        What the slot tells.
+    report
+        Gets the progress on the first member, and what happens to the group on all; must not block.
+    clock
+        Seconds on a clock that never goes back.
+
+    Raises
+    ------
+    DamagedCheckpoint, CheckpointMismatch, CheckpointError
+        The training has a state that cannot be used.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        members: Members,
+        notice: Notice,
+        report: Callable[[Report], None],
+        clock: Clock,
+    ) -> None:
+        self.options = options
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.unwinding: PauseReason | None = None
+        self.keeper = Keeper(options, lambda: self.group)
+        self.stepper: Stepper | None = None
+        self._state = TrainingState(
+            options.seed, lambda: self.keeper.newest.path if self.keeper.newest else self.keeper.path
+        )
+        self.books, self.cursor = self._state.books, self._state.cursor
+
+        self._members = members
+        self._notice = notice
+        self._report = report
+        self._clock = clock
+        self._in_place = True
+        self._total_epochs: int | None = None
+        self._pass_ended_here = False  # whether this epoch had its last batch since this process came
+        self._pace = Pace()
+        self._paced_samples = 0  # samples at the last boundary
+        self._write_seconds = 0.0
+        self._boundary_time = clock()
+        self._report_time = -math.inf
+        self._was_deterministic: bool | None = None
+
+        self._restored = None if members.is_newcomer else self.keeper.restore()
+        self._resumed_from: int | None = None
+        self._refused: tuple[str, ...] = ()
+        if self._restored is not None:
+            self._refused = self._restored.refused
+            self._state.take_counts(self._restored.state)
+            self._resumed_from = self.books.step
+            self.keeper.mark_saved(self._mark)
+        self._started = False
+        self._regrouped = False  # whether the group has changed since the last boundary
+        self._bypass = BypassCheck()
+
+    @property
+    def group(self) -> Group:
+        """Who trains together now; another object after each change."""
+        return self._members.group
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this process waits to be taken into a training that others run."""
+        return self._members.is_newcomer
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The members as a device mesh; UsageError if they share a GPU, or this one is about to join them."""
+        if self._members.is_newcomer:
+            raise UsageError("session.mesh: a process that joins in place cannot shard a model; shard in all or none")
+        return self.group.mesh(self.device)
+
+    @property
+    def user_directory(self) -> Path:
+        """Where the user's function may keep files of its own."""
+        return self.keeper.path / "files"
+
+    def close(self) -> None:
+        """Leave the group, wait for a checkpoint in the background, and leave torch's settings as they were."""
+        self._bypass.close()
+        self._members.leave()
+        self.keeper.close()
+        if self._was_deterministic is not None:
+            torch.use_deterministic_algorithms(self._was_deterministic)
+
+    # ── before the loop ───────────────────────────────────────────────────────────────────────────
+
+    def register(self, model: nn.Module, objects: Mapping[str, Stateful], size: int) -> None:
+        """Save these objects from now on, and restore them, in this order, if there is a state.
+
+        Parameters
+        ----------
+        model
+            The network.
+        objects
+            Name -> object.
+        size
+            Estimated bytes of a checkpoint.
+
+        Raises
+        ------
+        CheckpointMismatch
+            The checkpoint is of other objects.
+        """
+        if self._state.objects:
+            raise UsageError("call session.prepare once, before the loop, with everything that has a state")
+        self._state.objects = dict(objects)
+        self.keeper.sharded = is_sharded(objects)
+        self._in_place = not self.keeper.sharded
+        if not self._in_place and self._members.is_newcomer:
+            raise UsageError("a model that is sharded over the processes cannot be joined in place")
+        if not self._in_place:
+            check_meshes(objects, self.mesh)
+        self.stepper = Stepper(model, list(objects.values()), sharded=not self._in_place)
+        self._bypass.watch(self.stepper.parameters)
+        self.keeper.assume_size(size)
+        if self._restored is None:
+            return
+        self.keeper.load_into(self._state.objects, self._restored)
+
+    def use(self, order: Order, *, ramp: int) -> None:
+        """Train on a dataset in that order.
+
+        Raises
+        ------
+        UsageError
+            There is a loader already, no model yet, or the loop has begun.
+        CheckpointMismatch
+            The checkpoint is of another dataset or batch size.
+        """
+        if self._started:
+            raise UsageError(
+                "session.loader() was called inside the epoch loop; make it before the loop: "
+                "`data = session.loader(…)`, then `for epoch in session.epochs(…):`, then `for … in data:`"
+            )
+        if self._state.order is not None:
+            raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
+        if self.stepper is None:
+            raise UsageError("call session.prepare(model, optimizer) before session.loader()")
+        if order.shards is not None:
+            if not self._in_place:
+                raise UsageError("session.loader: deterministic=True does not go with a model that is sharded")
+            if self.device.type == "cuda":  # else torch refuses to multiply matrices
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            self._was_deterministic = torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms(mode=True)
+            self.stepper.fix_order()
+        self.stepper.one_step = order.micro_batch is not None or order.shards is not None
+        self._state.use(order, ramp)
+        if self._restored is not None:
+            self._state.take_order(self._restored.state)
+
+    def start(self, total_epochs: int) -> None:
+        """Begin to train: from here on the random numbers depend on the place in the data.
+
+        Until here all members, in all fragments, draw the same, so that what the user's function makes
+        before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits here
+        until the others take it in.
+        """
+        if self.stepper is None:
+            raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
+        self._total_epochs = total_epochs
+        if self._started:
+            return
+        self._restored = None  # everything in it is in place now
+        self._members.state = self._state.whole
+        self._members.adopt = self._adopt
+        if self._members.is_newcomer:
+            self._change_group(self._members.await_order, began=None)
+        else:
+            try:
+                self._members.exchange(self._place)
+            except PeerLost as error:
+                self._recover(error)
+        self._started = True
+        # From here on: the time before the loop made nothing that a periodic checkpoint could save.
+        self._boundary_time = self._clock()
+        self.keeper.due(self._boundary_time)
+        self._paced_samples = self.books.samples
+        self._seed()
+        self._tell(at_once=True)
+
+    # ── in the loop ───────────────────────────────────────────────────────────────────────────────
+
+    def boundary(self) -> None:
+        """Decide, together with the others, whether to stop, to save, or to go on in another group.
+
+        Raises
+        ------
+        Unwind
+            Stop: the state is saved, or the others have it.
+        PeerLost
+            A member is gone, and the training cannot go on in place.
+        """
+        self.check_running()
+        self._count_time()
+        if not self._regrouped:  # else the last thing that all members did together was to form this group
+            try:
+                self._decide()
+            except PeerLost as error:
+                self._recover(error)
+        self._regrouped = False
+        self._tell()
+        self._seed()
+        self._boundary_time = self._clock()
+
+    def check_running(self) -> None:
+        """Go on unwinding if the user's function held up the first attempt."""
+        if self.unwinding is not None:
+            raise Unwind(self.unwinding)
+
+    def open_epoch(self) -> int:
+        """Begin an epoch, or go on with it; return its number."""
+        self.boundary()
+        self.books.open_epoch(self.cursor.epoch)
+        return self.cursor.epoch
+
+    def begin_pass(self) -> bool:
+        """Begin, or go on with, the batches of this epoch; whether any are left."""
+        self.check_running()
+        if not self._started:
+            raise UsageError("iterate over the session's loader inside `for epoch in session.epochs(…)`")
+        if self._pass_ended_here:
+            raise UsageError(
+                "the session's loader gives its batches once an epoch; go over them again with a DataLoader"
+            )
+        return not self.cursor.pass_ended
+
+    def open_batch(self, batch: Batch) -> None:
+        """Begin with a batch."""
+        assert self.stepper is not None, "a loader needs a model"
+        self.stepper.open_batch(self.group, batch, self.device, done=self.cursor.steps)
+
+    def hand_out(self, piece: Piece) -> None:
+        """Note what the user's code is going to train on, and seed what it draws meanwhile."""
+        assert self.stepper is not None, "a loader needs a model"
+        self.stepper.hand_out(piece)
+        self._bypass.begin_batch()
+        random_streams.seed_all(self.options.seed, self.cursor.epoch, self.cursor.position, piece.shard)
+
+    def take_back(self) -> None:
+        """Note that the user's code is done with a piece, whether it made a step or not."""
+        assert self.stepper is not None, "a loader needs a model"
+        self.stepper.take_back()
+        self._bypass.end_batch()
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the batch in hand lost a member, and is to be done again."""
+        return self.stepper is not None and self.stepper.cut_off
+
+    def leave_batch(self) -> None:
+        """Note that the user's code asks for no more of the batch in hand, which may be done or not."""
+        if self.stepper is not None:
+            self.stepper.leave_batch()
+
+    def close_batch(self, batch: Batch) -> None:
+        """Leave a batch behind."""
+        self.cursor.pass_by(batch.samples)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add a piece's gradients; after the last piece they are those of the whole batch, on all members."""
+        stepper = self._stepper_in_hand()
+        self._bypass.before_backward()
+        try:
+            with self._bypass.session_acts():
+                stepper.backward(loss)
+        except PeerLost as error:
+            stepper.cut()
+            self._recover(error)
+
+    def step(self, optimizer: Optimizer | None) -> bool:
+        """Make the optimizer's step if the batch is complete; whether it was made."""
+        stepper = self._stepper_in_hand()
+        with self._bypass.session_acts():
+            made = stepper.step(optimizer, self._state.scaling)
+        if not made:
+            return False
+        self.cursor.steps += 1
+        if self.cursor.steps == 1:
+            self.books.count_step(stepper.batch, stepper.tally)
+        return True
+
+    def end_pass(self, expected: torch.Tensor) -> None:
+        """Close the books of an epoch that has had all its batches, which has the positions `expected`."""
+        self.check_running()
+        assert self._state.order is not None, "there was a loader"
+        self._bypass.end_pass(self.cursor.epoch, self._state.order.batches, trained=self.books.has_steps)
+        self.books.close_pass(self.cursor.epoch, expected)
+        self.cursor.pass_ended = self._pass_ended_here = True
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Put values of the user's own into the history."""
+        if not self._started:  # what stands there runs again in each fragment
+            raise UsageError("call session.log inside or after `for epoch in session.epochs(…)`")
+        self.books.log(values)
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch."""
+        self.check_running()
+        self.leave_batch()
+        self._bypass.end_epoch(self.cursor.epoch, trained=self.books.has_steps)
+        self.books.close_epoch(self.cursor.epoch)
+        self.cursor.next_epoch()
+        self._pass_ended_here = False
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────
+
+    def finish(self) -> None:
+        """Save the final state."""
+        self._bypass.end_training(self.books.step)
+        if self._state.objects:
+            # Even if this step is saved: after the loop, functions log, or finish their models.
+            self._save_last("the training is done", mark=None, patiently=True)
+        self._tell(at_once=True)
+
+    def progress(self) -> Progress:
+        """Return how far the training is."""
+        total = None
+        if self._total_epochs is not None and self._state.order is not None:
+            total = self._total_epochs * self._state.order.samples
+        return Progress(
+            step=self.books.step,
+            epoch=self.cursor.epoch,
+            samples=self.books.samples,
+            samples_total=total,
+            slot_seconds=self.books.slot_seconds,
+            loss=self.books.mean_loss if self.books.mean_loss is not None else self.books.metrics["loss"],
+            rate=self._pace.rate,
+            samples_lost=self.books.audit.samples_lost,
+            duplicate_samples=self.books.audit.duplicate_samples,
+            checkpoint_step=self.keeper.newest.step if self.keeper.newest else None,
+            resumed_from=self._resumed_from,
+            write_seconds=self.keeper.write_seconds_estimate,
+            refused_checkpoints=self._refused,
+            in_place=self._in_place,
+            code_note=self.keeper.code_note,
+            storage_problem=self.keeper.storage_problem,
+            next_save=self.keeper.due_in(self._clock()) if self.keeper.storage_problem else 0.0,
+        )
+
+    # ── deciding ──────────────────────────────────────────────────────────────────────────────────
+
+    def _decide(self) -> None:
+        """Agree with the others on what to do at this boundary, and do it."""
+        ordered = self._members.has_order()  # raises if a member is lost
+        if self.group.is_first:
+            self._write_seconds = self.keeper.write_seconds_estimate
+            self._look_after_writing(self.keeper.poll)
+        requested: float = self._notice.pause_requested.is_set()
+        closing: float = self._closing()
+        save_due: float = self.group.is_first and self.keeper.due(self._clock())
+        ready: float = self.keeper.ready
+        if self.group.size > 1:
+            # One sum over: votes, and the first member's estimate, which only it can learn.
+            estimate = self._write_seconds if self.group.is_first else 0.0
+            votes = torch.tensor([requested, closing, save_due, ordered, ready, estimate], dtype=torch.float64)
+            requested, closing, save_due, orders, ready, self._write_seconds = self.group.sum(votes).tolist()
+            ordered = orders == self.group.size
+        if ready == self.group.size:
+            self._look_after_writing(self.keeper.advance)
+        if self.device.type == "cpu" or self._report_due():
+            self.books.settle()  # on a GPU this waits for the last step
+        if (ordered or closing or requested or save_due or self.cursor.pass_ended) and self.stepper is not None:
+            self.stepper.average_statistics(self.group)
+        if ordered:
+            began = self._clock()
+            self._change_group(self._members.take_order, began)
+        elif closing or requested:
+            self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
+        elif save_due:
+            self._save("periodic", mark=self._mark)
+
+    def _closing(self) -> bool:
+        """Whether one more step would leave too little time for the last checkpoint."""
+        closes_in = self._notice.closes_in()
+        if closes_in is None:
+            return False
+        margin = self.options.save_margin.total_seconds()
+        return closes_in <= self._write_seconds + margin + self._pace.longest_step
+
+    def _pause(self, reason: PauseReason) -> NoReturn:
+        self._save_last(reason.value, mark=self._mark, patiently=False)
+        self._unwind(reason)
+
+    def _unwind(self, reason: PauseReason) -> NoReturn:
+        self.unwinding = reason
+        if reason is not PauseReason.LEFT:
+            self._tell(at_once=True)
+        raise Unwind(reason)
+
+    def _report_due(self) -> bool:
+        return self._clock() - self._report_time >= _REPORT_SECONDS
+
+    def _tell(self, *, at_once: bool = False) -> None:
+        if not self.group.is_first or not (at_once or self._report_due()):
+            return
+        self.books.settle()
+        self._report_time = self._clock()
+        self._report(self.progress())
+
+    def _count_time(self) -> None:
+        if self.books.samples > self._paced_samples:
+            seconds = self._clock() - self._boundary_time
+            self._pace.add(self.books.samples - self._paced_samples, seconds)
+            self.books.slot_seconds += seconds * self.group.size
+            self._notice.underway.set()
+            self._paced_samples = self.books.samples
+
+    def _seed(self) -> None:
+        """Seed what is drawn between batches: the same on all members."""
+        random_streams.seed_all(self.options.seed, *self.cursor.place)
+        if self._state.scaling is not None:
+            self._state.scaling.aim(self.group.size)
+
+    # ── other groups ──────────────────────────────────────────────────────────────────────────────
+
+    def _recover(self, error: PeerLost) -> None:
+        """Go on without the lost members, in place; the batch in hand, if any, is cut off.
+
+        Raises
+        ------
+        PeerLost
+            The training cannot go on in place.
+        Unwind
+            The others go on without this member.
+        """
+        if not self._in_place:
+            raise error
+        began = self._clock()
+        self._change_group(lambda: self._members.strand(str(error)), began)
+
+    def _change_group(self, first_order: Callable[[], Any], began: float | None) -> None:
+        """Leave the group and go on in the one that is ordered; the orders may change while it forms."""
+        left = self._members.move(first_order, self._place)
+        if left:
+            self._unwind(PauseReason.LEFT)
+        self._regrouped = True
+        self.keeper.rejoin()
+        paused = 0.0 if began is None else self._clock() - began
+        self._pace.restart()
+        self._members.tell_regrouped(paused)
+        self._tell(at_once=True)
+
+    def _place(self) -> tuple[int, ...]:
+        """Where this member is, and a fingerprint of its parameters; a newcomer is nowhere yet."""
+        assert self.stepper is not None, "members change in the loop"
+        begun = not self._members.is_newcomer
+        return (int(begun), *(int(value) for value in self.cursor.place), self.stepper.fingerprint())
+
+    def _adopt(self, state: dict[str, Any]) -> None:
+        """Take over the state of a member that is ahead."""
+        if not self._members.is_newcomer and state["cursor"]["epoch"] != self.cursor.epoch:
+            # The user's loop stands in an epoch that the others have left, and cannot be moved on from here.
+            self._unwind(PauseReason.LEFT)
+        self._state.adopt(state)
+
+    # ── saving and restoring ──────────────────────────────────────────────────────────────────────
+
+    def _save(self, reason: str, *, mark: tuple[int, ...]) -> None:
+        """Save in the background, unless the state with this mark is saved already; all members call this.
+
+        Raises
+        ------
+        TrainingError
+            It failed, as have all before it: there will never be a checkpoint.
+        """
+        self.keeper.save(self._state.whole, wait=False, mark=mark, **self._facts(reason))
+
+    def _save_last(self, reason: str, *, mark: tuple[int, ...] | None, patiently: bool) -> None:
+        """Save the state that the fragment ends with, see `Keeper.save_last`; all members call this."""
+        self.keeper.save_last(self._state.whole, patiently=patiently, mark=mark, **self._facts(reason))
+
+    def _facts(self, reason: str) -> dict[str, Any]:
+        return {"step": self.books.step, "epoch": self.cursor.epoch, "reason": reason}
+
+    @property
+    def _mark(self) -> tuple[int, ...]:
+        """Tells the present state from those that are saved already."""
+        return self.books.step, *self.cursor.place
+
+    def _look_after_writing(self, look: Callable[[], None]) -> None:
+        """Learn how the write in the background went."""
+        before = self.keeper.newest
+        look()
+        if self.keeper.newest != before:
+            self._tell(at_once=True)
+
+    def _stepper_in_hand(self) -> Stepper:
+        self.check_running()
+        if self.stepper is None or not self.stepper.has_piece:
+            raise UsageError(
+                "session.step() was called without a batch of session.loader(), or twice for one: make the loader with "
+                "data = session.loader(dataset, batch_size=…) before the epoch loop, write `for … in data:`, and call "
+                "session.step() once in it"
+            )
+        return self.stepper

@@ -1,0 +1,255 @@
+"""One batch: gradients of its pieces, their sum over the members, the optimizers' steps."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.checkpoints.sharded import is_spread
+from freetrain_parsl.training.metrics import Tally
+from freetrain_parsl.training.step.buffers import RunningStatistics
+from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+
+    from freetrain_parsl.training.data.order import Batch, Piece
+    from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.step.scaled_batch import LinearScaling
+
+_WORD = (1 << 63) - 1
+
+# What users call once a step, with its gradients or after it, by the method they call.
+_CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
+    (LRScheduler, "step"),
+    (AveragedModel, "update_parameters"),
+    (torch.amp.GradScaler, "unscale_"),
+)
+
+
+class Stepper:
+    """Trains a model batch by batch, together with the other members of the group.
+
+    Parameters
+    ----------
+    model
+        The network.
+    objects
+        All that `session.prepare` got: optimizers, a gradient scaler and further models are found among them.
+    sharded
+        The model shares its parameters out over the members, and averages their gradients itself (FSDP2).
+    """
+
+    def __init__(self, model: nn.Module, objects: Sequence[object], *, sharded: bool) -> None:
+        self.batch: Batch
+        self.tally: Tally
+        self.cut_off = False
+        """Whether the batch in hand lost a member."""
+        self.one_step = False
+        """Whether a batch may be cut into pieces, so that it can have one step only."""
+        self.batch_loss: torch.Tensor | None = None
+        """Mean loss over the last batch that was stepped, a scalar, the same on all members."""
+        modules = dict.fromkeys([model, *(thing for thing in objects if isinstance(thing, nn.Module))])
+        self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
+        self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+        self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
+        self._sharded = sharded
+        self.parameters = self._all_parameters()
+        """The models' parameters, then those that only an optimizer knows; each once."""
+        # Of sharded parameters the gradients are averaged by the model itself.
+        self._summed = [parameter for parameter in self.parameters if not is_spread(parameter)]
+        self._sum: GradientSum = OverlappedSum(self._summed)
+        self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
+        self._group: Group
+        self._piece: Piece | None = None
+        self._has_gradients = False
+        self._complete = False
+        self._calls = 0
+        self._done = 0
+        self._held: list[torch.Tensor | None] | None = None
+        for thing in objects:
+            self._guard(thing)
+
+    def fix_order(self) -> None:
+        """Add up share by share from now on."""
+        self._sum = OrderedSum([parameter for parameter in self.parameters if parameter.requires_grad])
+        self._statistics = RunningStatistics(self._models, by_share=True)
+
+    @property
+    def has_piece(self) -> bool:
+        """Whether the user's code has a piece in hand."""
+        return self._piece is not None
+
+    def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
+        """Begin with a batch, of which `done` steps are made already."""
+        self._group, self.batch = group, batch
+        self.tally = Tally(batch, device)
+        self.cut_off = self._complete = False
+        self._calls, self._done = 0, done
+        self._statistics.open_batch(group)
+
+    def hand_out(self, piece: Piece) -> None:
+        """Note what the user's code is going to train on."""
+        self._piece, self._has_gradients = piece, False
+        self._statistics.open_piece(piece)
+
+    def take_back(self) -> None:
+        """Note that the user's code is done with a piece."""
+        self._piece = None
+
+    def leave_batch(self) -> None:
+        """Note that the user's code asks for no more of this batch: its loop has ended, perhaps early."""
+        self.take_back()
+        self.cut_off = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a piece to those of the batch.
+
+        Parameters
+        ----------
+        loss
+            Mean over the piece's samples, a scalar.
+
+        Raises
+        ------
+        PeerLost
+            A member is gone.
+        """
+        if self.cut_off:
+            return
+        piece = self._piece
+        assert piece is not None, "the engine has looked"
+        if self._has_gradients:
+            raise UsageError("session.backward() goes once with each step; add several losses up before it")
+        if self._calls and self.one_step:
+            raise UsageError("several steps in a batch do not go with micro_batch or deterministic=True")
+        self._has_gradients, self._complete = True, False
+        again = self._calls > 0
+        tally_work = None if again else self._tell(loss, piece)
+        self._give_back_held()
+        self._sum.before_backward(self._group, piece)
+        weighed = loss * self._weight(piece)
+        if self._scaler is not None:
+            weighed = self._scaler.scale(weighed)
+        weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
+        self._sum.after_backward(self._group, piece)
+        self._statistics.close_piece(piece)
+        if not piece.last:
+            self._hold()
+            return
+        if tally_work is not None:
+            with self._group.waits():
+                tally_work.wait()
+        self._sum.complete(self._group, self.batch.shards)
+        if self._sharded:
+            for parameter in self._summed:
+                if parameter.grad is not None:
+                    parameter.grad /= self._group.size
+        self._statistics.complete(self._group, self.batch.shards)
+        self._complete = True
+
+    def step(self, optimizer: Optimizer | None, scaling: LinearScaling | None) -> bool:
+        """Make the step of one optimizer, or of all; whether it was made."""
+        if self.cut_off:
+            return False
+        if not self._has_gradients:
+            raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
+        if not self._complete:
+            return False
+        if optimizer is not None and optimizer not in self._optimizers:
+            raise UsageError("session.step: that optimizer was not given to session.prepare")
+        self._has_gradients = False
+        self._calls += 1
+        if self._calls <= self._done:  # of a batch that was cut off after this step
+            self._zero()
+            return False
+        optimizers = self._optimizers if optimizer is None else [optimizer]
+        with nullcontext() if scaling is None else scaling.applied(optimizers):
+            for each in optimizers:
+                if self._scaler is not None:
+                    self._scaler.step(each)
+                else:
+                    each.step()
+        if self._scaler is not None:
+            self._scaler.update()
+        self._zero()
+        if self._calls == 1:
+            self.batch_loss = self.tally.values[:-2].sum() / self.batch.samples
+        return True
+
+    def cut(self) -> None:
+        """Drop the batch in hand: a member was lost."""
+        self.cut_off = True
+        self._held = None
+        self._sum.cancel()
+        self._zero()
+        self._statistics.cancel()
+
+    def average_statistics(self, group: Group) -> None:
+        """Take the mean of the model's running statistics over the members; PeerLost if one is gone."""
+        self._statistics.average(group)
+
+    def fingerprint(self) -> int:
+        """Return a number that tells the parameters of members apart; the same bits give the same number."""
+        if self._sharded:
+            return 0
+        total = 0
+        for parameter in self.parameters:
+            bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+            words, rest = torch.split(bits, [len(bits) // 8 * 8, len(bits) % 8])
+            total += int(words.view(torch.int64).sum()) + int(rest.sum())
+        return total & _WORD
+
+    def _tell(self, loss: torch.Tensor, piece: Piece) -> dist.Work | None:
+        """Note the loss; with the last piece, begin to tell the others."""
+        self.tally.add(loss, piece)
+        return self._group.begin_sum(self.tally.values) if piece.last and self._group.size > 1 else None
+
+    def _weight(self, piece: Piece) -> float:
+        # Sharded gradients are averaged over the members; those that we add up are divided afterwards, too.
+        return (self._group.size if self._sharded else 1) * piece.weight / self.batch.samples
+
+    def _hold(self) -> None:
+        """Keep the gradients so far out of reach of what user code does between backward and step."""
+        self._held = [parameter.grad for parameter in self.parameters]
+        self._zero()
+
+    def _give_back_held(self) -> None:
+        if self._held is not None:
+            for parameter, gradient in zip(self.parameters, self._held, strict=True):
+                parameter.grad = gradient
+            self._held = None
+
+    def _zero(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _all_parameters(self) -> list[nn.Parameter]:
+        known = dict.fromkeys(self._models.parameters())
+        for optimizer in self._optimizers:
+            known.update(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        return list(known)
+
+    def _guard(self, thing: Any) -> None:
+        """Let what is called once a step do nothing where none is made: micro-batches, a batch that is cut off."""
+        for kind, method in _CALLED_ONCE_A_STEP:
+            if isinstance(thing, kind):
+                plain = type(thing)
+                thing.__class__ = type(plain.__name__, (plain,), {method: self._guarded(plain, method)})
+
+    def _guarded(self, plain: type, method: str) -> Any:
+        def only_after_steps(thing: Any, *args: Any, **options: Any) -> Any:
+            if self.cut_off or (self._piece is not None and not self._piece.last):
+                return None
+            return getattr(plain, method)(thing, *args, **options)
+
+        return only_after_steps

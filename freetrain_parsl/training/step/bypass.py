@@ -1,0 +1,174 @@
+"""Finds training that goes past the session: steps that other processes and the books do not know of.
+
+A plain ``loss.backward(); optimizer.step()`` runs without an error in each process, but every process then trains a
+model of its own, and nothing is counted or saved. An optimizer that steps a prepared parameter outside `session.step`
+is refused at that call. What is no mistake by itself (a backward pass for adversarial examples, an optimizer for a
+linear probe) is counted, and refused where training is over that had no step of the session.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.checkpoints.sharded import is_spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+_REPLACEMENT = "replace loss.backward(), optimizer.step() and optimizer.zero_grad() with session.step(loss)"
+_OTHER_LOOPS = "the training loop of a library, such as Trainer.train(), cannot run in a session"
+_UNPREPARED_STEPS = 100  # of an optimizer before `session.prepare`; a loop that never calls it must not run for hours
+
+
+class BypassCheck:
+    """Watches the optimizers of this process, and the backward passes on the prepared parameters.
+
+    `close` removes its hooks.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._session_acts = False
+        self._optimizer_steps = 0  # of optimizers without prepared parameters
+        self._optimizer = ""  # the last of those
+        self._passes = 0  # gradients accumulated outside the session in this epoch
+        self._passes_before = 0  # in earlier epochs
+        self._in_batch = False
+        self._passes_in_batch = 0
+        self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Watch these parameters from now on."""
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        for parameter in self._parameters.values():
+            if parameter.requires_grad and not is_spread(parameter):  # FSDP2 sets the gradients of those itself
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
+                self._hooks.append(hook)
+
+    @contextmanager
+    def session_acts(self) -> Iterator[None]:
+        """Mark what the session does itself."""
+        self._session_acts = True
+        try:
+            yield
+        finally:
+            self._session_acts = False
+
+    def before_backward(self) -> None:
+        """Check that the session's backward pass adds to no gradients of the user's own.
+
+        Raises
+        ------
+        UsageError
+            The prepared parameters have gradients of a plain ``loss.backward()``.
+        """
+        if self._passes_in_batch and self._has_gradients():
+            raise UsageError(
+                "loss.backward() was called before session.step(loss) in the same batch: its gradients would be added "
+                "without the other processes; add the losses up and give their sum to session.step(), or set the "
+                "gradients to zero in between"
+            )
+        self._passes_in_batch = 0
+
+    def begin_batch(self) -> None:
+        """Note that the user's code gets a batch, or a piece of one."""
+        self._passes_in_batch = 0
+
+    def end_batch(self) -> None:
+        """Check, when the next batch is asked for, how this one was trained on.
+
+        Raises
+        ------
+        UsageError
+            With a plain ``loss.backward()``.
+        """
+        if self._passes_in_batch and self._has_gradients():
+            raise UsageError(
+                "a batch of session.loader() was trained on with loss.backward() and without session.step(): "
+                f"{_REPLACEMENT}; to accumulate gradients over several batches, use session.loader(micro_batch=…)"
+            )
+
+    def end_pass(self, epoch: int, batches: int, *, trained: bool) -> None:
+        """Check an epoch that has had all its batches.
+
+        Raises
+        ------
+        UsageError
+            No batch was trained on.
+        """
+        if not trained:
+            raise UsageError(
+                f"epoch {epoch}: session.step() was called for none of the {batches} batches of session.loader(): "
+                f"{_REPLACEMENT}; for validation, use a torch.utils.data.DataLoader"
+            )
+
+    def end_epoch(self, epoch: int, *, trained: bool) -> None:
+        """Check an epoch.
+
+        Raises
+        ------
+        UsageError
+            There were backward passes, but none of the session.
+        """
+        if self._passes and not trained:
+            raise UsageError(
+                f"epoch {epoch}: loss.backward() was called on the model of session.prepare(), but session.step() was "
+                f"not: take the batches from session.loader(), and {_REPLACEMENT}"
+            )
+        self._passes_before, self._passes = self._passes_before + self._passes, 0
+
+    def end_training(self, steps: int) -> None:
+        """Check a training whose function has returned.
+
+        Raises
+        ------
+        UsageError
+            There were steps or backward passes, but none of the session.
+        """
+        if steps == 0 and (self._optimizer_steps or self._passes or self._passes_before):
+            seen = f"{self._optimizer}.step()" if self._optimizer_steps else "loss.backward()"
+            raise UsageError(
+                f"the training function called {seen}, but session.step() never: each process would have trained by "
+                f"itself; give model and optimizer to session.prepare(), and {_REPLACEMENT}; {_OTHER_LOOPS}"
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+        if self._session_acts:
+            return
+        name = type(optimizer).__name__
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        if any(parameter.grad is not None for parameter in own):  # else it has no effect, and some warm up with it
+            raise UsageError(
+                f"{name}.step() was called outside session.step(): each process would train by itself; "
+                f"{_REPLACEMENT}; {_OTHER_LOOPS}"
+            )
+        if not own:
+            self._optimizer_steps += 1
+            self._optimizer = name
+            if self._optimizer_steps >= _UNPREPARED_STEPS and not self._parameters:
+                raise UsageError(
+                    f"{self._optimizer_steps} steps of {name} were made before session.prepare(): each process would "
+                    f"train by itself; give model and optimizer to session.prepare(), and {_REPLACEMENT}; "
+                    f"{_OTHER_LOOPS}"
+                )
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
+        if not self._session_acts:
+            self._passes += 1
+            self._passes_in_batch += 1
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters.values())

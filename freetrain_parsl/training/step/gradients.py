@@ -1,0 +1,275 @@
+"""Adding up the gradients of a group's members.
+
+Two ways, with one face. `OverlappedSum` sends gradients in buckets while ``backward`` still runs, as
+DistributedDataParallel does; unlike that, it hangs on the parameters and not around the model, so that the user's
+model stays the very same object in any group and a change of group costs nothing here. `OrderedSum` adds up the
+shares of a batch one by one in a fixed order, so that the result has the same bits for any number of members.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from freetrain_parsl.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch.distributed as dist
+    from torch import nn
+
+    from freetrain_parsl.training.data.order import Piece
+    from freetrain_parsl.training.group.process_group import Group
+
+_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
+_BLOCK = 4 << 20  # elements that are gathered at a time
+
+
+class GradientSum(Protocol):
+    """Makes ``.grad`` of all parameters the sum over all shares of a batch, on all members."""
+
+    def before_backward(self, group: Group, piece: Piece) -> None:
+        """Get ready for the gradients of a piece."""
+
+    def after_backward(self, group: Group, piece: Piece) -> None:
+        """Take the gradients of a piece."""
+
+    def complete(self, group: Group, shards: int) -> None:
+        """After the last piece: wait until ``.grad`` holds the sums; PeerLost if a member is gone."""
+
+    def cancel(self) -> None:
+        """Forget what was collected of a batch that is cut off."""
+
+
+class _Bucket:
+    """Gradients that travel together: one flat tensor, with a mark for each parameter that has a gradient."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self.work: dist.Work | None = None
+        first = parameters[0]
+        size = sum(parameter.numel() for parameter in parameters)
+        self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
+        *self.views, self.used = torch.split(self.flat, [*(p.numel() for p in parameters), len(parameters)])
+
+    def fill(self) -> None:
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            gradient = dense_gradient(parameter)
+            self.used[index] = 0.0 if gradient is None else 1.0
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient.reshape(-1))
+
+    def unpack(self) -> None:
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(view.view_as(parameter))
+            elif self.used[index] > 0:  # by another member
+                parameter.grad = view.view_as(parameter).clone()
+
+
+class OverlappedSum:
+    """Sums in buckets, sent as soon as the last piece's ``backward`` has filled them.
+
+    Parameters
+    ----------
+    parameters
+        All that may get a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._layout: tuple[bool, ...] = ()
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._hooked: set[nn.Parameter] = set()
+        self._group: Group | None = None
+        self._launched = 0
+
+    def before_backward(self, group: Group, piece: Piece) -> None:
+        """See `GradientSum`."""
+        if group.size == 1 or not piece.last:
+            return
+        layout = tuple(parameter.requires_grad for parameter in self._parameters)
+        if layout != self._layout:
+            self._lay_out(layout)
+        for bucket in self._buckets:
+            bucket.missing, bucket.work = len(bucket.parameters), None
+        self._launched = 0
+        self._group = group
+
+    def after_backward(self, group: Group, piece: Piece) -> None:
+        """See `GradientSum`: the hooks have done it."""
+
+    def complete(self, group: Group, shards: int) -> None:  # noqa: ARG002 - the sum needs no number
+        """See `GradientSum`."""
+        if group.size == 1:
+            return
+        self._launch(upto=len(self._buckets))  # those with parameters that had no part in this backward
+        self._group = None
+        for bucket in self._buckets:
+            assert bucket.work is not None, "all are launched"
+            with group.waits():
+                bucket.work.wait()
+            bucket.unpack()
+
+    def cancel(self) -> None:
+        """See `GradientSum`."""
+        self._group = None
+        for bucket in self._buckets:
+            bucket.work = None
+
+    def _lay_out(self, layout: tuple[bool, ...]) -> None:
+        """Put the parameters into buckets, last ones first: the order in which ``backward`` reaches them."""
+        self._layout = layout
+        runs: list[list[nn.Parameter]] = []
+        room = 0
+        for parameter in reversed(self._parameters):
+            if not parameter.requires_grad:
+                continue
+            size = parameter.numel() * parameter.element_size()
+            alike = runs and (runs[-1][0].dtype, runs[-1][0].device) == (parameter.dtype, parameter.device)
+            if not alike or size > room:
+                runs.append([])
+                room = _BUCKET_BYTES
+            runs[-1].append(parameter)
+            room -= size
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
+        self._buckets = [_Bucket(run) for run in runs]
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._group is None:
+            return
+        self._bucket_of[parameter].missing -= 1  # type: ignore[index]  # hooks are on parameters only
+        # In the order of the buckets on all members, whatever the order in which their gradients come.
+        ready = self._launched
+        while ready < len(self._buckets) and self._buckets[ready].missing <= 0:
+            ready += 1
+        self._launch(upto=ready)
+
+    def _launch(self, upto: int) -> None:
+        assert self._group is not None, "between before_backward and complete"
+        for bucket in self._buckets[self._launched : upto]:
+            bucket.fill()
+            bucket.work = self._group.begin_sum(bucket.flat)
+            self._launched += 1
+
+
+class OrderedSum:
+    """Sums share by share, in the order of the shares, whoever had which.
+
+    The members gather each other's shares, so a step moves the gradients once for every share: the price of equal bits.
+
+    Parameters
+    ----------
+    parameters
+        All that may get a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._rows: list[torch.Tensor] = []
+
+    def before_backward(self, group: Group, piece: Piece) -> None:
+        """See `GradientSum`."""
+
+    def after_backward(self, group: Group, piece: Piece) -> None:
+        """See `GradientSum`."""
+        if not piece.last_of_shard:
+            return
+        if piece.weight:
+            row = self._take()
+            if group.size == 1 and self._rows:
+                self._rows[0] += row
+            else:
+                self._rows.append(row)
+        else:
+            self._take()
+
+    def complete(self, group: Group, shards: int) -> None:
+        """See `GradientSum`."""
+        rows, self._rows = self._rows, []
+        total = rows[0] if group.size == 1 else fold(group, rows, shards, self._empty())
+        *parts, used = self._cut(total)
+        for parameter, part, mark in zip(self._parameters, parts, used, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if mark > 0 else None
+
+    def cancel(self) -> None:
+        """See `GradientSum`."""
+        self._rows = []
+
+    def _take(self) -> torch.Tensor:
+        """Take the gradients out: one flat tensor, with a mark for each parameter that has one."""
+        row = self._empty()
+        *parts, used = self._cut(row)
+        for index, (parameter, part) in enumerate(zip(self._parameters, parts, strict=True)):
+            gradient = dense_gradient(parameter)
+            if gradient is not None:
+                part.copy_(gradient.reshape(-1))
+                used[index] = 1.0
+                parameter.grad = None
+        return row
+
+    def _cut(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Give the parts of a row: a gradient for each parameter, and the marks."""
+        return torch.split(row, [*(parameter.numel() for parameter in self._parameters), len(self._parameters)])
+
+    def _empty(self) -> torch.Tensor:
+        # One type for all: gradients of lower precision are exact in it.
+        size = sum(parameter.numel() for parameter in self._parameters) + len(self._parameters)
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in self._parameters) else torch.float32
+        return torch.zeros(size, dtype=dtype, device=self._parameters[0].device)
+
+
+def fold(group: Group, rows: Sequence[torch.Tensor], shards: int, empty: torch.Tensor) -> torch.Tensor:
+    """Add up the rows of all members, one after the other in the order of the shares.
+
+    Parameters
+    ----------
+    group
+        All members call this.
+    rows
+        This member's, one a share, in order; the shares of a member follow each other, as `Order.batch` gives them.
+    shards
+        Shares in all.
+    empty
+        A row of zeros, for what a member has less than others; overwritten with the result.
+
+    Raises
+    ------
+    PeerLost
+        A member is gone.
+    """
+    most = -(-shards // group.size)
+    base, extra = divmod(shards, group.size)
+    counts = [base + (rank < extra) for rank in range(group.size)]
+    padding = [torch.zeros_like(empty)] * (most - len(rows))
+    mine = torch.stack([*rows, *padding])
+    for begin in range(0, empty.numel(), _BLOCK):
+        block = mine[:, begin : begin + _BLOCK].contiguous()
+        parts = [part[row] for part, count in zip(group.gather(block), counts, strict=True) for row in range(count)]
+        total = empty[begin : begin + _BLOCK]
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total += part
+    return empty
+
+
+def dense_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return a parameter's gradient, if it has one.
+
+    Raises
+    ------
+    UsageError
+        It is sparse.
+    """
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UsageError("session.step: sparse gradients cannot be added up over processes; use sparse=False")
+    return parameter.grad

@@ -1,0 +1,292 @@
+"""The staircase of windows: which nodes nobody holds, and until when, by the batch system's own plan.
+
+A node closes when the first of these begins: a job of somebody else that is planned on it, a reservation that it is
+in. The pending jobs are walked in the order in which the scheduler looks at them, and where the plan says nothing,
+the worst is assumed and noted:
+
+- An eligible job without a planned start has not been looked at yet (or does not fit). If enough nodes that suit it
+  are free now for the whole of its walltime, jobs before it in the queue considered, it is taken to start now. If
+  not, then as soon as enough nodes would be free, were all others to leave theirs to it. Either way it takes the
+  nodes that are free longest, since those are the ones that it can use, and so many that the others could spare none.
+- A job with a planned start but without names of nodes takes the suitable nodes that are free longest.
+- The scheduler looks at `Scheduling.plan_jobs` jobs only; one that is deeper in the queue will not start before
+  it has moved up, and is left aside.
+- A job that is not eligible (held, waiting for another) matters only if it has a planned start.
+
+In a preemptible partition the jobs of a larger tier take nodes when they want, so the unplanned ones close nothing.
+
+Where the jobs of others are hidden there is no such plan: see `windows.slurm.hidden_queue`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidSettings, did_you_mean
+from freetrain_parsl.planning.model import Window, WindowKind
+from freetrain_parsl.windows.occupancy import Occupancy
+from freetrain_parsl.windows.slurm.hidden_queue import HiddenQueue
+from freetrain_parsl.windows.slurm.hostlist import natural_order
+from freetrain_parsl.windows.yield_requests import find_claims
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from freetrain_parsl.windows.state import BatchState, Node, Partition, PendingJob
+
+__all__ = ["NodeNeeds", "Staircase", "find_windows"]
+
+_NAMED_IN_NOTE = 5
+
+
+@dataclass(frozen=True)
+class NodeNeeds:
+    """What a block asks of each of its nodes.
+
+    Parameters
+    ----------
+    partition
+        Where it is submitted.
+    exclusive
+        It takes whole nodes: only idle ones count. Otherwise also those with enough left.
+    cpus, gpus
+        Counts.
+    memory
+        MiB.
+    features
+        Words that the node must have.
+    """
+
+    partition: str
+    exclusive: bool = True
+    cpus: int = 1
+    gpus: int = 0
+    memory: int = 0
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Staircase:
+    """What `find_windows` found.
+
+    Parameters
+    ----------
+    windows
+        Groups of nodes that close at the same time, largest first.
+    wanted
+        Nodes that our jobs hold -> when a job of somebody else would start there if we were gone, seconds. Empty in
+        a preemptible partition: there the batch system takes what it wants.
+    notes
+        What was assumed where the plan says nothing, one line each.
+    unused
+        Node of the partition that is in no window -> why, in plain English.
+    """
+
+    windows: tuple[Window, ...] = ()
+    wanted: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    unused: dict[str, str] = field(default_factory=dict)
+
+
+def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()) -> Staircase:
+    """Find the windows for blocks that ask `needs` of each node.
+
+    Parameters
+    ----------
+    state
+        What the batch system told.
+    needs
+        What a block asks of each node.
+    ours
+        Ids of our own jobs: the pending ones are as if they were not there, and nodes of the running ones are not
+        free.
+
+    Raises
+    ------
+    InvalidSettings
+        There is no such partition.
+    """
+    partition = state.partitions.get(needs.partition)
+    if partition is None:
+        hint = did_you_mean(needs.partition, state.partitions)
+        raise InvalidSettings(f"the batch system has no partition or queue {needs.partition!r}{hint}")
+    if not partition.up:
+        why = f"partition {partition.name} is down: jobs in it do not start"
+        return Staircase(notes=(why,), unused=dict.fromkeys(partition.nodes, why))
+    occupancy = Occupancy(state, ours)
+    closings = _Closings(occupancy, partition)
+    hidden = HiddenQueue(occupancy, partition) if state.hides_jobs else None
+    withheld = {} if hidden is None else hidden.unused
+    unused: dict[str, str] = {}
+    groups: defaultdict[float, list[Node]] = defaultdict(list)
+    for name in partition.nodes:
+        node = state.nodes.get(name)
+        why = "the batch system tells nothing of it" if node is None else _why_not(node, needs, occupancy)
+        if node is None or why:
+            unused[name] = why
+        elif name in withheld:
+            unused[name] = withheld[name]
+        elif closings.closes[name] <= state.time:
+            unused[name] = closings.why[name]
+        else:
+            groups[closings.closes[name]].append(node)
+    kind = WindowKind.PREEMPTIBLE if partition.preemptible else WindowKind.BACKFILL
+    windows = [
+        Window(
+            tuple(node.name for node in nodes),
+            max(state.time if node.idle_since is None else min(node.idle_since, state.time) for node in nodes),
+            None if math.isinf(closes) else closes,
+            kind,
+            partition.name,
+        )
+        for closes, nodes in groups.items()
+    ]
+    windows.sort(key=lambda window: (-len(window.nodes), natural_order(window.nodes[0])))
+    wanted = {} if partition.preemptible else find_claims(occupancy)
+    notes = closings.notes
+    if hidden is not None:
+        wanted, notes = {**wanted, **hidden.wanted}, [*hidden.notes, *notes]
+    return Staircase(tuple(windows), wanted, tuple(notes), unused)
+
+
+class _Closings:
+    """When each free node closes, and why; built in one walk through the queue."""
+
+    def __init__(self, occupancy: Occupancy, partition: Partition) -> None:
+        self.notes: list[str] = []
+        self.why: dict[str, str] = {}
+        self._occupancy = occupancy
+        state = occupancy.state
+        self.closes = {name: occupancy.next_reservation(name) for name in state.nodes}
+        self._free: dict[tuple[str, frozenset[str]], list[str]] = {}
+        self._ends: dict[tuple[str, frozenset[str]], list[float]] = {}
+        remarks: defaultdict[str, list[str]] = defaultdict(list)
+        for job in occupancy.queue:
+            if job.start is not None:
+                remark = self._planned(job, job.start)
+            elif not job.eligible or (partition.preemptible and self._preempts(job, partition)):
+                continue
+            elif job.job in occupancy.out_of_reach:
+                remark = (
+                    f"deeper in the queue than the {state.scheduling.plan_jobs} jobs that the scheduler plans: "
+                    f"not expected to start soon"
+                )
+            else:
+                remark = self._unplanned(job)
+            if remark:
+                remarks[remark].append(job.job)
+        self.notes += [f"{_jobs(jobs)}: {remark}" for remark, jobs in remarks.items()]
+
+    def _preempts(self, job: PendingJob, partition: Partition) -> bool:
+        partitions = self._occupancy.state.partitions
+        return any(partitions[name].tier > partition.tier for name in self._occupancy.partitions_of(job))
+
+    def _planned(self, job: PendingJob, start: float) -> str:
+        if job.planned_nodes:
+            self._close(job.planned_nodes, start, job)
+            return ""
+        longest = sorted(self._free_for(job), key=self.closes.__getitem__, reverse=True)
+        self._close([*job.named_nodes, *longest][: job.node_count], start, job)
+        return "planned start without names of nodes: taken to need the nodes that are free longest"
+
+    def _unplanned(self, job: PendingJob) -> str:
+        """Close what a job that the plan does not tell of may take."""
+        now = self._occupancy.now
+        if job.named_nodes:
+            start = max(map(self._occupancy.free_from, job.named_nodes))
+            suitable = set(self._occupancy.suitable(job))
+            if not suitable.issuperset(job.named_nodes):
+                return ""  # it waits for a node that is down
+            nodes = list(job.named_nodes)
+        else:
+            fitting = [name for name in self._free_for(job) if self.closes[name] >= now + job.walltime]
+            start = now
+            missing = job.node_count - len(fitting)
+            if missing > 0:
+                ends = self._ends[job.partition, job.features]
+                if missing > len(ends):
+                    return ""  # the jobs before it have the nodes that it needs
+                start = ends[missing - 1]
+                fitting = [name for name in fitting if self.closes[name] >= start + job.walltime]
+            nodes = sorted(fitting, key=self.closes.__getitem__, reverse=True)[: job.node_count]
+        if not any(start < self.closes.get(name, -math.inf) for name in nodes):
+            return ""  # it takes nothing from us
+        self._close(nodes, start, job)
+        when = "at once" if start <= now else "as soon as enough nodes are free"
+        return f"eligible without a planned start: taken to start {when}, on the nodes that are free longest"
+
+    def _free_for(self, job: PendingJob) -> list[str]:
+        """List the nodes that suit a job and are free now, less those that jobs before it start on."""
+        key = (job.partition, job.features)
+        occupancy = self._occupancy
+        if key not in self._free:
+            nodes = occupancy.state.nodes
+            names = occupancy.suitable(job)
+            self._free[key] = [name for name in names if occupancy.is_free(nodes[name])]
+            free = set(self._free[key])
+            tier = occupancy.tier_of(job)
+            self._ends[key] = sorted(occupancy.free_from(name, tier) for name in names if name not in free)
+        self._free[key] = [name for name in self._free[key] if self.closes[name] > occupancy.now]
+        return self._free[key]
+
+    def _close(self, nodes: Iterable[str], start: float, job: PendingJob) -> None:
+        for name in nodes:
+            if start < self.closes.get(name, -math.inf):
+                self.closes[name] = start
+                self.why[name] = f"job {job.job} of {job.user} is about to start on it"
+
+
+def _jobs(jobs: list[str]) -> str:
+    if len(jobs) == 1:
+        return f"job {jobs[0]}"
+    named = ", ".join(jobs[:_NAMED_IN_NOTE])
+    return f"{len(jobs)} jobs ({named}{', …' if len(jobs) > _NAMED_IN_NOTE else ''})"
+
+
+def _why_not(node: Node, needs: NodeNeeds, occupancy: Occupancy) -> str:
+    """Say why no block can start on a node now, whatever is planned there; nothing if one can."""
+    if node.unusable:
+        return node.unusable
+    reservation = occupancy.in_force(node.name)
+    if reservation is not None:
+        return f"in reservation {reservation.name} until {_clock(reservation.end, occupancy.now)}"
+    missing = needs.features - node.features
+    if missing:
+        return f"does not have feature {', '.join(sorted(missing))}"
+    for what, asked, has in (
+        ("CPUs", needs.cpus, node.cpus),
+        ("GPUs", needs.gpus, node.gpus),
+        ("MiB of memory", needs.memory, node.memory),
+    ):
+        if asked > has:
+            return f"has {has} {what}, {asked} are asked for"
+    jobs = occupancy.jobs_on.get(node.name, ())
+    for job in jobs:
+        if job.job in occupancy.ours:
+            return f"runs our job {job.job}"
+    if not needs.exclusive:
+        return _lacks(node, needs)
+    if jobs:
+        until = "" if jobs[0].ends is None else f" until {_clock(jobs[0].ends, occupancy.now)}"
+        return f"runs job {jobs[0].job} of {jobs[0].user}{until}"
+    return "" if node.idle else "busy with a job that cannot be seen"
+
+
+def _lacks(node: Node, needs: NodeNeeds) -> str:
+    for what, asked, free, has in (
+        ("CPUs", needs.cpus, node.cpus_free, node.cpus),
+        ("GPUs", needs.gpus, node.gpus_free, node.gpus),
+        ("MiB of memory", needs.memory, node.memory_free, node.memory),
+    ):
+        if asked > free:
+            return f"only {free} of {has} {what} free"
+    return ""
+
+
+def _clock(when: float, now: float) -> str:
+    """Give a time of day, with the date if it is not within a day."""
+    return time.strftime("%H:%M" if abs(when - now) < 86400 else "%Y-%m-%d %H:%M", time.localtime(when))

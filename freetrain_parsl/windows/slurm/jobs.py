@@ -1,0 +1,112 @@
+"""A job as Slurm's commands tell it, and the same job in the words that batch systems share."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from freetrain_parsl.windows.base import BlockState, BlockStatus
+from freetrain_parsl.windows.slurm.hostlist import expand_hosts
+from freetrain_parsl.windows.slurm.vocabulary import HOLDS_NODES, Waiting, block_state, explain_reason
+from freetrain_parsl.windows.state import PendingJob, RunningJob
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from freetrain_parsl.windows.state import Partition
+
+__all__ = ["JobRecord", "block_status", "plain_features", "sort_jobs"]
+
+_PLAIN = re.compile(r"[\w.:-]+(?:[&,][\w.:-]+)*", re.ASCII)
+
+
+class JobRecord(NamedTuple):
+    """What one line of squeue says; times in seconds since the epoch, host lists as Slurm writes them."""
+
+    job: str
+    partition: str
+    state: str
+    user: str
+    walltime: float | None  # None: the partition's
+    start: float | None
+    ends: float | None
+    node_count: int
+    nodes: str
+    planned_nodes: str
+    named_nodes: str
+    priority: float
+    reason: str
+    features: str
+    name: str  # perhaps its beginning only
+
+
+def sort_jobs(
+    records: Iterable[JobRecord], partitions: Mapping[str, Partition]
+) -> tuple[tuple[RunningJob, ...], tuple[PendingJob, ...]]:
+    """Tell those that hold nodes from those that wait; the others have ended.
+
+    Raises
+    ------
+    ValueError
+        A host list is none.
+    """
+    running: list[RunningJob] = []
+    pending: list[PendingJob] = []
+    hosts: dict[str, tuple[str, ...]] = {"": ()}
+    for record in records:
+        if record.state in HOLDS_NODES:
+            nodes = _expand(record.nodes, hosts)
+            running.append(RunningJob(record.job, record.name, record.user, record.partition, nodes, record.ends))
+        elif block_state(record.state)[0] in (BlockState.PENDING, BlockState.HELD):
+            pending.append(_pending(record, partitions, hosts))
+    return tuple(running), tuple(pending)
+
+
+def _pending(record: JobRecord, partitions: Mapping[str, Partition], hosts: dict[str, tuple[str, ...]]) -> PendingJob:
+    waiting, _ = explain_reason(record.reason)
+    walltime = record.walltime
+    if walltime is None:
+        names = (name for name in record.partition.split(",") if name in partitions)
+        walltime = max((partitions[name].max_walltime for name in names), default=math.inf)
+    return PendingJob(
+        record.job,
+        record.name,
+        record.user,
+        record.partition,
+        record.node_count,
+        walltime,
+        record.priority,
+        waiting is Waiting.NODES and record.priority > 0 and record.state == "PENDING",
+        record.start,
+        _expand(record.planned_nodes, hosts),
+        _expand(record.named_nodes, hosts),
+        plain_features(record.features) or frozenset(),
+        record.reason,
+    )
+
+
+def _expand(text: str, hosts: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    if text not in hosts:
+        hosts[text] = tuple(expand_hosts(text))
+    return hosts[text]
+
+
+def plain_features(constraint: str) -> frozenset[str] | None:
+    """Give the words of a constraint that is a plain "and" of them; ``None`` if it is more than that."""
+    if not constraint:
+        return frozenset()
+    return frozenset(re.split("[&,]", constraint)) if _PLAIN.fullmatch(constraint) else None
+
+
+def block_status(record: JobRecord) -> BlockStatus:
+    """Tell what became of a job of ours."""
+    state, sentence = block_state(record.state)
+    nodes: tuple[str, ...] = ()
+    if state is BlockState.RUNNING:
+        nodes = tuple(expand_hosts(record.nodes)) if record.nodes else ()
+    elif record.state == "PENDING":
+        waiting, sentence = explain_reason(record.reason)
+        if waiting is Waiting.CHANGE:
+            state = BlockState.HELD
+    return BlockStatus(state, nodes, record.ends if state is BlockState.RUNNING else None, sentence)
