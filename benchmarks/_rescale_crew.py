@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.mailbox import Membership, Notice, Paused, Regroup
+from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Paused, Regroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,33 +47,33 @@ def train(session: Any, directory: str) -> None:
 def _serve(channel: Connection, port: int, directory: str) -> None:
     """Run fragments as told, until the channel closes; it brings orders meanwhile."""
     torch.set_num_threads(1)
-    starts: queue.Queue[tuple[Membership | None, Notice] | None] = queue.Queue()
+    starts: queue.Queue[tuple[Membership | None, ControlMailbox] | None] = queue.Queue()
 
     def listen() -> None:
-        notice = Notice()
+        mailbox = ControlMailbox()
         try:
             while True:
                 message = channel.recv()
                 if isinstance(message, Regroup):
-                    notice.order(message)
+                    mailbox.order(message)
                 else:
-                    notice = Notice()
-                    starts.put((message, notice))
+                    mailbox = ControlMailbox()
+                    starts.put((message, mailbox))
         except EOFError:
-            notice.end()
+            mailbox.end()
             starts.put(None)
 
     threading.Thread(target=listen, daemon=True).start()
     store = TCPStore("127.0.0.1", port, is_master=False)
     while (start := starts.get()) is not None:
-        membership, notice = start
+        membership, mailbox = start
         end = run_fragment(
             train,
             (directory,),
             options=SessionOptions("net", Path(directory), threads=1),
             membership=membership,
             meet=lambda _membership: store,
-            notice=notice,
+            mailbox=mailbox,
             report=channel.send,
         )
         channel.send(end)

@@ -47,33 +47,33 @@ class Training:
         y = x.sum(1, keepdim=True)
         net = torch.nn.Linear(int(SETTINGS["features"]), 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        books: dict[str, Any] = {"step": 0, "samples": 0, "step_node_seconds": 0.0}
+        training_metrics: dict[str, Any] = {"step": 0, "samples": 0, "step_node_seconds": 0.0}
         checkpoint = Path(self.directory) / "checkpoint.pt"
         if checkpoint.exists():
             state = torch.load(checkpoint, weights_only=True)
             net.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-            books = state["books"]
+            training_metrics = state["books"]
         model = DistributedDataParallel(net) if size > 1 else net
         local = int(SETTINGS["batch"]) // size
         saved = time.monotonic()
         while True:
             begin = time.monotonic()
-            at = (books["step"] * local * size + rank * local) % (int(SETTINGS["samples"]) - local)
+            at = (training_metrics["step"] * local * size + rank * local) % (int(SETTINGS["samples"]) - local)
             time.sleep(SETTINGS["cost"] * local)
             optimizer.zero_grad()
             mse_loss(model(x[at : at + local]), y[at : at + local]).backward()
             optimizer.step()
             if rank:
                 continue
-            books = {
-                "step": books["step"] + 1,
-                "samples": books["samples"] + local * size,
-                "step_node_seconds": books["step_node_seconds"] + (time.monotonic() - begin) * size,
+            training_metrics = {
+                "step": training_metrics["step"] + 1,
+                "samples": training_metrics["samples"] + local * size,
+                "step_node_seconds": training_metrics["step_node_seconds"] + (time.monotonic() - begin) * size,
             }
             # One assignment: the signal's handler sees this step or the one before, never half of each.
-            self._state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "books": books}
-            self._tell(books, env, started)
+            self._state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "books": training_metrics}
+            self._tell(training_metrics, env, started)
             if time.monotonic() - saved > CHECKPOINT_SECONDS:
                 self._save()
                 saved = time.monotonic()
@@ -91,9 +91,9 @@ class Training:
             torch.save(self._state, aside)
             aside.replace(aside.with_suffix(""))
 
-    def _tell(self, books: dict[str, Any], env: Any, started: float) -> None:
+    def _tell(self, training_metrics: dict[str, Any], env: Any, started: float) -> None:
         told = {
-            **books,
+            **training_metrics,
             "nodes": expand_hosts(os.environ["SLURM_JOB_NODELIST"]),
             "started": started,
             "now": time.time(),

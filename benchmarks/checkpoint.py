@@ -31,7 +31,7 @@ from torch import nn
 
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
-from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import is_sharded
 from freetrain_parsl.training.group.process_group import Group
 
@@ -82,9 +82,9 @@ class Bench:
     def __init__(self, root: Path, objects: dict[str, Any], group: Group) -> None:
         self.objects = objects
         self.group = group
-        self.keeper = Keeper(SessionOptions("net", root), lambda: group)
-        self.keeper.restore()
-        self.keeper.sharded = is_sharded(objects)
+        self.checkpoint_manager = CheckpointManager(SessionOptions("net", root), lambda: group)
+        self.checkpoint_manager.restore()
+        self.checkpoint_manager.sharded = is_sharded(objects)
         self._root = root
         self._step = 0
 
@@ -93,13 +93,15 @@ class Bench:
         self._step += 1
         synchronise()
         begun = time.perf_counter()
-        self.keeper.save(lambda: state_of(self.objects), step=self._step, epoch=0, reason="benchmark", wait=False)
+        self.checkpoint_manager.save(
+            lambda: state_of(self.objects), step=self._step, epoch=0, reason="benchmark", wait=False
+        )
         blocked = time.perf_counter() - begun
-        while self.keeper.busy:
+        while self.checkpoint_manager.busy:
             time.sleep(0.002)
-            self.keeper.poll()
+            self.checkpoint_manager.poll()
         write = time.perf_counter() - begun
-        entry = self.keeper.newest
+        entry = self.checkpoint_manager.newest
         assert entry is not None
         assert entry.step == self._step
         size = json.loads((entry.path / "manifest.json").read_text(encoding="utf-8"))["bytes"]
@@ -120,13 +122,13 @@ class Bench:
 
     def _restore(self) -> float:
         begun = time.perf_counter()
-        restored = Keeper(SessionOptions("net", self._root), lambda: self.group).restore()
+        restored = CheckpointManager(SessionOptions("net", self._root), lambda: self.group).restore()
         assert restored is not None
-        self.keeper.load_into(self.objects, restored)
+        self.checkpoint_manager.load_into(self.objects, restored)
         synchronise()
         seconds = time.perf_counter() - begun
-        self.keeper.close()  # the other keeper has taken over the writing
-        self.keeper.restore()
+        self.checkpoint_manager.close()  # the other keeper has taken over the writing
+        self.checkpoint_manager.restore()
         return seconds
 
 
@@ -161,7 +163,7 @@ def measure_plain(millions: int, repeats: int, directory: Path) -> dict[str, Any
         for _ in range(repeats):
             rounds.append(bench.checkpoint())
             plain.append(bench.plain())
-        bench.keeper.close()
+        bench.checkpoint_manager.close()
     finally:
         shutil.rmtree(root)
     return measure("plain", millions, rounds, plain)
@@ -174,7 +176,7 @@ def sharded_member(rank: int, root: Path, millions: int, repeats: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=RANKS)
     bench = Bench(root, make_objects(millions * 1_000_000, torch.device("cpu"), shard=True), Group(rank, RANKS))
     rounds = [bench.checkpoint() for _ in range(repeats + 1)][1:]
-    bench.keeper.close()
+    bench.checkpoint_manager.close()
     if rank == 0:
         (root / "rounds.json").write_text(json.dumps([vars(item) for item in rounds]), encoding="utf-8")
     dist.destroy_process_group()

@@ -8,7 +8,8 @@ agents of one worker each that join and leave, the state out of a snapshot that 
 A pause lasts from the end of the last step before to the beginning of the first step after, on the slowest rank, by the
 logs of both scripts; ``steps`` is that in steps of the group before, ``transfer`` the part in which the members compare
 and pass on the state, ``lost`` the steps that are done again. Below: one of 3 ranks is killed, or hangs, and the pause
-begins with that. A process that dies is noticed by its peers; of one that hangs, the time-out (``--silence``) is a part
+begins with that. A process that dies is noticed by its peers; of one that hangs, the time-out
+(``--heartbeat-timeout``) is a part
 of the pause.
 
 ``--json FILE`` keeps ``pause_s_median``, ``pause_steps_median``, ``torchrun_restart_s_median``, ``ratio`` and the rows.
@@ -73,13 +74,13 @@ def measure_ours(directory: Path) -> list[Change]:
     return changes
 
 
-def measure_losses(directory: Path, victim: int, silence: float) -> dict[str, Change]:
+def measure_losses(directory: Path, victim: int, heartbeat_timeout: float) -> dict[str, Change]:
     """Lose one of 3 members, by SIGKILL and by SIGSTOP; each time another takes its place afterwards."""
     changes = {}
     with Crew(directory, 4) as crew:
         since = time.monotonic()
         crew.start(3)
-        for name, harm, timeout in (("1 of 3 killed", kill, None), ("1 of 3 hangs", stop, silence)):
+        for name, harm, timeout in (("1 of 3 killed", kill, None), ("1 of 3 hangs", stop, heartbeat_timeout)):
             wait_for_steps(directory, 3, STEPS, since)
             lost = crew.members[victim]
             moment = time.monotonic()
@@ -116,7 +117,9 @@ def _row(change: str, ours: Iterable[Change], theirs: Iterable[Pause]) -> dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="how often each side goes through all sizes")
-    parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a member that hangs is lost")
+    parser.add_argument(
+        "--heartbeat-timeout", type=float, default=10.0, help="seconds after which a member that hangs is lost"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     names = [f"{before} -> {after}" for before, after in pairwise(SIZES)]
@@ -132,7 +135,7 @@ def main() -> int:
                 ours[name].append(change)
             for name, pause in zip(names, measure_torchrun(directories[1], SIZES, STEPS), strict=True):
                 theirs[name].append(pause)
-            for name, change in measure_losses(directories[2], number % 3, arguments.silence).items():
+            for name, change in measure_losses(directories[2], number % 3, arguments.heartbeat_timeout).items():
                 losses[name].append(change)
     everything = _row("all of them", chain(*ours.values()), chain(*theirs.values()))
     rows = [*(_row(name, ours[name], theirs[name]) for name in names), everything]

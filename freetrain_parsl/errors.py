@@ -18,7 +18,7 @@
     ├── TrainingError           a training ended for a reason that is not the user's own exception
     │   ├── TrainingInterrupted the run ended before the training, by no fault of its own (resuming helps)
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
-    │   ├── PeerLost            another member of the process group is gone           (retry helps)
+    │   ├── PeerFailed            another member of the process group is gone           (retry helps)
     │   ├── NonFiniteLoss       the loss is not a number any more
     │   └── TooManyRestarts     members keep crashing without reaching a further step
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
@@ -51,7 +51,7 @@ __all__ = [
     "InvalidSettings",
     "InvalidTrainer",
     "NonFiniteLoss",
-    "PeerLost",
+    "PeerFailed",
     "PlanningError",
     "StorageUnavailable",
     "TooManyRestarts",
@@ -148,7 +148,7 @@ class TrainingCancelled(TrainingError, CancelledError):
     """A training was cancelled by `FreeTrainExecutor.cancel`; run again, it goes on from its newest checkpoint."""
 
 
-class PeerLost(TrainingError):
+class PeerFailed(TrainingError):
     """Another member of the process group is gone, and the survivors cannot go on in place.
 
     Parameters

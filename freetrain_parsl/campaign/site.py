@@ -416,8 +416,8 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         policy=trainings.text("policy"),
         threads_per_slot=trainings.count("threads_per_slot"),
         grace=trainings.duration("grace", positive=True),
-        silence=trainings.duration("silence", positive=True),
-        loss_timeout=trainings.duration("loss_timeout", positive=True),
+        heartbeat_timeout=trainings.duration("heartbeat_timeout", positive=True),
+        peer_timeout=trainings.duration("peer_timeout", positive=True),
         max_restarts=trainings.count("max_restarts", least=0),
     )
     if "policy" in executor:

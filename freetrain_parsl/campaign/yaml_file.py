@@ -35,6 +35,9 @@ _LONGEST_PATH = 4096  # bytes, of Linux
 _LONGEST_COUNT = 300
 _MOST = 10**15  # of a count that states no limit of its own
 
+# Keys of earlier versions.
+_RENAMED = {"silence": "heartbeat_timeout", "loss_timeout": "peer_timeout"}
+
 
 class Variables:
     """What ``${NAME}`` stands for in a file: what ``--set`` gave, else the environment, else ``${NAME:-default}``.
@@ -292,6 +295,8 @@ class Section:
         for key in self._nodes:
             if key not in self._known:
                 hint = did_you_mean(key, self._known) or f"; known here: {', '.join(sorted(self._known))}"
+                if _RENAMED.get(key) in self._known:
+                    hint = f"; it is called {_RENAMED[key]!r} now"
                 raise InvalidInput(f"{self.where(key)}: unknown key {self._named(key)!r}{hint}")
 
     def _named(self, key: str) -> str:

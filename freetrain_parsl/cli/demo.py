@@ -234,7 +234,7 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
         poll_interval=timedelta(seconds=1),
         submissions_per_minute=120,
         threads_per_slot=1,
-        silence=timedelta(seconds=10),
+        heartbeat_timeout=timedelta(seconds=10),
     )
 
 

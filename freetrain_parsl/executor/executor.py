@@ -29,7 +29,7 @@ from freetrain_parsl.executor.addresses import check_interface, driver_addresses
 from freetrain_parsl.executor.batch.error_tail import last_words
 from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
 from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for, refuse_provider, window_source_for
-from freetrain_parsl.executor.batch.submitter import BatchDesk, BlockRefused, DeskPost
+from freetrain_parsl.executor.batch.submitter import BlockRefused, JobSubmitter, SubmitterMessage
 from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.plain_tasks import Task
 from freetrain_parsl.executor.control.slot_server import SlotServer
@@ -113,10 +113,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
         Threads of torch in each slot; ``None``: torch's choice.
     grace
         Between a batch system's signal and its kill.
-    silence
+    heartbeat_timeout
         After so long without a sign of life a slot, or the driver, counts as gone: how soon a process that hangs or a
         node that is cut off is noticed. One that dies is noticed at once.
-    loss_timeout
+    peer_timeout
         After so long in which the members of a training do nothing but wait for each other, though all of them live,
         they are taken to have lost their connection. More than the longest exchange of gradients takes.
     max_restarts
@@ -163,8 +163,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         slots_per_node: int = 1,
         threads_per_slot: int | None = None,
         grace: timedelta = timedelta(seconds=5),
-        silence: timedelta = timedelta(seconds=10),
-        loss_timeout: timedelta = timedelta(seconds=10),
+        heartbeat_timeout: timedelta = timedelta(seconds=10),
+        peer_timeout: timedelta = timedelta(seconds=10),
         max_restarts: int = 3,
         available_accelerators: int | list[str] = 0,
         address: str | None = None,
@@ -187,8 +187,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         for name, value in (
             ("poll_interval", poll_interval),
             ("grace", grace),
-            ("silence", silence),
-            ("loss_timeout", loss_timeout),
+            ("heartbeat_timeout", heartbeat_timeout),
+            ("peer_timeout", peer_timeout),
             ("checkpoint_interval", checkpoint_interval),
         ):
             if value is not None and value <= timedelta(0):
@@ -224,8 +224,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.slots_per_node = slots_per_node
         self.threads_per_slot = threads_per_slot
         self.grace = grace
-        self.silence = silence
-        self.loss_timeout = loss_timeout
+        self.heartbeat_timeout = heartbeat_timeout
+        self.peer_timeout = peer_timeout
         self.max_restarts = max_restarts
         self.interface = interface
         self.node_python = node_python
@@ -253,7 +253,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._check_python_mismatch = False
         self._driver: ControlLoop | None = None
         self._log_handler: logging.Handler | None = None
-        self._desk: BatchDesk | None = None
+        self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
         self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
@@ -306,12 +306,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             addresses=tuple(sorted(self.all_addresses)),
             port=server.port,
             cert_dir=self.cert_dir,
-            beat=min(1.0, self.silence.total_seconds() / 5),
-            silence=self.silence.total_seconds(),
+            beat=min(1.0, self.heartbeat_timeout.total_seconds() / 5),
+            heartbeat_timeout=self.heartbeat_timeout.total_seconds(),
             grace=self.grace.total_seconds(),
             interface=self.interface,
         )
-        self._desk = BatchDesk(
+        self._submitter = JobSubmitter(
             source,
             launch=self._launch,
             post=self._post,
@@ -331,7 +331,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             policy=self._policy,
             planner_settings=self.planner,
             server=server,
-            desk=self._desk,
+            submitter=self._submitter,
             journal=Journal(self.journal_path),
             training_settings=TrainingSettings(
                 SessionOptions(
@@ -342,18 +342,18 @@ class FreeTrainExecutor(HighThroughputExecutor):
                     root_identity=root_identity,
                 ),
                 costs=self.rescale_costs,
-                limits=Limits(peer_timeout=self.loss_timeout.total_seconds(), max_restarts=self.max_restarts),
+                limits=Limits(peer_timeout=self.peer_timeout.total_seconds(), max_restarts=self.max_restarts),
             ),
             slots_per_node=self.slots_per_node,
             outdated=3 * self.poll_interval.total_seconds(),
-            silence=self.silence.total_seconds(),
+            heartbeat_timeout=self.heartbeat_timeout.total_seconds(),
             submit_slot=self._watch.order,
             fail_all=self._fail_all,
             refuse_new=self._refuse_new,
             clock=time.time,
         )
         self._driver.start()
-        self._desk.start()
+        self._submitter.start()
         self._watch.start()
         self._exit.arm()
 
@@ -465,9 +465,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._log_handler = None
 
     def _end_blocks(self, timeout: float = 10.0) -> None:
-        if self._desk is not None and self._driver is not None:
+        if self._submitter is not None and self._driver is not None:
             self._driver.stop(timeout)
-            self._desk.close(timeout)
+            self._submitter.close(timeout)
 
     # Blocks: the desk's thread.
 
@@ -487,7 +487,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         resources: dict[object, Any] = getattr(self.provider, "resources", {})
         return last_words(resources.get(job))
 
-    def _post(self, item: DeskPost | InterchangeEnded | InterchangeRestarted) -> None:
+    def _post(self, item: SubmitterMessage | InterchangeEnded | InterchangeRestarted) -> None:
         assert self._driver is not None, "the desk is started after the driver"
         if isinstance(item, Survey):
             for job, status in item.blocks.items():

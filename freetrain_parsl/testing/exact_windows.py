@@ -15,7 +15,7 @@ __all__ = ["best_window_value", "trainer_value"]
 
 
 def trainer_value(instance: WindowInstance, trainer: int, nodes: Sequence[int]) -> float:
-    """Return V_j(nodes); see `freetrain_parsl.planning.solvers.window_model`. Minus infinity if the total is not allowed.
+    """Return V_j(nodes); see `planning.solvers.window_model`. Minus infinity if the total is not allowed.
 
     Parameters
     ----------

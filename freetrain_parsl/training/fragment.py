@@ -2,7 +2,7 @@
 
 The user's function is called once, and goes on while other processes come and go. It ends in one of four ways: it
 returns (`Finished`), a step boundary decides to stop (`Paused`: the state is saved, or others have it), peers vanish
-and nobody tells how to go on (`PeerLost`: nothing is saved, the last checkpoint holds), or it raises an error of its
+and nobody tells how to go on (`PeerFailed`: nothing is saved, the last checkpoint holds), or it raises an error of its
 own, which goes through unchanged.
 """
 
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
 from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.group.process_group import gist, is_lost_peer
-from freetrain_parsl.training.group.regrouping import Members
-from freetrain_parsl.training.mailbox import Clock, Finished, Membership, Notice, Paused
-from freetrain_parsl.training.runtime import Engine, Unwind
+from freetrain_parsl.training.group.regrouping import GroupMember
+from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished, Membership, Paused
+from freetrain_parsl.training.runtime import Runtime, Unwind
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.signature import check_signature
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:  # torch.distributed does not declare it among its exports
     from freetrain_parsl.protocol.options import OnCodeChange
 
 __all__ = [
+    "ControlMailbox",
     "Finished",
     "Membership",
-    "Notice",
     "PauseReason",
     "Paused",
     "Progress",
@@ -57,7 +57,7 @@ def run_fragment(
     options: SessionOptions,
     membership: Membership | None,
     meet: Callable[[Membership], Store],
-    notice: Notice,
+    mailbox: ControlMailbox,
     report: Callable[[Report], None],
     clock: Clock = time.monotonic,
 ) -> Finished | Paused:
@@ -70,10 +70,10 @@ def run_fragment(
     options
         How the training keeps its state; the same on all members.
     membership
-        This process's place at first; ``None``: it joins a training that runs, by an order of the `notice`.
+        This process's place at first; ``None``: it joins a training that runs, by an order of the `mailbox`.
     meet
         Gives the store in which the members of a membership meet; not called for a group of one.
-    notice
+    mailbox
         What the slot tells while the training runs.
     report
         Gets the progress on the first member (at the start, at checkpoints, at the end, and between them at most
@@ -83,41 +83,41 @@ def run_fragment(
 
     Raises
     ------
-    PeerLost
+    PeerFailed
         Other members are gone and the training cannot go on here; what was done since the last checkpoint is lost.
     CheckpointError
         The state cannot be read, or could not be saved at the end of the fragment.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    engine = None
-    members = Members(membership, meet, notice, report)
+    runtime = None
+    members = GroupMember(membership, meet, mailbox, report)
     try:
-        engine = Engine(options, members, notice, report, clock)
-        session = TrainingSession(engine)
+        runtime = Runtime(options, members, mailbox, report, clock)
+        session = TrainingSession(runtime)
         random_streams.seed_all(options.seed)
         try:
             value = function(session, *args, **(kwargs or {}))
         except Unwind:
             value = None
-        if engine.unwinding is None:
-            engine.finish()
-        engine.close()
-        if engine.unwinding is PauseReason.LEFT:
-            return Paused(PauseReason.LEFT, engine.progress())
-        checkpoint = engine.keeper.newest.path if engine.keeper.newest else None
-        if engine.unwinding is None:
-            return Finished(value, engine.progress(), checkpoint)
-        return Paused(engine.unwinding, engine.progress(), checkpoint)
+        if runtime.unwinding is None:
+            runtime.finish()
+        runtime.close()
+        if runtime.unwinding is PauseReason.LEFT:
+            return Paused(PauseReason.LEFT, runtime.progress())
+        checkpoint = runtime.checkpoint_manager.newest.path if runtime.checkpoint_manager.newest else None
+        if runtime.unwinding is None:
+            return Finished(value, runtime.progress(), checkpoint)
+        return Paused(runtime.unwinding, runtime.progress(), checkpoint)
     except Exception as error:
-        if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerLost):
-            raise PeerLost(
+        if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerFailed):
+            raise PeerFailed(
                 f"trainer {options.name!r}: lost a member of a group of {members.group.size} ({gist(error)})"
             ) from error
         raise
     finally:
-        if engine is not None:
-            engine.close()
+        if runtime is not None:
+            runtime.close()
         members.leave()
 
 
@@ -163,7 +163,7 @@ def run_alone(
             ),
             membership=Membership("alone"),
             meet=_nobody_to_meet,
-            notice=Notice(),
+            mailbox=ControlMailbox(),
             report=lambda _progress: None,
         )
     assert isinstance(end, Finished)  # nobody has the notice to pause it with

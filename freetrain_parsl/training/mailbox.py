@@ -35,7 +35,7 @@ class Membership:
         This process's number, from 0, and how many there are.
     timeout
         How long a collective waits for a silent peer, if nobody breaks it off before: a peer that dies is noticed at
-        once, and one that hangs by whoever sends orders (`Notice.waited`, `Regroup.abort`).
+        once, and one that hangs by whoever sends orders (`ControlMailbox.waited`, `Regroup.abort`).
     meeting
         How long the members wait for each other when they form the group.
     interface
@@ -83,7 +83,7 @@ class Regroup:
     abort: bool = False
 
 
-class Notice:
+class ControlMailbox:
     """What the slot tells the training while it runs: pause, regroup, and when the node closes.
 
     Thread-safe; the training reads it at step boundaries.

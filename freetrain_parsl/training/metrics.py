@@ -42,7 +42,7 @@ class Tally:
             self.values[-1] += checksum(piece.positions)
 
 
-class Books:
+class TrainingMetrics:
     """What has been done so far, in all fragments; the same on every member.
 
     Losses stay where they are (on a GPU) until asked for (`settle`), so that no step waits for them.

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from freetrain_parsl.errors import PeerLost, UsageError
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
-from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import check_meshes, is_sharded
 from freetrain_parsl.training.checkpoints.state import Stateful, TrainingState
 from freetrain_parsl.training.data import random_streams
-from freetrain_parsl.training.step.batch_runner import Stepper
+from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
 from freetrain_parsl.training.step.pace import Pace
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.data.order import Batch, Order, Piece
     from freetrain_parsl.training.group.process_group import Group
-    from freetrain_parsl.training.group.regrouping import Members
-    from freetrain_parsl.training.mailbox import Clock, Notice
+    from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.mailbox import Clock, ControlMailbox
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Unwind(BaseException):
         self.reason = reason
 
 
-class Engine:
+class Runtime:
     """One member's part in one training, from its coming to its leaving.
 
     Parameters
@@ -64,7 +64,7 @@ class Engine:
         How the training keeps its state.
     members
         Who trains together.
-    notice
+    mailbox
         What the slot tells.
     report
         Gets the progress on the first member, and what happens to the group on all; must not block.
@@ -80,8 +80,8 @@ class Engine:
     def __init__(
         self,
         options: SessionOptions,
-        members: Members,
-        notice: Notice,
+        members: GroupMember,
+        mailbox: ControlMailbox,
         report: Callable[[Report], None],
         clock: Clock,
     ) -> None:
@@ -90,15 +90,18 @@ class Engine:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.unwinding: PauseReason | None = None
-        self.keeper = Keeper(options, lambda: self.group)
-        self.stepper: Stepper | None = None
+        self.checkpoint_manager = CheckpointManager(options, lambda: self.group)
+        self.batch_runner: BatchRunner | None = None
         self._state = TrainingState(
-            options.seed, lambda: self.keeper.newest.path if self.keeper.newest else self.keeper.path
+            options.seed,
+            lambda: (
+                self.checkpoint_manager.newest.path if self.checkpoint_manager.newest else self.checkpoint_manager.path
+            ),
         )
-        self.books, self.cursor = self._state.books, self._state.cursor
+        self.training_metrics, self.cursor = self._state.training_metrics, self._state.cursor
 
         self._members = members
-        self._notice = notice
+        self._mailbox = mailbox
         self._report = report
         self._clock = clock
         self._in_place = True
@@ -111,14 +114,14 @@ class Engine:
         self._report_time = -math.inf
         self._was_deterministic: bool | None = None
 
-        self._restored = None if members.is_newcomer else self.keeper.restore()
+        self._restored = None if members.is_newcomer else self.checkpoint_manager.restore()
         self._resumed_from: int | None = None
         self._refused: tuple[str, ...] = ()
         if self._restored is not None:
             self._refused = self._restored.refused
             self._state.take_counts(self._restored.state)
-            self._resumed_from = self.books.step
-            self.keeper.mark_saved(self._mark)
+            self._resumed_from = self.training_metrics.step
+            self.checkpoint_manager.mark_saved(self._mark)
         self._started = False
         self._regrouped = False  # whether the group has changed since the last boundary
         self._bypass = BypassCheck()
@@ -143,13 +146,13 @@ class Engine:
     @property
     def user_directory(self) -> Path:
         """Where the user's function may keep files of its own."""
-        return self.keeper.path / "files"
+        return self.checkpoint_manager.path / "files"
 
     def close(self) -> None:
         """Leave the group, wait for a checkpoint in the background, and leave torch's settings as they were."""
         self._bypass.close()
         self._members.leave()
-        self.keeper.close()
+        self.checkpoint_manager.close()
         if self._was_deterministic is not None:
             torch.use_deterministic_algorithms(self._was_deterministic)
 
@@ -175,18 +178,18 @@ class Engine:
         if self._state.objects:
             raise UsageError("call session.prepare once, before the loop, with everything that has a state")
         self._state.objects = dict(objects)
-        self.keeper.sharded = is_sharded(objects)
-        self._in_place = not self.keeper.sharded
+        self.checkpoint_manager.sharded = is_sharded(objects)
+        self._in_place = not self.checkpoint_manager.sharded
         if not self._in_place and self._members.is_newcomer:
             raise UsageError("a model that is sharded over the processes cannot be joined in place")
         if not self._in_place:
             check_meshes(objects, self.mesh)
-        self.stepper = Stepper(model, list(objects.values()), sharded=not self._in_place)
-        self._bypass.watch(self.stepper.parameters)
-        self.keeper.assume_size(size)
+        self.batch_runner = BatchRunner(model, list(objects.values()), sharded=not self._in_place)
+        self._bypass.watch(self.batch_runner.parameters)
+        self.checkpoint_manager.assume_size(size)
         if self._restored is None:
             return
-        self.keeper.load_into(self._state.objects, self._restored)
+        self.checkpoint_manager.load_into(self._state.objects, self._restored)
 
     def use(self, order: Order, *, ramp: int) -> None:
         """Train on a dataset in that order.
@@ -205,7 +208,7 @@ class Engine:
             )
         if self._state.order is not None:
             raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
-        if self.stepper is None:
+        if self.batch_runner is None:
             raise UsageError("call session.prepare(model, optimizer) before session.loader()")
         if order.shards is not None:
             if not self._in_place:
@@ -214,8 +217,8 @@ class Engine:
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             self._was_deterministic = torch.are_deterministic_algorithms_enabled()
             torch.use_deterministic_algorithms(mode=True)
-            self.stepper.fix_order()
-        self.stepper.one_step = order.micro_batch is not None or order.shards is not None
+            self.batch_runner.fix_order()
+        self.batch_runner.one_step = order.micro_batch is not None or order.shards is not None
         self._state.use(order, ramp)
         if self._restored is not None:
             self._state.take_order(self._restored.state)
@@ -227,7 +230,7 @@ class Engine:
         before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits here
         until the others take it in.
         """
-        if self.stepper is None:
+        if self.batch_runner is None:
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
         self._total_epochs = total_epochs
         if self._started:
@@ -240,13 +243,13 @@ class Engine:
         else:
             try:
                 self._members.exchange(self._place)
-            except PeerLost as error:
+            except PeerFailed as error:
                 self._recover(error)
         self._started = True
         # From here on: the time before the loop made nothing that a periodic checkpoint could save.
         self._boundary_time = self._clock()
-        self.keeper.due(self._boundary_time)
-        self._paced_samples = self.books.samples
+        self.checkpoint_manager.due(self._boundary_time)
+        self._paced_samples = self.training_metrics.samples
         self._seed()
         self._tell(at_once=True)
 
@@ -259,7 +262,7 @@ class Engine:
         ------
         Unwind
             Stop: the state is saved, or the others have it.
-        PeerLost
+        PeerFailed
             A member is gone, and the training cannot go on in place.
         """
         self.check_running()
@@ -267,7 +270,7 @@ class Engine:
         if not self._regrouped:  # else the last thing that all members did together was to form this group
             try:
                 self._decide()
-            except PeerLost as error:
+            except PeerFailed as error:
                 self._recover(error)
         self._regrouped = False
         self._tell()
@@ -282,7 +285,7 @@ class Engine:
     def open_epoch(self) -> int:
         """Begin an epoch, or go on with it; return its number."""
         self.boundary()
-        self.books.open_epoch(self.cursor.epoch)
+        self.training_metrics.open_epoch(self.cursor.epoch)
         return self.cursor.epoch
 
     def begin_pass(self) -> bool:
@@ -298,31 +301,31 @@ class Engine:
 
     def open_batch(self, batch: Batch) -> None:
         """Begin with a batch."""
-        assert self.stepper is not None, "a loader needs a model"
-        self.stepper.open_batch(self.group, batch, self.device, done=self.cursor.steps)
+        assert self.batch_runner is not None, "a loader needs a model"
+        self.batch_runner.open_batch(self.group, batch, self.device, done=self.cursor.steps)
 
     def hand_out(self, piece: Piece) -> None:
         """Note what the user's code is going to train on, and seed what it draws meanwhile."""
-        assert self.stepper is not None, "a loader needs a model"
-        self.stepper.hand_out(piece)
+        assert self.batch_runner is not None, "a loader needs a model"
+        self.batch_runner.hand_out(piece)
         self._bypass.begin_batch()
         random_streams.seed_all(self.options.seed, self.cursor.epoch, self.cursor.position, piece.shard)
 
     def take_back(self) -> None:
         """Note that the user's code is done with a piece, whether it made a step or not."""
-        assert self.stepper is not None, "a loader needs a model"
-        self.stepper.take_back()
+        assert self.batch_runner is not None, "a loader needs a model"
+        self.batch_runner.take_back()
         self._bypass.end_batch()
 
     @property
     def cut_off(self) -> bool:
         """Whether the batch in hand lost a member, and is to be done again."""
-        return self.stepper is not None and self.stepper.cut_off
+        return self.batch_runner is not None and self.batch_runner.cut_off
 
     def leave_batch(self) -> None:
         """Note that the user's code asks for no more of the batch in hand, which may be done or not."""
-        if self.stepper is not None:
-            self.stepper.leave_batch()
+        if self.batch_runner is not None:
+            self.batch_runner.leave_batch()
 
     def close_batch(self, batch: Batch) -> None:
         """Leave a batch behind."""
@@ -330,47 +333,47 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add a piece's gradients; after the last piece they are those of the whole batch, on all members."""
-        stepper = self._stepper_in_hand()
+        batch_runner = self._batch_runner_in_hand()
         self._bypass.before_backward()
         try:
             with self._bypass.session_acts():
-                stepper.backward(loss)
-        except PeerLost as error:
-            stepper.cut()
+                batch_runner.backward(loss)
+        except PeerFailed as error:
+            batch_runner.cut()
             self._recover(error)
 
     def step(self, optimizer: Optimizer | None) -> bool:
         """Make the optimizer's step if the batch is complete; whether it was made."""
-        stepper = self._stepper_in_hand()
+        batch_runner = self._batch_runner_in_hand()
         with self._bypass.session_acts():
-            made = stepper.step(optimizer, self._state.scaling)
+            made = batch_runner.step(optimizer, self._state.scaling)
         if not made:
             return False
         self.cursor.steps += 1
         if self.cursor.steps == 1:
-            self.books.count_step(stepper.batch, stepper.tally)
+            self.training_metrics.count_step(batch_runner.batch, batch_runner.tally)
         return True
 
     def end_pass(self, expected: torch.Tensor) -> None:
         """Close the books of an epoch that has had all its batches, which has the positions `expected`."""
         self.check_running()
         assert self._state.order is not None, "there was a loader"
-        self._bypass.end_pass(self.cursor.epoch, self._state.order.batches, trained=self.books.has_steps)
-        self.books.close_pass(self.cursor.epoch, expected)
+        self._bypass.end_pass(self.cursor.epoch, self._state.order.batches, trained=self.training_metrics.has_steps)
+        self.training_metrics.close_pass(self.cursor.epoch, expected)
         self.cursor.pass_ended = self._pass_ended_here = True
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Put values of the user's own into the history."""
         if not self._started:  # what stands there runs again in each fragment
             raise UsageError("call session.log inside or after `for epoch in session.epochs(…)`")
-        self.books.log(values)
+        self.training_metrics.log(values)
 
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
         self.check_running()
         self.leave_batch()
-        self._bypass.end_epoch(self.cursor.epoch, trained=self.books.has_steps)
-        self.books.close_epoch(self.cursor.epoch)
+        self._bypass.end_epoch(self.cursor.epoch, trained=self.training_metrics.has_steps)
+        self.training_metrics.close_epoch(self.cursor.epoch)
         self.cursor.next_epoch()
         self._pass_ended_here = False
 
@@ -378,7 +381,7 @@ class Engine:
 
     def finish(self) -> None:
         """Save the final state."""
-        self._bypass.end_training(self.books.step)
+        self._bypass.end_training(self.training_metrics.step)
         if self._state.objects:
             # Even if this step is saved: after the loop, functions log, or finish their models.
             self._save_last("the training is done", mark=None, patiently=True)
@@ -390,23 +393,25 @@ class Engine:
         if self._total_epochs is not None and self._state.order is not None:
             total = self._total_epochs * self._state.order.samples
         return Progress(
-            step=self.books.step,
+            step=self.training_metrics.step,
             epoch=self.cursor.epoch,
-            samples=self.books.samples,
+            samples=self.training_metrics.samples,
             samples_total=total,
-            slot_seconds=self.books.slot_seconds,
-            loss=self.books.mean_loss if self.books.mean_loss is not None else self.books.metrics["loss"],
+            slot_seconds=self.training_metrics.slot_seconds,
+            loss=self.training_metrics.mean_loss
+            if self.training_metrics.mean_loss is not None
+            else self.training_metrics.metrics["loss"],
             rate=self._pace.rate,
-            samples_lost=self.books.audit.samples_lost,
-            duplicate_samples=self.books.audit.duplicate_samples,
-            checkpoint_step=self.keeper.newest.step if self.keeper.newest else None,
+            samples_lost=self.training_metrics.audit.samples_lost,
+            duplicate_samples=self.training_metrics.audit.duplicate_samples,
+            checkpoint_step=self.checkpoint_manager.newest.step if self.checkpoint_manager.newest else None,
             resumed_from=self._resumed_from,
-            write_seconds=self.keeper.write_seconds_estimate,
+            write_seconds=self.checkpoint_manager.write_seconds_estimate,
             refused_checkpoints=self._refused,
             in_place=self._in_place,
-            code_note=self.keeper.code_note,
-            storage_problem=self.keeper.storage_problem,
-            next_save=self.keeper.due_in(self._clock()) if self.keeper.storage_problem else 0.0,
+            code_note=self.checkpoint_manager.code_note,
+            storage_problem=self.checkpoint_manager.storage_problem,
+            next_save=self.checkpoint_manager.due_in(self._clock()) if self.checkpoint_manager.storage_problem else 0.0,
         )
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
@@ -415,12 +420,12 @@ class Engine:
         """Agree with the others on what to do at this boundary, and do it."""
         ordered = self._members.has_order()  # raises if a member is lost
         if self.group.is_first:
-            self._write_seconds = self.keeper.write_seconds_estimate
-            self._look_after_writing(self.keeper.poll)
-        requested: float = self._notice.pause_requested.is_set()
+            self._write_seconds = self.checkpoint_manager.write_seconds_estimate
+            self._look_after_writing(self.checkpoint_manager.poll)
+        requested: float = self._mailbox.pause_requested.is_set()
         closing: float = self._closing()
-        save_due: float = self.group.is_first and self.keeper.due(self._clock())
-        ready: float = self.keeper.ready
+        save_due: float = self.group.is_first and self.checkpoint_manager.due(self._clock())
+        ready: float = self.checkpoint_manager.ready
         if self.group.size > 1:
             # One sum over: votes, and the first member's estimate, which only it can learn.
             estimate = self._write_seconds if self.group.is_first else 0.0
@@ -428,11 +433,11 @@ class Engine:
             requested, closing, save_due, orders, ready, self._write_seconds = self.group.sum(votes).tolist()
             ordered = orders == self.group.size
         if ready == self.group.size:
-            self._look_after_writing(self.keeper.advance)
+            self._look_after_writing(self.checkpoint_manager.advance)
         if self.device.type == "cpu" or self._report_due():
-            self.books.settle()  # on a GPU this waits for the last step
-        if (ordered or closing or requested or save_due or self.cursor.pass_ended) and self.stepper is not None:
-            self.stepper.average_statistics(self.group)
+            self.training_metrics.settle()  # on a GPU this waits for the last step
+        if (ordered or closing or requested or save_due or self.cursor.pass_ended) and self.batch_runner is not None:
+            self.batch_runner.average_statistics(self.group)
         if ordered:
             began = self._clock()
             self._change_group(self._members.take_order, began)
@@ -443,7 +448,7 @@ class Engine:
 
     def _closing(self) -> bool:
         """Whether one more step would leave too little time for the last checkpoint."""
-        closes_in = self._notice.closes_in()
+        closes_in = self._mailbox.closes_in()
         if closes_in is None:
             return False
         margin = self.options.save_margin.total_seconds()
@@ -465,17 +470,17 @@ class Engine:
     def _tell(self, *, at_once: bool = False) -> None:
         if not self.group.is_first or not (at_once or self._report_due()):
             return
-        self.books.settle()
+        self.training_metrics.settle()
         self._report_time = self._clock()
         self._report(self.progress())
 
     def _count_time(self) -> None:
-        if self.books.samples > self._paced_samples:
+        if self.training_metrics.samples > self._paced_samples:
             seconds = self._clock() - self._boundary_time
-            self._pace.add(self.books.samples - self._paced_samples, seconds)
-            self.books.slot_seconds += seconds * self.group.size
-            self._notice.underway.set()
-            self._paced_samples = self.books.samples
+            self._pace.add(self.training_metrics.samples - self._paced_samples, seconds)
+            self.training_metrics.slot_seconds += seconds * self.group.size
+            self._mailbox.underway.set()
+            self._paced_samples = self.training_metrics.samples
 
     def _seed(self) -> None:
         """Seed what is drawn between batches: the same on all members."""
@@ -485,12 +490,12 @@ class Engine:
 
     # ── other groups ──────────────────────────────────────────────────────────────────────────────
 
-    def _recover(self, error: PeerLost) -> None:
+    def _recover(self, error: PeerFailed) -> None:
         """Go on without the lost members, in place; the batch in hand, if any, is cut off.
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             The training cannot go on in place.
         Unwind
             The others go on without this member.
@@ -506,7 +511,7 @@ class Engine:
         if left:
             self._unwind(PauseReason.LEFT)
         self._regrouped = True
-        self.keeper.rejoin()
+        self.checkpoint_manager.rejoin()
         paused = 0.0 if began is None else self._clock() - began
         self._pace.restart()
         self._members.tell_regrouped(paused)
@@ -514,9 +519,9 @@ class Engine:
 
     def _place(self) -> tuple[int, ...]:
         """Where this member is, and a fingerprint of its parameters; a newcomer is nowhere yet."""
-        assert self.stepper is not None, "members change in the loop"
+        assert self.batch_runner is not None, "members change in the loop"
         begun = not self._members.is_newcomer
-        return (int(begun), *(int(value) for value in self.cursor.place), self.stepper.fingerprint())
+        return (int(begun), *(int(value) for value in self.cursor.place), self.batch_runner.fingerprint())
 
     def _adopt(self, state: dict[str, Any]) -> None:
         """Take over the state of a member that is ahead."""
@@ -535,33 +540,33 @@ class Engine:
         TrainingError
             It failed, as have all before it: there will never be a checkpoint.
         """
-        self.keeper.save(self._state.whole, wait=False, mark=mark, **self._facts(reason))
+        self.checkpoint_manager.save(self._state.whole, wait=False, mark=mark, **self._facts(reason))
 
     def _save_last(self, reason: str, *, mark: tuple[int, ...] | None, patiently: bool) -> None:
-        """Save the state that the fragment ends with, see `Keeper.save_last`; all members call this."""
-        self.keeper.save_last(self._state.whole, patiently=patiently, mark=mark, **self._facts(reason))
+        """Save the state that the fragment ends with, see `CheckpointManager.save_last`; all members call this."""
+        self.checkpoint_manager.save_last(self._state.whole, patiently=patiently, mark=mark, **self._facts(reason))
 
     def _facts(self, reason: str) -> dict[str, Any]:
-        return {"step": self.books.step, "epoch": self.cursor.epoch, "reason": reason}
+        return {"step": self.training_metrics.step, "epoch": self.cursor.epoch, "reason": reason}
 
     @property
     def _mark(self) -> tuple[int, ...]:
         """Tells the present state from those that are saved already."""
-        return self.books.step, *self.cursor.place
+        return self.training_metrics.step, *self.cursor.place
 
     def _look_after_writing(self, look: Callable[[], None]) -> None:
         """Learn how the write in the background went."""
-        before = self.keeper.newest
+        before = self.checkpoint_manager.newest
         look()
-        if self.keeper.newest != before:
+        if self.checkpoint_manager.newest != before:
             self._tell(at_once=True)
 
-    def _stepper_in_hand(self) -> Stepper:
+    def _batch_runner_in_hand(self) -> BatchRunner:
         self.check_running()
-        if self.stepper is None or not self.stepper.has_piece:
+        if self.batch_runner is None or not self.batch_runner.has_piece:
             raise UsageError(
                 "session.step() was called without a batch of session.loader(), or twice for one: make the loader with "
                 "data = session.loader(dataset, batch_size=…) before the epoch loop, write `for … in data:`, and call "
                 "session.step() once in it"
             )
-        return self.stepper
+        return self.batch_runner

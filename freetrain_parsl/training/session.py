@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.audit import Audit
-    from freetrain_parsl.training.runtime import Engine
+    from freetrain_parsl.training.runtime import Runtime
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in the most common optimizers
 
@@ -46,8 +46,8 @@ class TrainingSession:
     are *global*: each process gets its part, and gradients are weighted so that they are those of the whole batch.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     @property
     def rank(self) -> int:
@@ -55,12 +55,12 @@ class TrainingSession:
 
         It is -1 in a process that is to join a running training, until its ``session.epochs`` gives the first epoch.
         """
-        return -1 if self._engine.is_waiting else self._engine.group.rank
+        return -1 if self._runtime.is_waiting else self._runtime.group.rank
 
     @property
     def world_size(self) -> int:
         """How many processes train together now; 1 in a process that is to join a running training."""
-        return self._engine.group.size
+        return self._runtime.group.size
 
     @property
     def is_first(self) -> bool:
@@ -69,12 +69,12 @@ class TrainingSession:
         True in one process at a time. It is False in a process that is to join a running training, until its
         ``session.epochs`` gives the first epoch.
         """
-        return not self._engine.is_waiting and self._engine.group.is_first
+        return not self._runtime.is_waiting and self._runtime.group.is_first
 
     @property
     def device(self) -> torch.device:
         """Where the model and the loader's batches are: a GPU if there is one."""
-        return self._engine.device
+        return self._runtime.device
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -87,12 +87,12 @@ class TrainingSession:
         UsageError
             Several processes share a GPU.
         """
-        return self._engine.mesh
+        return self._runtime.mesh
 
     @property
     def directory(self) -> Path:
         """A directory for the training's own files, the same in all fragments."""
-        path = self._engine.user_directory
+        path = self._runtime.user_directory
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
@@ -103,7 +103,7 @@ class TrainingSession:
         ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss a sample of the last whole epoch;
         ``history``: one dictionary an epoch with ``epoch``, ``loss`` and what `log` was given.
         """
-        return self._engine.books.metrics
+        return self._runtime.training_metrics.metrics
 
     @property
     def batch_loss(self) -> float:
@@ -114,7 +114,7 @@ class TrainingSession:
         UsageError
             This process has made no step yet.
         """
-        loss = None if self._engine.stepper is None else self._engine.stepper.batch_loss
+        loss = None if self._runtime.batch_runner is None else self._runtime.batch_runner.batch_loss
         if loss is None:
             raise UsageError(
                 "session.batch_loss: this process has made no step yet; use it under `if session.step(loss):`"
@@ -124,7 +124,7 @@ class TrainingSession:
     @property
     def audit(self) -> Audit:
         """Samples seen, lost and repeated over the finished epochs: counted, not assumed."""
-        return self._engine.books.audit
+        return self._runtime.training_metrics.audit
 
     def prepare(
         self,
@@ -187,7 +187,7 @@ class TrainingSession:
                 raise UsageError(f"session.prepare: {kind} has no state_dict and load_state_dict")
             check_restorable(kind, other.state_dict())
             objects[f"{kind} {len(objects) - 1}"] = other
-        self._engine.register(model, objects, _STATES_PER_PARAMETER * _bytes_of(model))
+        self._runtime.register(model, objects, _STATES_PER_PARAMETER * _bytes_of(model))
         for thing in objects.values():
             if isinstance(thing, Optimizer):
                 # Else a scheduler that steps first in this process warns that the optimizer never did.
@@ -262,16 +262,16 @@ class TrainingSession:
         order = Order(
             len(dataset),
             batch_size,
-            self._engine.options.seed,
+            self._runtime.options.seed,
             shuffle=shuffle,
             drop_last=drop_last,
             micro_batch=micro_batch,
             shards=shards if deterministic else None,
             scaled=scaled,
         )
-        self._engine.use(order, ramp=ramp)
+        self._runtime.use(order, ramp=ramp)
         return SessionLoader(
-            self._engine,
+            self._runtime,
             dataset,
             order,
             num_workers=num_workers,
@@ -318,12 +318,12 @@ class TrainingSession:
         UsageError
             `prepare` has not been called, or `count` is negative or stated nowhere.
         """
-        count = self._engine.options.epochs if count is None else count
+        count = self._runtime.options.epochs if count is None else count
         if count is None:
             raise UsageError("session.epochs needs a number: session.epochs(90), or @training_app(epochs=90)")
         if count < 0:
             raise UsageError(f"session.epochs needs zero or more epochs, got {count}")
-        self._engine.start(count)
+        self._runtime.start(count)
         return self._epochs(count)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -337,7 +337,7 @@ class TrainingSession:
         loss
             Mean loss over the samples of this process's batch, a scalar.
         """
-        self._engine.backward(loss)
+        self._runtime.backward(loss)
 
     def step(self, loss: torch.Tensor | None = None, *, optimizer: Optimizer | None = None) -> bool:
         """Train on a batch: gradients, optimizer step, gradients back to zero, and the books.
@@ -363,7 +363,7 @@ class TrainingSession:
         """
         if loss is not None:
             self.backward(loss)
-        return self._engine.step(optimizer)
+        return self._runtime.step(optimizer)
 
     def log(self, **values: Any) -> None:
         """Put numbers or strings into this epoch's row of ``metrics["history"]``.
@@ -375,12 +375,12 @@ class TrainingSession:
         UsageError
             It is called before the loop, or a value is something else.
         """
-        self._engine.log(values)
+        self._runtime.log(values)
 
     def _epochs(self, count: int) -> Iterator[int]:
-        while self._engine.cursor.epoch < count:
-            yield self._engine.open_epoch()
-            self._engine.end_epoch()
+        while self._runtime.cursor.epoch < count:
+            yield self._runtime.open_epoch()
+            self._runtime.end_epoch()
 
 
 def _bytes_of(model: nn.Module) -> int:

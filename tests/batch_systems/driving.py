@@ -55,7 +55,7 @@ class Driver(Site):
             "checkpoint_interval": timedelta(seconds=2),
             "checkpoint_dir": directory / "checkpoints",
             "threads_per_slot": 1,
-            "silence": timedelta(seconds=8),
+            "heartbeat_timeout": timedelta(seconds=8),
             **changes,
         }
         super().__init__(FreeTrainExecutor(provider=provider, address="127.0.0.1", **settings))

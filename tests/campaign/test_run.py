@@ -27,7 +27,7 @@ system: local
 block: {cluster: %s}
 planner: {startup: 5 s, min_useful: 2 s, closing_margin: 1.5 s, max_walltime: 300 s, idle_timeout: 2 s, settle: 1 s}
 manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
-trainings: {threads_per_slot: 1, silence: 4 s}
+trainings: {threads_per_slot: 1, heartbeat_timeout: 4 s}
 checkpoints: {interval: 600 s}
 """
 

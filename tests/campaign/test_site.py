@@ -77,7 +77,7 @@ node: {cores: 64, gpus: 4, memory: 256 GB, exclusive: false}
 planner: {startup: 40 s, max_walltime: "02:00:00", max_nodes_per_block: 8}
 manners: {poll_interval: 20 s, submissions_per_minute: 3, max_pending_blocks: 2, max_refusals: 4}
 trainings:
-  {policy: window, threads_per_slot: 2, grace: 10 s, silence: 20 s, loss_timeout: 15 s, max_restarts: 0,
+  {policy: window, threads_per_slot: 2, grace: 10 s, heartbeat_timeout: 20 s, peer_timeout: 15 s, max_restarts: 0,
    rescale_costs: {up: 3 s, start: 5 s}}
 network: {node_interface: hsn0, driver_address: 10.0.0.1}
 checkpoints: {directory: /scratch/me, interval: 5 min, least_free: 2 GB}
@@ -120,8 +120,8 @@ def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
         "policy": "window",
         "threads_per_slot": 2,
         "grace": timedelta(seconds=10),
-        "silence": timedelta(seconds=20),
-        "loss_timeout": timedelta(seconds=15),
+        "heartbeat_timeout": timedelta(seconds=20),
+        "peer_timeout": timedelta(seconds=15),
         "max_restarts": 0,
     }
 

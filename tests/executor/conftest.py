@@ -43,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
             "checkpoint_interval": timedelta(seconds=2),
             "checkpoint_dir": tmp_path / "checkpoints",
             "threads_per_slot": 1,
-            "silence": timedelta(seconds=6),
+            "heartbeat_timeout": timedelta(seconds=6),
             **changes,
         }
         executor = FreeTrainExecutor(**settings)

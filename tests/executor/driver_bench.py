@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
@@ -104,7 +104,8 @@ class FakeSlot:
         block = next(block for block, job in bench.source.blocks.items() if node in bench.source.jobs[job].nodes)
         self.channel = Channel(
             ("127.0.0.1",), bench.server.port, None, f"{node}/0/{token}",
-            handle=self._handle, on_lost=self._lose, heartbeat=self._heartbeat, beat=0.2, silence=bench.silence,
+            handle=self._handle, on_lost=self._lose, heartbeat=self._heartbeat,
+            beat=0.2, heartbeat_timeout=bench.heartbeat_timeout,
         )  # fmt: skip
         self.channel.start()
         self.channel.send(Hello(token, node, block, 0))
@@ -156,11 +157,11 @@ class FakeSlot:
 def a_driver(
     directory: Path,
     server: Any,
-    desk: BatchDesk,
+    submitter: JobSubmitter,
     wall: Callable[[], float],
     monotonic: Callable[[], float] = time.monotonic,
     *,
-    silence: float = 3.0,
+    heartbeat_timeout: float = 3.0,
     submit_slot: Callable[[str], None] = str,
     fail_all: Callable[[Exception], None] = str,
 ) -> ControlLoop:
@@ -171,14 +172,14 @@ def a_driver(
             startup=1, min_useful=1, closing_margin=1, max_walltime=600, idle_timeout=2, settle=0.2
         ),
         server=server,
-        desk=desk,
+        submitter=submitter,
         journal=Journal(directory / "journal.sqlite"),
         training_settings=TrainingSettings(
             SessionOptions("bench", directory / "checkpoints"), costs=RescaleCosts(1, 1, 1)
         ),
         slots_per_node=1,
         outdated=5.0,
-        silence=silence,
+        heartbeat_timeout=heartbeat_timeout,
         submit_slot=submit_slot,
         fail_all=fail_all,
         clock=wall,
@@ -189,9 +190,9 @@ def a_driver(
 class DriverBench:
     """Ends everything with the ``with`` block."""
 
-    def __init__(self, directory: Path, *, silence: float = 3.0) -> None:
+    def __init__(self, directory: Path, *, heartbeat_timeout: float = 3.0) -> None:
         self.wall = SteppedClock()
-        self.silence = silence
+        self.heartbeat_timeout = heartbeat_timeout
         self.source = FakeBatchSystem(self.wall)
         self.server = SlotServer(None, (55000, 56000))
         self.tokens: queue.Queue[str] = queue.Queue()
@@ -199,13 +200,13 @@ class DriverBench:
         self.futures: list[Future[Any]] = []
         self.slots: list[FakeSlot] = []
         self.journal_path = directory / "journal.sqlite"
-        self.desk = BatchDesk(
+        self.submitter = JobSubmitter(
             self.source, self.source.launch, self._post,
             interval=0.1, submissions_per_minute=1000, max_refusals=5, job_prefix="freetrain.test.",
         )  # fmt: skip
         self.driver = a_driver(
-            directory, self.server, self.desk, self.wall,
-            silence=silence, submit_slot=self.tokens.put, fail_all=self._fail_all,
+            directory, self.server, self.submitter, self.wall,
+            heartbeat_timeout=heartbeat_timeout, submit_slot=self.tokens.put, fail_all=self._fail_all,
         )  # fmt: skip
 
     def _post(self, item: object) -> None:
@@ -219,12 +220,12 @@ class DriverBench:
 
     def __enter__(self) -> Self:
         self.driver.start()
-        self.desk.start()
+        self.submitter.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.driver.stop(10)
-        self.desk.close(10)
+        self.submitter.close(10)
         for slot in self.slots:
             slot.channel.close()
 
@@ -250,7 +251,7 @@ class DriverBench:
 
     def blocks(self) -> list[Block]:
         """Return the blocks as the driver knows them."""
-        return list(self.driver._roster.blocks.values())
+        return list(self.driver._registry.blocks.values())
 
     def history(self) -> list[Entry]:
         """Return the journal so far."""

@@ -26,7 +26,7 @@ def main(cluster: str, directory: str, slow: str, manners: str) -> None:
         checkpoint_interval=timedelta(seconds=1),
         checkpoint_dir=f"{directory}/checkpoints",
         threads_per_slot=1,
-        silence=timedelta(seconds=4),
+        heartbeat_timeout=timedelta(seconds=4),
     )
     kernel = parsl.load(
         Config(executors=[executor], run_dir=f"{directory}/runinfo", strategy="none", initialize_logging=False)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
 from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
@@ -47,18 +47,18 @@ class Stage:
         """Slot -> the number of its run."""
         self.changes: dict[str, ChangeGroup] = {}
         """Slot -> the last command to change the group that it got."""
-        self.roster = Roster(slots_per_node)
+        self.registry = SlotRegistry(slots_per_node)
         for node in range(4):
             for letter in "abc"[:slots_per_node] if slots_per_node > 1 else ("",):
                 slot = Slot(f"s{node}{letter}", "token", f"n{node}", "b", heard=0.0)
-                self.roster.slots[slot.name] = slot
-                self.roster.completes(slot)
+                self.registry.slots[slot.name] = slot
+                self.registry.completes(slot)
         self.journal = Journal(directory / "journal.sqlite")
         self.manager = TrainingManager(
             TrainingSettings(
                 SessionOptions("stage", directory), costs=RescaleCosts(2, 2, 2), limits=Limits(max_restarts=1)
             ),
-            roster=self.roster,
+            registry=self.registry,
             send=self._send,
             kill=self._kill,
             set_aside=lambda slot, _reason: self.aside.append(slot.name),
@@ -115,7 +115,7 @@ class Stage:
 
     def reports(self, slot: str, report: Report, run: int | None = None) -> None:
         """Let a slot's run report something."""
-        self.manager.on_report(self.roster.slots[slot], RunReport("t", run or self.runs[slot], report))
+        self.manager.on_report(self.registry.slots[slot], RunReport("t", run or self.runs[slot], report))
 
     def ready(self, slot: str) -> None:
         """Let a newcomer be ready to join."""
@@ -148,22 +148,22 @@ class Stage:
 
     def ends(self, slot: str, end: RunEnd, payload: bytes = b"") -> None:
         """Let a slot's run end."""
-        self.manager.on_run_ended(self.roster.slots[slot], RunEnded("t", self.runs[slot], end, payload))
+        self.manager.on_run_ended(self.registry.slots[slot], RunEnded("t", self.runs[slot], end, payload))
 
     def lose(self, slot: str, reason: str = "gone", *, crash: bool = True) -> None:
         """Lose a slot."""
-        lost = self.roster.slots.pop(slot)
-        self.roster.incomplete(lost)
+        lost = self.registry.slots.pop(slot)
+        self.registry.incomplete(lost)
         self.manager.on_lost(lost, reason, crash=crash)
 
     def beats(self, *slots: str) -> None:
         """Let slots give signs of life."""
         for slot in slots:
-            self.roster.slots[slot].heard = self.now
+            self.registry.slots[slot].heard = self.now
 
     def waits(self, slot: str, seconds: float) -> None:
         """Let a slot tell how long it has waited for the others."""
-        self.manager.on_heartbeat(self.roster.slots[slot], seconds)
+        self.manager.on_heartbeat(self.registry.slots[slot], seconds)
 
     def calls_store(self, slot: str, group: str, operation: str, *, timeout: float = 1.0, value: bytes = b"") -> None:
         """Let a slot use a rendezvous store."""

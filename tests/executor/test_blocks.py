@@ -13,11 +13,11 @@ import pytest
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
 from freetrain_parsl.executor.batch.providers import BlockSpec
 from freetrain_parsl.executor.batch.submitter import (
-    BatchDesk,
     BatchSystemEnded,
     BlockRefused,
     BlockSubmitted,
-    DeskClosed,
+    JobSubmitter,
+    SubmissionsEnded,
 )
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
 
@@ -73,7 +73,7 @@ class _Bench:
         self.now = 0.0
         self.batch = _FakeBatchSystem()
         self.posts: list = []
-        self.desk = BatchDesk(
+        self.submitter = JobSubmitter(
             self.batch,
             self.batch.launch,
             self.posts.append,
@@ -83,17 +83,17 @@ class _Bench:
             job_prefix="freetrain.test.",
             clock=lambda: self.now,
         )
-        self.desk.start()
+        self.submitter.start()
 
     def at(self, now: float) -> None:
         """Move the clock and let the desk see it."""
         self.now = now
-        with self.desk._condition:
-            self.desk._condition.notify()
+        with self.submitter._condition:
+            self.submitter._condition.notify()
 
     def surveyed(self, count: int) -> bool:
         """Wait until the desk has asked so often and is done with the last answer: it reads the clock after that."""
-        return self.until(lambda: len(self.batch.surveys) == count and self.desk._survey_at > self.now)
+        return self.until(lambda: len(self.batch.surveys) == count and self.submitter._survey_at > self.now)
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait for the desk's thread."""
@@ -115,8 +115,8 @@ def make_bench() -> Iterator[Callable[..., _Bench]]:
 
     yield make
     for bench in benches:
-        bench.desk.close(5)
-        assert not bench.desk.is_alive()
+        bench.submitter.close(5)
+        assert not bench.submitter.is_alive()
 
 
 def spec(block: str) -> BlockSpec:
@@ -154,21 +154,21 @@ def test_a_slow_batch_system_is_asked_less_often(make_bench) -> None:
 def test_nothing_is_asked_while_nobody_waits_for_the_answer(make_bench) -> None:
     bench = make_bench(interval=10.0)
     assert bench.surveyed(1)
-    bench.desk.rest(True)
+    bench.submitter.rest(True)
     bench.at(100.0)
     time.sleep(0.05)
     assert len(bench.batch.surveys) == 1
-    bench.desk.rest(False)
+    bench.submitter.rest(False)
     assert bench.surveyed(2)
 
 
 def test_a_cancellation_that_fails_is_tried_again(make_bench) -> None:
     bench = make_bench(interval=10.0)
-    bench.desk.order(spec("a"))
+    bench.submitter.order(spec("a"))
     assert bench.until(lambda: bench.batch.launched == ["a"])
     bench.batch.cancels = False
-    bench.desk.withdraw("a")
-    assert bench.until(lambda: bench.desk._cancel_after == 10.0)
+    bench.submitter.withdraw("a")
+    assert bench.until(lambda: bench.submitter._cancel_after == 10.0)
     bench.batch.cancels = True
     bench.at(10.0)
     assert bench.until(lambda: bench.batch.cancelled == ["job-a"])
@@ -177,7 +177,7 @@ def test_a_cancellation_that_fails_is_tried_again(make_bench) -> None:
 def test_submissions_beyond_the_rate_limit_wait_for_their_minute(make_bench) -> None:
     bench = make_bench(limit=2)
     for block in "abc":
-        bench.desk.order(spec(block))
+        bench.submitter.order(spec(block))
     assert bench.until(lambda: bench.batch.launched == ["a", "b"])
     bench.at(59.0)
     time.sleep(0.05)
@@ -210,12 +210,12 @@ def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_aske
     assert bench.surveyed(1)
     bench.batch.ended, bench.batch.refusal = True, ClusterGone("it has ended")
     if when == "submission":
-        bench.desk.order(spec("0"))
+        bench.submitter.order(spec("0"))
     else:
         bench.at(10.0)
     assert bench.until(lambda: BatchSystemEnded("it has ended") in bench.posts)
     asked = len(bench.batch.surveys)
-    bench.desk.order(spec("1"))
+    bench.submitter.order(spec("1"))
     for now in (100.0, 10_000.0):
         bench.at(now)
         time.sleep(0.02)
@@ -226,22 +226,22 @@ def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_aske
 def test_a_refusal_is_told_with_its_reason(make_bench) -> None:
     bench = make_bench()
     bench.batch.refusal = REFUSED
-    bench.desk.order(spec("a"))
+    bench.submitter.order(spec("a"))
     assert bench.until(lambda: BlockRefused("a", "account without rights") in bench.posts)
 
 
 def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_taken(make_bench) -> None:
     bench = make_bench(interval=10.0, limit=100)
     bench.batch.refusal = REFUSED
-    bench.desk.order(spec("a"))
-    assert bench.until(lambda: len(bench.posts) >= 1 and bench.desk._refusals == 1)
+    bench.submitter.order(spec("a"))
+    assert bench.until(lambda: len(bench.posts) >= 1 and bench.submitter._refusals == 1)
     for block in "bcd":
-        bench.desk.order(spec(block))
+        bench.submitter.order(spec(block))
     bench.at(19.0)
     time.sleep(0.05)
-    assert bench.desk._refusals == 1
+    assert bench.submitter._refusals == 1
     bench.at(20.0)
-    assert bench.until(lambda: bench.desk._refusals == 2)
+    assert bench.until(lambda: bench.submitter._refusals == 2)
     bench.batch.refusal = None
     bench.at(59.0)
     time.sleep(0.05)
@@ -257,7 +257,7 @@ def refuse(bench: _Bench, times: int) -> list[BlockRefused]:
         return [post for post in bench.posts if isinstance(post, BlockRefused)]
 
     for number in range(times):
-        bench.desk.order(spec(f"r{number}"))
+        bench.submitter.order(spec(f"r{number}"))
         bench.at(bench.now + 301.0)
         assert bench.until(lambda number=number: len(told()) > number)
     return told()
@@ -267,10 +267,10 @@ def test_repeated_refusals_end_with_a_clear_message(make_bench) -> None:
     bench = make_bench()
     bench.batch.refusal = REFUSED
     refuse(bench, 3)
-    closed = DeskClosed("the batch system refused 3 blocks in a row: account without rights")
+    closed = SubmissionsEnded("the batch system refused 3 blocks in a row: account without rights")
     assert bench.until(lambda: closed in bench.posts)
     bench.batch.refusal = None
-    bench.desk.order(spec("late"))
+    bench.submitter.order(spec("late"))
     bench.at(bench.now + 10_000.0)
     time.sleep(0.05)
     assert bench.batch.launched == [], "nothing is submitted any more"
@@ -286,7 +286,7 @@ def test_a_host_without_descriptors_memory_or_space_is_no_refusal(make_bench, wr
         bench.batch.refusal = RuntimeError("could not submit")
         bench.batch.refusal.__cause__ = lack
     assert len(refuse(bench, 6)) == 6
-    assert not any(isinstance(post, DeskClosed) for post in bench.posts)
+    assert not any(isinstance(post, SubmissionsEnded) for post in bench.posts)
 
 
 def test_blocks_that_are_taken_but_would_never_start_count_as_refused(make_bench) -> None:
@@ -295,12 +295,12 @@ def test_blocks_that_are_taken_but_would_never_start_count_as_refused(make_bench
     for number in range(3):
         block = f"h{number}"
         bench.batch.statuses[f"job-{block}"] = BlockStatus(BlockState.HELD)
-        bench.desk.order(spec(block))
+        bench.submitter.order(spec(block))
         bench.at(bench.now + 301.0)
         assert bench.until(lambda block=block: block in bench.batch.launched)
-        bench.desk.reject(block, "held: more time than the partition gives")
+        bench.submitter.reject(block, "held: more time than the partition gives")
     assert bench.until(lambda: bench.batch.cancelled == ["job-h0", "job-h1", "job-h2"])
-    assert any(isinstance(post, DeskClosed) and "more time" in post.reason for post in bench.posts)
+    assert any(isinstance(post, SubmissionsEnded) and "more time" in post.reason for post in bench.posts)
 
 
 def test_a_full_queue_costs_nothing_but_time(make_bench) -> None:
@@ -308,29 +308,29 @@ def test_a_full_queue_costs_nothing_but_time(make_bench) -> None:
     bench.batch.refusal, bench.batch.passing = RuntimeError("the queue is full"), True
     assert len(refuse(bench, 6)) == 6
     bench.batch.refusal = None
-    bench.desk.order(spec("late"))
+    bench.submitter.order(spec("late"))
     bench.at(bench.now + 301.0)
     assert bench.until(lambda: bench.batch.launched == ["late"])
-    assert not any(isinstance(post, DeskClosed) for post in bench.posts)
+    assert not any(isinstance(post, SubmissionsEnded) for post in bench.posts)
 
 
 def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_end(make_bench) -> None:
     bench = make_bench()
     bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
-    bench.desk.order(spec("a"))
+    bench.submitter.order(spec("a"))
     assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
     bench.batch.named = {"17": "freetrain.test.block-a.123", "18": "somebody's"}
-    bench.desk.close(5)
+    bench.submitter.close(5)
     assert bench.batch.cancelled == ["17"]
 
 
 def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_light(make_bench) -> None:
     """And blocks that are known stay."""
     bench = make_bench(interval=10.0, limit=100)
-    bench.desk.order(spec("known"))
+    bench.submitter.order(spec("known"))
     assert bench.until(lambda: bench.batch.launched == ["known"])
     bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
-    bench.desk.order(spec("a"))
+    bench.submitter.order(spec("a"))
     assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
     bench.batch.named = {"17": "freetrain.test.block-a.123", "job-known": "freetrain.test.block-known.122"}
     bench.at(10.0)
@@ -339,10 +339,10 @@ def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_
 
 def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) -> None:
     bench = make_bench(limit=1)
-    bench.desk.order(spec("a"))
+    bench.submitter.order(spec("a"))
     assert bench.until(lambda: bench.batch.launched == ["a"])
-    bench.desk.order(spec("b"))
-    bench.desk.withdraw("b")
+    bench.submitter.order(spec("b"))
+    bench.submitter.withdraw("b")
     assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
     bench.at(120.0)
     time.sleep(0.05)
@@ -352,7 +352,7 @@ def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) 
 def test_a_job_that_was_put_back_into_the_queue_is_cancelled(make_bench) -> None:
     """It would start again, and nobody would wait for it."""
     bench = make_bench(interval=10.0)
-    bench.desk.order(spec("a"))
+    bench.submitter.order(spec("a"))
     assert bench.until(lambda: bench.batch.launched == ["a"])
     bench.batch.statuses["job-a"] = BlockStatus(BlockState.PREEMPTED, lingers=True)
     bench.at(10.0)
@@ -362,9 +362,9 @@ def test_a_job_that_was_put_back_into_the_queue_is_cancelled(make_bench) -> None
 def test_closing_cancels_every_job_that_is_not_known_to_have_ended(make_bench) -> None:
     bench = make_bench()
     for block in "ab":
-        bench.desk.order(spec(block))
+        bench.submitter.order(spec(block))
     assert bench.until(lambda: bench.batch.launched == ["a", "b"])
-    bench.desk.forget("job-a")
-    bench.desk.close(5)
+    bench.submitter.forget("job-a")
+    bench.submitter.close(5)
     assert bench.batch.cancelled == ["job-b"]
-    assert not any(thread is bench.desk for thread in threading.enumerate())
+    assert not any(thread is bench.submitter for thread in threading.enumerate())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from parsl import curvezmq
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.plain_tasks import Task
 from freetrain_parsl.executor.control.slot_server import SlotServer
@@ -90,7 +90,7 @@ class _Site:
         self.source = _Idle()
         self.failures: list[Exception] = []
         self.numbers = itertools.count(1)
-        desk = BatchDesk(
+        submitter = JobSubmitter(
             self.source,
             self.source.launch,
             lambda item: self.driver.post(item),  # noqa: PLW0108 - the driver comes to be after the desk
@@ -106,21 +106,21 @@ class _Site:
             policy=resolve_policy("equal-share"),
             planner_settings=planner,
             server=self.server,
-            desk=desk,
+            submitter=submitter,
             journal=Journal(directory / "journal.sqlite"),
             training_settings=TrainingSettings(
                 SessionOptions("fuzz", directory), limits=Limits(peer_timeout=2.0, max_restarts=1000)
             ),
             slots_per_node=2,
             outdated=10.0,
-            silence=60.0,
+            heartbeat_timeout=60.0,
             submit_slot=lambda _token: None,
             fail_all=self.failures.append,
             clock=time.time,
         )
-        self.desk = desk
+        self.submitter = submitter
         self.driver.start()
-        desk.start()
+        submitter.start()
 
     def train(self, name: str) -> Future[Any]:
         future: Future[Any] = Future()
@@ -138,7 +138,7 @@ class _Site:
 
     def close(self) -> None:
         self.driver.stop(10)
-        self.desk.close(10)
+        self.submitter.close(10)
 
 
 class _HonestSlot:
@@ -159,7 +159,7 @@ class _HonestSlot:
             on_lost=lambda: None,
             heartbeat=self._heartbeat,
             beat=0.05,
-            silence=60.0,
+            heartbeat_timeout=60.0,
         )
         self._channel.start()
         self._channel.send(Hello(self.token, node, site.source.blocks, 1))
@@ -360,7 +360,7 @@ def test_whatever_peers_send_the_driver_lives_and_the_next_training_finishes(
 
 
 def joined(site: _Site, slots: list[_HonestSlot]) -> set[str]:
-    return {slot.token for slot in site.driver._roster.slots.copy().values()} & {slot.token for slot in slots}
+    return {slot.token for slot in site.driver._registry.slots.copy().values()} & {slot.token for slot in slots}
 
 
 @pytest.mark.parametrize("what", ["train", "compute"])

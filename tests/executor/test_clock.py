@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.control.slot_registry import Block
 from freetrain_parsl.planning.model import Window
@@ -153,15 +153,15 @@ def stopped(tmp_path: Path) -> Iterator[tuple[ControlLoop, _LateServer, _Hands]]
     """Make a driver with slots a and b that the test turns."""
     hands = _Hands()
     server = _LateServer(hands)
-    driver = a_driver(tmp_path, server, BatchDesk.__new__(_RestlessDesk), lambda: hands.wall, lambda: hands.steady)
-    driver._roster.blocks["0"] = Block("0", ("a", "b"), 600.0, None)
+    driver = a_driver(tmp_path, server, JobSubmitter.__new__(_RestlessDesk), lambda: hands.wall, lambda: hands.steady)
+    driver._registry.blocks["0"] = Block("0", ("a", "b"), 600.0, None)
     server.batches.append([(name, hello(name)) for name in "ab"])
     driver._turn()
     yield driver, server, hands
     driver._journal.close()
 
 
-class _RestlessDesk(BatchDesk):
+class _RestlessDesk(JobSubmitter):
     def rest(self, resting: bool) -> None:
         """Ask nothing anyway."""
 
@@ -176,14 +176,14 @@ def test_a_driver_that_was_stopped_hears_all_its_slots_before_it_judges_them(sto
     hands.pass_by(9)
     server.batches += [[("a", SlotHeartbeat())], [], [("b", SlotHeartbeat())]]
     driver._turn()
-    assert set(driver._roster.slots) == {"a", "b"}
+    assert set(driver._registry.slots) == {"a", "b"}
 
 
 def test_a_driver_that_was_stopped_between_hearing_and_judging_judges_by_what_it_had_heard(stopped) -> None:
     driver, _, hands = stopped
     hands.pass_by(9)
     driver._find_silent()
-    assert set(driver._roster.slots) == {"a", "b"}
+    assert set(driver._registry.slots) == {"a", "b"}
 
 
 def test_a_slot_that_is_silent_while_the_driver_listens_is_lost(stopped) -> None:
@@ -192,4 +192,4 @@ def test_a_slot_that_is_silent_while_the_driver_listens_is_lost(stopped) -> None
         server.batches.append([("a", SlotHeartbeat())])
         driver._turn()
         driver._turn()
-    assert set(driver._roster.slots) == {"a"}
+    assert set(driver._registry.slots) == {"a"}

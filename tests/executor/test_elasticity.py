@@ -158,7 +158,7 @@ def test_a_training_that_keeps_crashing_ends_with_a_message_not_in_a_loop(start)
 
 
 def test_a_stopped_worker_is_given_up_after_the_silence_and_the_other_goes_on_in_place(start, slow) -> None:
-    site = start(nodes=2, policy=ScriptedPolicy(2), silence=timedelta(seconds=3))
+    site = start(nodes=2, policy=ScriptedPolicy(2), heartbeat_timeout=timedelta(seconds=3))
     future = make_app().options(name="t")(epochs=20, slow=str(slow), pause=0.5)
     site.until(lambda run: run.trainings and len(run.trainings["t"].nodes) == 2 and run.trainings["t"].progress)
     step, pid = site.run.trainings["t"].progress["step"], _pid_of_a_slot(site, site.run.trainings["t"].nodes[0])

@@ -46,7 +46,7 @@ def slow(tmp_path: Path) -> Path:
 
 def test_members_that_cannot_hear_each_other_go_on_after_the_loss_timeout(start, slow) -> None:
     """Silence between two members that both live: no error, no end of a connection, no word from anybody."""
-    site = start(nodes=2, policy=ScriptedPolicy(2), loss_timeout=timedelta(seconds=3))
+    site = start(nodes=2, policy=ScriptedPolicy(2), peer_timeout=timedelta(seconds=3))
     future = make_app(max_nodes=2).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 2)
     one, other = _slots(site).values()
@@ -83,7 +83,9 @@ def test_a_node_whose_slots_die_at_once_is_one_loss_answered_in_place(start, slo
 
 
 def test_a_training_on_a_hostile_machine_ends_as_on_a_kind_one(start, slow) -> None:
-    site = start(nodes=3, policy=ScriptedPolicy(3), silence=timedelta(seconds=3), loss_timeout=timedelta(seconds=3))
+    site = start(
+        nodes=3, policy=ScriptedPolicy(3), heartbeat_timeout=timedelta(seconds=3), peer_timeout=timedelta(seconds=3)
+    )
     future = make_app(max_nodes=3).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 3)
     schedule = [(0.1, "cut"), (1.5, "slow"), (2.0, "kill"), (4.0, "cut"), (5.0, "stop")]

@@ -76,10 +76,10 @@ class _Stage:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
     """Its trainings do nothing but wait for a pause; they tell the order to regroup that they had by then."""
 
-    def run_fragment(*_: object, notice: Any, **__: object) -> Finished | Paused:
-        if not notice.pause_requested.wait(10):
+    def run_fragment(*_: object, mailbox: Any, **__: object) -> Finished | Paused:
+        if not mailbox.pause_requested.wait(10):
             return Finished("no pause came", Progress())
-        regroup = notice.take_order(0)
+        regroup = mailbox.take_order(0)
         return Paused(PauseReason.REQUESTED, Progress(step=regroup.membership.generation if regroup else 0))
 
     monkeypatch.setattr(fragment, "run_fragment", run_fragment)

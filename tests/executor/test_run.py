@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from parsl.serialize import deserialize
 
-from freetrain_parsl.errors import PeerLost, StorageUnavailable
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable
 from freetrain_parsl.executor.payloads import error_in
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.messages import ToDriver
     from freetrain_parsl.protocol.reports import Report
-    from freetrain_parsl.training.mailbox import Notice
+    from freetrain_parsl.training.mailbox import ControlMailbox
 
     Play = Callable[..., Finished | Paused]
 
@@ -104,7 +104,7 @@ def test_who_becomes_the_first_in_place_gives_the_value(slot: _Slot) -> None:
 
     def play(given: dict[str, Any]) -> Finished:
         slot.changes(0)
-        regroup = given["notice"].take_order()
+        regroup = given["mailbox"].take_order()
         assert regroup.membership == Membership("t", 9, 0, 3)
         given["report"](Joined(9, 0.5, 0.1))
         return Finished("value", Progress())
@@ -120,7 +120,7 @@ def test_a_newcomer_has_no_place_until_it_is_taken_in_and_waits_for_the_others_s
         assert given["membership"] is None
         given["report"](Ready())
         slot.changes(2)
-        membership = given["notice"].take_order().membership
+        membership = given["mailbox"].take_order().membership
         assert membership.rank == 2
         assert membership.meeting > Membership("t").meeting
         return Finished("value", Progress())
@@ -133,18 +133,18 @@ def test_an_order_about_another_run_is_ignored(slot: _Slot) -> None:
     run = slot.started()
     slot.changes(0, run=2)
     slot.pauses(run=2)
-    assert run.notice.pending is None
-    assert not run.notice.pause_requested.is_set()
+    assert run.mailbox.pending is None
+    assert not run.mailbox.pause_requested.is_set()
 
 
 def test_a_pause_lets_a_member_reach_its_boundary_and_ends_a_newcomers_waiting(slot: _Slot) -> None:
     member = slot.started()
     slot.pauses()
-    assert member.notice.pause_requested.is_set()
-    assert member.notice.take_order(0.01) is None
+    assert member.mailbox.pause_requested.is_set()
+    assert member.mailbox.take_order(0.01) is None
     newcomer = slot.started(joining=True)
     slot.pauses()
-    assert newcomer.notice.take_order(None) is None, "does not wait"
+    assert newcomer.mailbox.take_order(None) is None, "does not wait"
 
 
 def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_waits_in(slot: _Slot) -> None:
@@ -153,21 +153,21 @@ def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_wa
     refused = threading.Event()
 
     def play(given: dict[str, Any]) -> Paused:
-        given["notice"].on_abort = aborted.set
+        given["mailbox"].on_abort = aborted.set
         store = given["meet"](given["membership"])
         assert slot.sent == []
         threading.Timer(0.05, lambda: slot.changes(None, abort=True)).start()
         with pytest.raises(TimeoutError):
             store.get("key")
         refused.set()
-        assert given["notice"].take_order().membership is None
+        assert given["mailbox"].take_order().membership is None
         return Paused(PauseReason.LEFT)
 
     ended = slot.plays(play)
     assert ended.end == RunPaused(PauseReason.LEFT)
     assert aborted.is_set()
     assert refused.is_set()
-    assert not run.notice.pause_requested.is_set()
+    assert not run.mailbox.pause_requested.is_set()
 
 
 def test_answers_reach_the_store_of_their_group(slot: _Slot) -> None:
@@ -192,8 +192,8 @@ def test_answers_reach_the_store_of_their_group(slot: _Slot) -> None:
 def test_nothing_is_lost_with_who_has_not_joined_or_is_stranded_or_has_made_no_step(slot: _Slot) -> None:
     def report(*reports: Report) -> Callable[[dict[str, Any]], Paused]:
         def play(given: dict[str, Any]) -> Paused:
-            notice: Notice = given["notice"]
-            notice.underway.set()
+            mailbox: ControlMailbox = given["mailbox"]
+            mailbox.underway.set()
             slot.changes(0)
             for one in reports:
                 given["report"](one)
@@ -218,7 +218,7 @@ def test_a_lost_peer_and_an_error_of_the_user_are_told_apart(slot: _Slot) -> Non
     slot.started()
 
     def lose(given: dict[str, Any]) -> Finished:
-        raise PeerLost("no order came")
+        raise PeerFailed("no order came")
 
     def fail(given: dict[str, Any]) -> Finished:
         raise KeyError("theirs")

@@ -107,7 +107,7 @@ def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_chec
     slow.touch()
     train = make_app()
     site = start(
-        nodes=2, policy=ScriptedPolicy(2), loss_timeout=timedelta(seconds=3), checkpoint_interval=timedelta(seconds=1)
+        nodes=2, policy=ScriptedPolicy(2), peer_timeout=timedelta(seconds=3), checkpoint_interval=timedelta(seconds=1)
     )
     future = train.options(name="t")(epochs=30, slow=str(slow))
 

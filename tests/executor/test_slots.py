@@ -86,7 +86,7 @@ def channel(driver: _Driver, cert_dir: str | None, **changes: object) -> tuple[C
         "on_lost": lambda: got.put("lost"),
         "heartbeat": SlotHeartbeat,
         "beat": 0.05,
-        "silence": 30.0,
+        "heartbeat_timeout": 30.0,
         **changes,
     }
     port = settings.pop("port", driver.server.port)
@@ -117,7 +117,7 @@ def test_what_was_sent_before_close_arrives(driver: _Driver, cert_dir: str) -> N
 
 
 def test_a_silent_driver_is_noticed_once(driver: _Driver, cert_dir: str) -> None:
-    link, got = channel(driver, cert_dir, silence=0.2)
+    link, got = channel(driver, cert_dir, heartbeat_timeout=0.2)
     link.start()
     assert got.get(timeout=5) == "lost"
     with pytest.raises(queue.Empty):
@@ -131,7 +131,7 @@ def test_a_slot_that_was_stopped_does_not_take_the_driver_for_silent(
     """With its machine suspended it hears nothing, and neither is heard: both go on."""
     ahead = [0.0]
     monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
-    link, got = channel(driver, cert_dir, silence=5.0)
+    link, got = channel(driver, cert_dir, heartbeat_timeout=5.0)
     link.start()
     driver.received.get(timeout=60)  # it beats
     ahead[0] = 100.0

@@ -8,8 +8,8 @@ import pytest
 
 from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE, last_words
 from freetrain_parsl.executor.batch.start_failures import StartWatch
-from freetrain_parsl.executor.batch.submitter import BatchDesk, DeskClosed, StartsFailed
-from freetrain_parsl.executor.control.slot_registry import Block, Roster, Slot
+from freetrain_parsl.executor.batch.submitter import JobSubmitter, StartsFailed, SubmissionsEnded
+from freetrain_parsl.executor.control.slot_registry import Block, Slot, SlotRegistry
 from freetrain_parsl.windows.base import BlockState
 from tests.executor.test_blocks import _FakeBatchSystem, spec
 
@@ -24,7 +24,7 @@ class Bench:
         self.now = 0.0
         self.batch = _FakeBatchSystem()
         self.posts: list[Any] = []
-        self.desk = BatchDesk(
+        self.submitter = JobSubmitter(
             self.batch,
             self.batch.launch,
             self.posts.append,
@@ -39,20 +39,20 @@ class Bench:
 
     def order(self, *blocks: str) -> None:
         for block in blocks:
-            self.desk.order(spec(block))
+            self.submitter.order(spec(block))
 
     def turn(self, now: float) -> list[str]:
         """Serve the orders that are due at `now`; the blocks that were submitted."""
         self.now = now
         before = len(self.batch.launched)
-        while self.desk._failed or (self.desk._orders and self.desk._allowance()):
-            self.desk.serve()
+        while self.submitter._failed or (self.submitter._orders and self.submitter._allowance()):
+            self.submitter.serve()
         return self.batch.launched[before:]
 
     def fail(self, *blocks: str) -> None:
         for block in blocks:
-            self.desk.failed_to_start(block, f"job-{block}", "failed")
-            self.desk.forget(f"job-{block}")
+            self.submitter.failed_to_start(block, f"job-{block}", "failed")
+            self.submitter.forget(f"job-{block}")
 
     @property
     def told(self) -> StartsFailed:
@@ -77,7 +77,7 @@ def test_the_pause_between_attempts_doubles_and_the_last_attempt_closes_the_desk
     bench.fail("c")
     bench.order("d")
     assert bench.turn(10_000.0) == []
-    (closed,) = [post for post in bench.posts if isinstance(post, DeskClosed)]
+    (closed,) = [post for post in bench.posts if isinstance(post, SubmissionsEnded)]
     assert closed.reason.startswith("3 attempts in a row to start a block failed; the last, block c")
 
 
@@ -90,7 +90,7 @@ def test_after_a_failed_start_one_block_is_tried_at_a_time() -> None:
     bench.order("b", "c", "d")
     assert bench.turn(20.0) == ["b"]
     assert bench.turn(500.0) == [], "it is not known yet what comes of b"
-    bench.desk.works()
+    bench.submitter.works()
     assert bench.turn(500.0) == ["c", "d"]
     assert bench.told.count == 0
 
@@ -104,7 +104,7 @@ def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> 
     bench.turn(0.0)
     bench.order("b", "c")
     assert bench.turn(20.0) == ["b"]
-    bench.desk.forget("job-b")
+    bench.submitter.forget("job-b")
     assert bench.turn(20.0) == ["c"]
     assert bench.told.count == 1
 
@@ -126,11 +126,11 @@ def test_attempts_count_from_one_again_after_a_block_that_works() -> None:
     for block, now in (("a", 0.0), ("b", 1000.0)):
         bench.order(block)
         bench.turn(now)
-        bench.desk.works()
+        bench.submitter.works()
         bench.fail(block)
         bench.turn(now + 1)
         assert bench.told.count == 1
-    assert not any(isinstance(post, DeskClosed) for post in bench.posts)
+    assert not any(isinstance(post, SubmissionsEnded) for post in bench.posts)
 
 
 class Watch:
@@ -140,11 +140,11 @@ class Watch:
         self.now = 0.0
         self.failed: list[str] = []
         self.worked = 0
-        self.roster = Roster(1)
+        self.registry = SlotRegistry(1)
         self.block = Block("b", ("n1",), 600.0, None, job="7")
         self.block.start(0.0, ("n1",), 600.0)
-        self.roster.blocks["b"] = self.block
-        self.watch = StartWatch(self.roster, self, startup=30.0, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.registry.blocks["b"] = self.block
+        self.watch = StartWatch(self.registry, self, startup=30.0, clock=lambda: self.now)  # type: ignore[arg-type]
 
     def failed_to_start(self, block: str, job: str, how: str) -> None:
         self.failed.append(how)
@@ -154,7 +154,7 @@ class Watch:
 
     def join(self) -> None:
         self.block.joined = self.now
-        self.roster.slots["s"] = Slot("s", "t", "n1", "b", heard=self.now)
+        self.registry.slots["s"] = Slot("s", "t", "n1", "b", heard=self.now)
 
 
 @pytest.mark.parametrize(

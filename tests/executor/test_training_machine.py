@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import TrainingCancelled
-from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
 from freetrain_parsl.executor.control.training.machine import Limits, TrainingMachine
 from freetrain_parsl.executor.control.training.states import Abandoning, Waiting
 from freetrain_parsl.executor.control.training_manager import TrainingManager
@@ -94,14 +94,14 @@ class World(RuleBasedStateMachine):
         self.checkpoints: dict[str, int] = {}
         self.heard: dict[str, list[RunReport | RunEnded]] = {}
         self.dead: list[Process] = []  # whose death the driver does not know yet
-        self.roster = Roster(1)
+        self.registry = SlotRegistry(1)
         self.manager = TrainingManager(
             TrainingSettings(
                 SessionOptions("world", Path("/nowhere")),
                 costs=RescaleCosts(1, 1, 1),
                 limits=Limits(5.0, 20.0, max_restarts=10**6),
             ),
-            roster=self.roster,
+            registry=self.registry,
             send=self._send,
             kill=self._kill,
             inform=lambda _event: None,
@@ -131,8 +131,8 @@ class World(RuleBasedStateMachine):
 
     def _join(self, node: str) -> None:
         slot = Slot(f"{node}-{next(self.names)}", "token", node, "block", heard=self.now)
-        self.roster.slots[slot.name] = slot
-        self.roster.completes(slot)
+        self.registry.slots[slot.name] = slot
+        self.registry.completes(slot)
         self.processes[slot.name] = Process(slot.name, node)
 
     def _send(self, slot: str, message: ToSlot) -> None:
@@ -145,8 +145,8 @@ class World(RuleBasedStateMachine):
         self._lose(slot.name, crash=True)
 
     def _lose(self, name: str, *, crash: bool) -> None:
-        slot = self.roster.slots.pop(name)
-        self.roster.incomplete(slot)
+        slot = self.registry.slots.pop(name)
+        self.registry.incomplete(slot)
         self.manager.on_lost(slot, "gone", crash=crash)
         self._join(slot.node)
 
@@ -174,7 +174,7 @@ class World(RuleBasedStateMachine):
                     self._receive(process)
                 if random.random() >= lazy:
                     self._act(process)
-                if process.outbox and process.slot in self.roster.slots and random.random() >= lazy:
+                if process.outbox and process.slot in self.registry.slots and random.random() >= lazy:
                     self._report(process)
             self.wait(0.2)
 
@@ -187,7 +187,7 @@ class World(RuleBasedStateMachine):
             if process.slot in self.processes:
                 self._act(process)
         for process in list(self.processes.values()):
-            while process.outbox and process.slot in self.roster.slots:
+            while process.outbox and process.slot in self.registry.slots:
                 self._report(process)
         self.wait(0.5)
 
@@ -196,7 +196,7 @@ class World(RuleBasedStateMachine):
         """Time passes, and all that live give signs of life."""
         self.now += seconds
         for name, process in self.processes.items():
-            slot = self.roster.slots[name]
+            slot = self.registry.slots[name]
             slot.heard = self.now
             self.manager.on_heartbeat(slot, self._waited(process))
         self.manager.advance()
@@ -257,7 +257,7 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def hear_again(self, data: st.DataObject) -> None:
         """Let a message of long ago arrive a second time."""
-        slots = sorted(slot for slot, messages in self.heard.items() if messages and slot in self.roster.slots)
+        slots = sorted(slot for slot, messages in self.heard.items() if messages and slot in self.registry.slots)
         if slots:
             slot = data.draw(st.sampled_from(slots))
             self._hear(slot, data.draw(st.sampled_from(self.heard[slot])))
@@ -311,7 +311,7 @@ class World(RuleBasedStateMachine):
             self._hear(process.slot, message)
 
     def _hear(self, name: str, message: RunReport | RunEnded) -> None:
-        slot = self.roster.slots[name]
+        slot = self.registry.slots[name]
         if isinstance(message, RunEnded):
             self.manager.on_run_ended(slot, message)
         else:
@@ -457,7 +457,7 @@ class World(RuleBasedStateMachine):
             for slot in managed.machine.participants:
                 assert slot not in owners
                 owners[slot] = managed.machine.name
-        for name, slot in self.roster.slots.items():
+        for name, slot in self.registry.slots.items():
             assert slot.busy == owners.get(name)
 
     @invariant()

@@ -145,8 +145,8 @@ def test_a_late_end_of_an_earlier_run_does_not_free_a_slot_that_runs_another(sta
     stage.turn()
     assert stage.runs["s0"] > earlier
     late = RunEnded("t", earlier, RunFinished(stage.report()), serialize(1))
-    stage.manager.on_run_ended(stage.roster.slots["s0"], late)
-    assert stage.roster.slots["s0"].busy == "t"
+    stage.manager.on_run_ended(stage.registry.slots["s0"], late)
+    assert stage.registry.slots["s0"].busy == "t"
     assert stage.turn() == []
 
 
@@ -157,7 +157,7 @@ def test_a_slot_uses_the_rendezvous_of_its_own_training_only(stage: Stage) -> No
     stage.sent.clear()
     for slot, group in (("s1", "t/1"), ("s3", "t/1"), ("s0", "t/1")):
         request = StoreRequest(group, 1, "set", ("x",), 1.0, payload=b"value")
-        stage.manager.on_store_request(stage.roster.slots[slot], request)
+        stage.manager.on_store_request(stage.registry.slots[slot], request)
     assert [(slot, message.ok) for slot, message in stage.sent] == [("s1", False), ("s3", False), ("s0", True)]
 
 
@@ -298,14 +298,14 @@ def test_a_training_whose_new_nodes_are_not_free_is_paused_rather_than_kept_wait
 
 def test_a_node_that_the_batch_system_takes_is_left_at_once_whatever_the_planner_says(stage: Stage) -> None:
     stage.running("n0", "n1")
-    stage.roster.slots["s1"].leaving = True
+    stage.registry.slots["s1"].leaving = True
     stage.turn()
     assert (stage.place("s0"), stage.place("s1")) == ((0, 1, False), (None, 0, False))
 
 
 def test_a_training_whose_nodes_are_all_taken_is_paused_at_once_though_others_are_free(stage: Stage) -> None:
     stage.running("n0")
-    stage.roster.slots["s0"].leaving = True
+    stage.registry.slots["s0"].leaving = True
     assert kinds(stage.on("n1")) == [("s0", "pause")]
 
 

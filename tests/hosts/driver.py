@@ -54,7 +54,7 @@ def main() -> None:
     plan = json.loads(sys.argv[1])
     directory = Path(plan["directory"])
     settings = {
-        name: timedelta(seconds=value) if name in ("silence", "loss_timeout") else value
+        name: timedelta(seconds=value) if name in ("heartbeat_timeout", "peer_timeout") else value
         for name, value in plan["settings"].items()
     }
     policy = ScriptedPolicy(1)

@@ -101,7 +101,7 @@ class Login:
             "nodes": len(nodes),
             "enter": hosts.entering("FREETRAIN_CLUSTER_NODE"),
             "nodes_per_block": None if provider == "slurm" else 1,  # 1: a host that was lost can be had again alone
-            "settings": {"silence": 5, "loss_timeout": 5, **settings},
+            "settings": {"heartbeat_timeout": 5, "peer_timeout": 5, **settings},
         }
         self._errors = (directory / "driver.err").open("wb")
         self._process = hosts["login"].popen(

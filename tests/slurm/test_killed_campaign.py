@@ -24,7 +24,7 @@ block: {partition: preemptible, command_timeout: 5 s}
 network: {driver_address: 127.0.0.1}
 planner: {startup: 8 s, min_useful: 10 s, closing_margin: 3 s, max_walltime: 10 min, idle_timeout: 3 s, settle: 1 s}
 manners: {poll_interval: 1 s, submissions_per_minute: 60}
-trainings: {threads_per_slot: 1, silence: 30 s}
+trainings: {threads_per_slot: 1, heartbeat_timeout: 30 s}
 checkpoints: {interval: %s}
 """
 

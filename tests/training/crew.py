@@ -265,7 +265,7 @@ class CrewRun:
                 self._lose(member)  # passes messages itself: who else was ready may not be any more
                 return
             if what == "ended":
-                failed = content.error and not content.error.startswith("PeerLost")
+                failed = content.error and not content.error.startswith("PeerFailed")
                 if failed or isinstance(content.end, Finished):
                     self._tell_all("end")
 

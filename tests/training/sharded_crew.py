@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from freetrain_parsl.protocol.options import Code, SessionOptions
-from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import is_sharded
 from freetrain_parsl.training.group.process_group import Group
 
@@ -52,8 +52,10 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any]:
     """Go on from the newest checkpoint up to a step, save there, and return the whole parameters."""
-    keeper = Keeper(SessionOptions("net", root, code=Code("tests:train", {"tests.train": "1"})), lambda: group)
-    restored = keeper.restore()
+    checkpoint_manager = CheckpointManager(
+        SessionOptions("net", root, code=Code("tests:train", {"tests.train": "1"})), lambda: group
+    )
+    restored = checkpoint_manager.restore()
     net = model()
     if shard:
         from torch.distributed.fsdp import fully_shard
@@ -63,10 +65,10 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
-    keeper.sharded = is_sharded(objects)
+    checkpoint_manager.sharded = is_sharded(objects)
     step = 0
     if restored is not None:
-        keeper.load_into(objects, restored)
+        checkpoint_manager.load_into(objects, restored)
         step = restored.state["step"]
     while step < until:
         x, y = (part.chunk(group.size)[group.rank] for part in batch(step))
@@ -76,12 +78,12 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
         scheduler.step()
         step += 1
     state = {"objects": {name: target.state_dict() for name, target in objects.items()}, "step": step}
-    keeper.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
-    keeper.close()
+    checkpoint_manager.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
+    checkpoint_manager.close()
     return {
         "parameters": {name: whole(value) for name, value in net.state_dict().items()},
-        "newest": None if keeper.newest is None else str(keeper.newest.path),
-        "sharded": keeper.sharded,
+        "newest": None if checkpoint_manager.newest is None else str(checkpoint_manager.newest.path),
+        "sharded": checkpoint_manager.sharded,
     }
 
 
@@ -106,11 +108,11 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.fsdp import fully_shard
 
-    keeper = Keeper(SessionOptions("net", root), lambda: group)
-    keeper.restore()
+    checkpoint_manager = CheckpointManager(SessionOptions("net", root), lambda: group)
+    checkpoint_manager.restore()
     net = fully_shard(model())
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    keeper.sharded = True
+    checkpoint_manager.sharded = True
     go_on, write_data = threading.Event(), FileSystemWriter.write_data
 
     def held(writer: Any, plan: Any, planner: Any) -> Any:
@@ -126,7 +128,7 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
         optimizer.zero_grad()
 
     def save(step: int, *, wait: bool) -> None:
-        keeper.save(
+        checkpoint_manager.save(
             lambda: {"objects": {"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "step": step},
             step=step, epoch=0, reason="test", wait=wait, mark=step,
         )  # fmt: skip
@@ -135,18 +137,24 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
     saved = {name: whole(value) for name, value in net.state_dict().items()}
     with mock.patch.object(FileSystemWriter, "write_data", held):
         save(1, wait=False)
-        ready = keeper.ready
+        ready = checkpoint_manager.ready
         make_a_step()
         save(2, wait=False)  # is skipped
         go_on.set()
-        keeper.advance()
+        checkpoint_manager.advance()
         if full_rank is None:
-            keeper.advance()
-    newest = None if keeper.newest is None else keeper.newest.step
-    entries = [path.name for path in sorted(keeper.path.glob("step-*"))]
+            checkpoint_manager.advance()
+    newest = None if checkpoint_manager.newest is None else checkpoint_manager.newest.step
+    entries = [path.name for path in sorted(checkpoint_manager.path.glob("step-*"))]
     save(2, wait=True)
-    keeper.close()
-    return {"ready": ready, "saved": saved, "newest": newest, "entries": entries, "last": keeper.newest.step}
+    checkpoint_manager.close()
+    return {
+        "ready": ready,
+        "saved": saved,
+        "newest": newest,
+        "entries": entries,
+        "last": checkpoint_manager.newest.step,
+    }
 
 
 def member(orders: Connection) -> None:

@@ -66,7 +66,7 @@ def test_two_processes_refuse_a_plain_loop_instead_of_finishing_with_different_m
     for outcome in crew.run(2, tmp_path, plain_loop):
         assert outcome is not None
         assert outcome.end is None
-        assert outcome.error.startswith(("UsageError: SGD.step() was called outside", "PeerLost"))
+        assert outcome.error.startswith(("UsageError: SGD.step() was called outside", "PeerFailed"))
 
 
 def test_a_long_loop_without_prepare_is_refused_before_it_ends(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_the_closing_time_drives_the_last_save(tmp_path: Path) -> None:
     run = Run(tmp_path, save_margin=timedelta(seconds=2))
 
     def function(session: Any) -> Any:
-        run.notice.close_after(timedelta(seconds=10.5))
+        run.mailbox.close_after(timedelta(seconds=10.5))
         return ticking(run, 1.0)(session)
 
     end = run(function)
@@ -49,7 +49,7 @@ def test_a_fragment_knows_from_earlier_ones_how_long_a_write_takes(tmp_path: Pat
     (checkpoint / "manifest.json").write_text(sign_manifest({**manifest, "write_seconds": 3.0}))
 
     def function(session: Any) -> Any:
-        run.notice.close_after(timedelta(seconds=10.5))
+        run.mailbox.close_after(timedelta(seconds=10.5))
         return ticking(run, 1.0)(session)
 
     end = run(function)
@@ -71,8 +71,8 @@ def test_a_closing_time_that_moves_away_lets_the_training_go_on(tmp_path: Path) 
     run = Run(tmp_path)
 
     def function(session: Any) -> Any:
-        run.notice.close_after(timedelta(seconds=1))
-        run.notice.close_after(None)
+        run.mailbox.close_after(timedelta(seconds=1))
+        run.mailbox.close_after(None)
         return ticking(run, 1.0)(session)
 
     assert isinstance(run(function), Finished)
@@ -82,13 +82,13 @@ def patient(run: Run) -> Any:
     """Return `classify`, with steps of a second each that are long enough for what is written beside them."""
 
     def function(session: Any) -> Any:
-        steps, keeper = session.step, session._engine.keeper
+        steps, checkpoint_manager = session.step, session._runtime.checkpoint_manager
 
         def slow_step(loss: torch.Tensor) -> None:
             steps(loss)
             run.clock.now += 1.0
-            if keeper.busy:
-                keeper._background._running.result(20)
+            if checkpoint_manager.busy:
+                checkpoint_manager._background._running.result(20)
 
         session.step = slow_step
         return classify(session)

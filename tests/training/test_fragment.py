@@ -79,7 +79,7 @@ def test_a_fragment_that_is_paused_at_once_does_not_write_its_state_again(tmp_pa
     before = run.paused_after(5)
 
     def at_once(session: Any) -> Any:
-        run.notice.pause_requested.set()
+        run.mailbox.pause_requested.set()
         return classify(session)
 
     after = run(at_once)
@@ -138,7 +138,7 @@ def test_an_except_exception_of_the_user_does_not_stop_a_pause(tmp_path: Path) -
 
     def careless(session: Any) -> None:
         try:
-            run.notice.pause_requested.set()
+            run.mailbox.pause_requested.set()
             classify(session)
         except Exception as error:  # noqa: BLE001 - the user's own, under test
             swallowed.append(error)
@@ -151,7 +151,7 @@ def test_not_even_a_bare_except_turns_a_pause_into_an_end(tmp_path: Path) -> Non
     run = Run(tmp_path)
 
     def stubborn(session: Any) -> str:
-        run.notice.pause_requested.set()
+        run.mailbox.pause_requested.set()
         try:
             classify(session)
         except BaseException:  # noqa: BLE001 - the user's own, under test

@@ -92,7 +92,7 @@ def test_a_lost_member_ends_the_others_which_go_back_to_the_last_checkpoint(crew
     ends(crew.run(2, tmp_path / "cut", classify_sharded, pause_after=4))
     outcomes = crew.run(3, tmp_path / "cut", classify_sharded, kill_after=9)
     survivors = [outcome for outcome in outcomes if outcome]
-    assert [outcome.error.partition(":")[0] for outcome in survivors] == ["PeerLost"] * 2
+    assert [outcome.error.partition(":")[0] for outcome in survivors] == ["PeerFailed"] * 2
     assert max(outcome.seconds for outcome in survivors) < 10
     after = crew.run(2, tmp_path / "cut", classify_sharded, pause_after=11)
     assert {outcome.pid for outcome in after if outcome} == {outcome.pid for outcome in survivors}
@@ -145,6 +145,6 @@ def test_an_order_to_leave_wakes_those_who_wait_for_a_stopped_member(crew: Crew,
         for member in others:
             member.tell("order", Regroup(None, abort=True))
         run.until(lambda: all(member.outcome for member in others), 10)
-        assert [member.outcome and member.outcome.error.partition(":")[0] for member in others] == ["PeerLost"] * 2
+        assert [member.outcome and member.outcome.error.partition(":")[0] for member in others] == ["PeerFailed"] * 2
     finally:
         os.kill(stopped.process.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from training_crew import SAMPLES, Dictionary, Normed, Outcome, classify, evaluate_on_first, fail, run_member
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 from freetrain_parsl.training.group.process_group import RendezvousStore, join
 
@@ -83,7 +83,7 @@ def test_survivors_of_a_killed_peer_say_so_and_can_go_on(crew: Crew, tmp_path: P
     outcomes = crew.run(3, tmp_path, classify, kill_rank=1, kill_after=9)
     assert outcomes[1] is None
     survivors = [outcome for outcome in outcomes if outcome]
-    assert [outcome.error.split(":")[0] for outcome in survivors] == ["PeerLost"] * 2
+    assert [outcome.error.split(":")[0] for outcome in survivors] == ["PeerFailed"] * 2
     assert max(outcome.seconds for outcome in survivors) < 10
     after = crew.run(2, tmp_path, classify)
     assert {outcome.pid for outcome in after if outcome} == {outcome.pid for outcome in survivors}
@@ -96,7 +96,7 @@ def test_survivors_of_a_killed_peer_say_so_and_can_go_on(crew: Crew, tmp_path: P
 def test_an_error_on_one_member_is_its_own_there_and_a_lost_peer_elsewhere(crew: Crew, tmp_path: Path) -> None:
     outcomes = crew.run(2, tmp_path, fail, rank=1)
     assert [outcome.error.split(":")[0] for outcome in outcomes if outcome] == [
-        "PeerLost",
+        "PeerFailed",
         "ZeroDivisionError",
     ]
 
@@ -120,6 +120,6 @@ def test_all_members_refuse_a_training_whose_checkpoints_are_all_damaged(crew: C
 def test_members_that_do_not_come_are_lost_peers() -> None:
     store = RendezvousStore(Dictionary(), timedelta(seconds=0.2))
     membership = Membership("net", rank=0, world_size=2, meeting=timedelta(seconds=0.2), interface="lo")
-    with pytest.raises(PeerLost, match="did not all meet"):
+    with pytest.raises(PeerFailed, match="did not all meet"):
         join(membership, store)
     assert not torch.distributed.is_initialized()

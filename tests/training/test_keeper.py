@@ -29,7 +29,7 @@ from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.storage.entry import sign_manifest
 from freetrain_parsl.storage.root import check_writable, identify_root
 from freetrain_parsl.training.checkpoints.format import Checkpoints
-from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.group.process_group import Group
 from tests.small_disk import fill, small_disk
 
@@ -51,7 +51,9 @@ class Kept:
         self.problem: OSError | None = None
         self.states = 0
         self.weight = torch.zeros(4)
-        self.keeper = Keeper(SessionOptions("net", root, **options), lambda: self.group, clock=self.clock)
+        self.checkpoint_manager = CheckpointManager(
+            SessionOptions("net", root, **options), lambda: self.group, clock=self.clock
+        )
         real_save = Checkpoints.save
 
         def save(checkpoints: Checkpoints, *args: Any, **kwargs: Any) -> Any:
@@ -73,28 +75,28 @@ class Kept:
         return {"objects": {"weight": self.weight}}
 
     def save(self, step: int, *, wait: bool = False, **options: Any) -> None:
-        self.keeper.save(self.state, step=step, epoch=0, reason="test", wait=wait, **options)
+        self.checkpoint_manager.save(self.state, step=step, epoch=0, reason="test", wait=wait, **options)
 
     def settle(self) -> None:
         """Let the write in the background come to its end, as far as it gets."""
         self.may_write.set()
-        self.keeper._background._running.result(20)
+        self.checkpoint_manager._background._running.result(20)
 
     def fail(self, code: int) -> None:
         self.problem = OSError(code, os.strerror(code))
 
     def steps(self) -> list[int]:
-        return [entry.step for entry in self.keeper._directory.entries()]
+        return [entry.step for entry in self.checkpoint_manager._directory.entries()]
 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     kept = Kept(tmp_path, monkeypatch, checkpoint_interval=timedelta(seconds=10))
-    kept.keeper.restore()
+    kept.checkpoint_manager.restore()
     yield kept
     kept.may_write.set()
     kept.problem = None
-    kept.keeper.close()
+    kept.checkpoint_manager.close()
 
 
 def read(path: Path) -> Any:
@@ -107,15 +109,15 @@ def read(path: Path) -> Any:
 def test_a_periodic_save_returns_before_it_is_written_and_counts_once_it_is(kept: Kept) -> None:
     kept.may_write.clear()
     kept.save(1)
-    assert kept.keeper.busy
-    kept.keeper.poll()
-    assert kept.keeper.newest is None
+    assert kept.checkpoint_manager.busy
+    kept.checkpoint_manager.poll()
+    assert kept.checkpoint_manager.newest is None
     kept.settle()
-    assert kept.keeper.newest is None  # until the training looks
-    kept.keeper.poll()
-    assert kept.keeper.newest is not None
-    assert kept.keeper.newest.step == 1
-    assert not kept.keeper.busy
+    assert kept.checkpoint_manager.newest is None  # until the training looks
+    kept.checkpoint_manager.poll()
+    assert kept.checkpoint_manager.newest is not None
+    assert kept.checkpoint_manager.newest.step == 1
+    assert not kept.checkpoint_manager.busy
 
 
 def test_what_the_training_does_while_it_is_written_is_not_in_it(kept: Kept) -> None:
@@ -123,8 +125,8 @@ def test_what_the_training_does_while_it_is_written_is_not_in_it(kept: Kept) -> 
     kept.save(1)
     kept.weight += 5
     kept.settle()
-    kept.keeper.poll()
-    assert read(kept.keeper.newest.path).tolist() == [0.0] * 4
+    kept.checkpoint_manager.poll()
+    assert read(kept.checkpoint_manager.newest.path).tolist() == [0.0] * 4
 
 
 def test_a_periodic_save_is_skipped_while_one_is_written(kept: Kept) -> None:
@@ -133,7 +135,7 @@ def test_a_periodic_save_is_skipped_while_one_is_written(kept: Kept) -> None:
     kept.save(1)
     kept.save(2)
     assert kept.states == 1
-    assert not kept.keeper.due(kept.clock() + 1000)
+    assert not kept.checkpoint_manager.due(kept.clock() + 1000)
     kept.settle()
     assert kept.steps() == [1]
 
@@ -144,7 +146,7 @@ def test_a_last_save_waits_for_the_one_that_is_written(kept: Kept) -> None:
     threading.Timer(0.05, kept.may_write.set).start()
     kept.save(2, wait=True)
     assert kept.steps() == [2, 1]
-    assert kept.keeper.newest.step == 2
+    assert kept.checkpoint_manager.newest.step == 2
 
 
 def test_a_state_that_is_being_written_is_not_written_again(kept: Kept) -> None:
@@ -164,7 +166,7 @@ def test_other_members_neither_write_nor_make_a_state(tmp_path: Path, monkeypatc
     other = Kept(tmp_path, monkeypatch, group=Group(1, 2))
     other.save(1)
     other.save(2, wait=True)
-    other.keeper.close()
+    other.checkpoint_manager.close()
     assert (other.states, list(tmp_path.iterdir())) == (0, [])
 
 
@@ -172,19 +174,19 @@ def test_closing_waits_for_the_write(kept: Kept) -> None:
     kept.may_write.clear()
     kept.save(1)
     threading.Timer(0.05, kept.may_write.set).start()
-    kept.keeper.close()
-    assert kept.keeper.newest.step == 1
-    assert not list(kept.keeper.path.glob(".tmp-*"))
+    kept.checkpoint_manager.close()
+    assert kept.checkpoint_manager.newest.step == 1
+    assert not list(kept.checkpoint_manager.path.glob(".tmp-*"))
 
 
 SAVES_AND_ENDS = """
 import sys
 from pathlib import Path
 import torch
-from freetrain_parsl.training.checkpoints.manager import Keeper
+from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.protocol.options import SessionOptions
-keeper = Keeper(SessionOptions("net", Path(sys.argv[1])), Group)
+keeper = CheckpointManager(SessionOptions("net", Path(sys.argv[1])), Group)
 keeper.restore()
 keeper.save(lambda: {"objects": {"w": torch.ones(2_000_000)}}, step=1, epoch=0, reason="test", wait=False)
 assert keeper.newest is None
@@ -197,13 +199,13 @@ def test_the_interpreter_waits_for_a_write_when_it_exits(tmp_path: Path) -> None
 
 
 def test_the_time_until_a_save_is_durable_includes_the_rest_of_the_one_that_is_written(kept: Kept) -> None:
-    kept.keeper.assume_size(490_000_000)
-    alone = kept.keeper.write_seconds_estimate
+    kept.checkpoint_manager.assume_size(490_000_000)
+    alone = kept.checkpoint_manager.write_seconds_estimate
     kept.may_write.clear()
     kept.save(1)
-    assert kept.keeper.write_seconds_estimate == pytest.approx(2 * alone)
+    assert kept.checkpoint_manager.write_seconds_estimate == pytest.approx(2 * alone)
     kept.clock.now += 4.0
-    assert kept.keeper.write_seconds_estimate == pytest.approx(2 * alone - 4)
+    assert kept.checkpoint_manager.write_seconds_estimate == pytest.approx(2 * alone - 4)
 
 
 # ── who writes ────────────────────────────────────────────────────────────────────────────────────
@@ -217,13 +219,13 @@ def test_the_next_first_member_shuts_out_the_one_before(
     kept.save(5)
     heir = Kept(tmp_path, monkeypatch, group=Group(1, 2, 0))
     heir.group = Group(0, 1, 1)
-    heir.keeper.rejoin()
+    heir.checkpoint_manager.rejoin()
     kept.settle()
-    kept.keeper.poll()
+    kept.checkpoint_manager.poll()
     assert "another process has taken over (generation 1" in caplog.text
     heir.save(4, wait=True)
     assert heir.steps() == [4]
-    heir.keeper.close()
+    heir.checkpoint_manager.close()
 
 
 def test_the_next_first_member_knows_the_newest_checkpoint(
@@ -231,9 +233,9 @@ def test_the_next_first_member_knows_the_newest_checkpoint(
 ) -> None:
     kept.save(5, wait=True)
     heir = Kept(tmp_path, monkeypatch, group=Group(0, 1, 1))
-    heir.keeper.rejoin()
-    assert heir.keeper.newest.step == 5
-    heir.keeper.close()
+    heir.checkpoint_manager.rejoin()
+    assert heir.checkpoint_manager.newest.step == 5
+    heir.checkpoint_manager.close()
 
 
 def test_a_first_member_that_stays_goes_on_writing_in_the_new_group(kept: Kept) -> None:
@@ -241,19 +243,19 @@ def test_a_first_member_that_stays_goes_on_writing_in_the_new_group(kept: Kept) 
     kept.may_write.clear()
     kept.save(1)
     kept.group = Group(0, 1, 1)
-    kept.keeper.rejoin()
+    kept.checkpoint_manager.rejoin()
     kept.settle()
     kept.save(2, wait=True)
     assert kept.steps() == [2, 1]
-    assert "generation 1" in (kept.keeper.path / "writer").read_text()
+    assert "generation 1" in (kept.checkpoint_manager.path / "writer").read_text()
 
 
 def test_manifests_tell_where_a_checkpoint_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keeper = Keeper(SessionOptions("net", tmp_path, code=OLD), lambda: Group(0, 1, 7))
-    keeper.restore()
-    keeper.save(lambda: {"objects": {}}, step=3, epoch=1, reason="test", wait=False)
-    keeper.close()
-    manifest = json.loads((keeper.newest.path / "manifest.json").read_text())
+    checkpoint_manager = CheckpointManager(SessionOptions("net", tmp_path, code=OLD), lambda: Group(0, 1, 7))
+    checkpoint_manager.restore()
+    checkpoint_manager.save(lambda: {"objects": {}}, step=3, epoch=1, reason="test", wait=False)
+    checkpoint_manager.close()
+    manifest = json.loads((checkpoint_manager.newest.path / "manifest.json").read_text())
     told = {
         name: manifest[name]
         for name in ("format", "trainer", "step", "epoch", "reason", "world_size", "generation", "code")
@@ -271,13 +273,13 @@ OLD = Code("app:train", {"app.train": "1", "app.LR": "1"})
 NEW = Code("app:train", {"app.train": "1", "app.LR": "2", "app.augment": "3"})
 
 
-def restored(tmp_path: Path, code: Code | None, **options: Any) -> tuple[Keeper, int | None]:
+def restored(tmp_path: Path, code: Code | None, **options: Any) -> tuple[CheckpointManager, int | None]:
     """Go on, with this code, from a checkpoint of step 5 of the old code."""
-    before = Keeper(SessionOptions("net", tmp_path, code=OLD), Group)
+    before = CheckpointManager(SessionOptions("net", tmp_path, code=OLD), Group)
     before.restore()
     before.save(lambda: {"objects": {}}, step=5, epoch=0, reason="test", wait=True)
     before.close()
-    after = Keeper(SessionOptions("net", tmp_path, code=code, **options), Group)
+    after = CheckpointManager(SessionOptions("net", tmp_path, code=code, **options), Group)
     try:
         found = after.restore()
     finally:
@@ -287,8 +289,8 @@ def restored(tmp_path: Path, code: Code | None, **options: Any) -> tuple[Keeper,
 
 @pytest.mark.parametrize("code", [OLD, None])
 def test_a_checkpoint_of_the_same_code_is_gone_on_from_without_a_word(tmp_path: Path, code: Code | None) -> None:
-    keeper, step = restored(tmp_path, code)
-    assert (step, keeper.code_note) == (5, "")
+    checkpoint_manager, step = restored(tmp_path, code)
+    assert (step, checkpoint_manager.code_note) == (5, "")
 
 
 def test_a_checkpoint_of_other_code_is_refused_and_the_message_tells_the_remedy(tmp_path: Path) -> None:
@@ -302,38 +304,38 @@ def test_a_checkpoint_of_other_code_is_refused_and_the_message_tells_the_remedy(
 
 
 def test_a_checkpoint_of_other_code_is_gone_on_from_if_that_was_asked_for(tmp_path: Path) -> None:
-    keeper, step = restored(tmp_path, NEW, on_code_change="resume")
+    checkpoint_manager, step = restored(tmp_path, NEW, on_code_change="resume")
     assert step == 5
-    assert "was written by other code (changed: app.LR, app.augment); going on from it" in keeper.code_note
+    assert "was written by other code (changed: app.LR, app.augment); going on from it" in checkpoint_manager.code_note
 
 
 def test_a_restart_sets_the_checkpoints_of_other_code_aside(tmp_path: Path) -> None:
-    keeper, step = restored(tmp_path, NEW, on_code_change="restart")
+    checkpoint_manager, step = restored(tmp_path, NEW, on_code_change="restart")
     assert step is None
     aside = tmp_path / "net" / "set-aside-1"
-    assert str(aside) in keeper.code_note
+    assert str(aside) in checkpoint_manager.code_note
     assert [path.name for path in aside.iterdir()] == ["step-0000000005"]
-    again = Keeper(SessionOptions("net", tmp_path, code=NEW, on_code_change="restart"), Group)
+    again = CheckpointManager(SessionOptions("net", tmp_path, code=NEW, on_code_change="restart"), Group)
     assert again.restore() is None
     again.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
     again.close()
-    later = Keeper(SessionOptions("net", tmp_path, code=NEW, on_code_change="restart"), Group)
+    later = CheckpointManager(SessionOptions("net", tmp_path, code=NEW, on_code_change="restart"), Group)
     assert later.restore().entry.step == 1, "it goes on from what the new code has written"
     later.close()
 
 
 def test_code_of_another_python_cannot_be_compared_and_that_is_said(tmp_path: Path) -> None:
-    keeper, step = restored(tmp_path, Code("app:train", {"app.train": "9"}, "3.99"))
+    checkpoint_manager, step = restored(tmp_path, Code("app:train", {"app.train": "9"}, "3.99"))
     assert step == 5
-    assert "whether the code has changed since cannot be said" in keeper.code_note
+    assert "whether the code has changed since cannot be said" in checkpoint_manager.code_note
 
 
 def test_a_call_of_edited_code_begins_anew_and_says_how_to_go_on(tmp_path: Path) -> None:
-    before = Keeper(SessionOptions("train-0000-aaaa", tmp_path, code=OLD, call="train-0000"), Group)
+    before = CheckpointManager(SessionOptions("train-0000-aaaa", tmp_path, code=OLD, call="train-0000"), Group)
     before.restore()
     before.save(lambda: {"objects": {}}, step=5, epoch=0, reason="test", wait=True)
     before.close()
-    after = Keeper(SessionOptions("train-0000-bbbb", tmp_path, code=NEW, call="train-0000"), Group)
+    after = CheckpointManager(SessionOptions("train-0000-bbbb", tmp_path, code=NEW, call="train-0000"), Group)
     assert after.restore() is None
     after.close()
     assert "its code has changed since train-0000-aaaa, which has a checkpoint of step 5" in after.code_note
@@ -342,22 +344,22 @@ def test_a_call_of_edited_code_begins_anew_and_says_how_to_go_on(tmp_path: Path)
 
 def test_another_format_is_refused_by_name(kept: Kept) -> None:
     kept.save(1, wait=True)
-    path = kept.keeper.newest.path / "manifest.json"
-    manifest = kept.keeper.newest.manifest()
+    path = kept.checkpoint_manager.newest.path / "manifest.json"
+    manifest = kept.checkpoint_manager.newest.manifest()
     path.write_text(json.dumps({**manifest, "format": 2, "freetrain": "0.4"}))
     with pytest.raises(CheckpointMismatch, match=r"format 2, this version reads 3; go on with .*\(freetrain 0\.4\)"):
-        kept.keeper.restore()
+        kept.checkpoint_manager.restore()
     path.write_text(sign_manifest({**manifest, "format": 4, "freetrain": "0.9"}))
     with pytest.raises(CheckpointMismatch, match=r"format 4, this version reads 3; go on with .*\(freetrain 0\.9\)"):
-        kept.keeper.restore()
+        kept.checkpoint_manager.restore()
 
 
 def test_a_flip_in_the_format_falls_back_to_the_checkpoint_before(kept: Kept) -> None:
     kept.save(1, wait=True)
     kept.save(2, wait=True)
-    path = kept.keeper.newest.path / "manifest.json"
+    path = kept.checkpoint_manager.newest.path / "manifest.json"
     path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
-    restored = kept.keeper.restore()
+    restored = kept.checkpoint_manager.restore()
     assert restored is not None
     assert (restored.entry.step, restored.refused) == (1, (str(path.parent),))
 
@@ -367,14 +369,14 @@ def test_a_flip_in_the_format_falls_back_to_the_checkpoint_before(kept: Kept) ->
 
 def test_a_stated_interval_runs_from_the_beginning_of_one_save_to_that_of_the_next(kept: Kept) -> None:
     start = kept.clock()
-    assert not kept.keeper.due(start)
-    assert not kept.keeper.due(start + 9)
-    assert kept.keeper.due(start + 10)
+    assert not kept.checkpoint_manager.due(start)
+    assert not kept.checkpoint_manager.due(start + 9)
+    assert kept.checkpoint_manager.due(start + 10)
     kept.save(1)
     kept.settle()
-    kept.keeper.poll()
-    assert not kept.keeper.due(start + 19)
-    assert kept.keeper.due(start + 20)
+    kept.checkpoint_manager.poll()
+    assert not kept.checkpoint_manager.due(start + 19)
+    assert kept.checkpoint_manager.due(start + 20)
 
 
 def test_without_a_stated_interval_it_follows_from_the_measured_cost(
@@ -382,11 +384,11 @@ def test_without_a_stated_interval_it_follows_from_the_measured_cost(
 ) -> None:
     """A copy that stops the training for 2 s, and a loss every hour: about sqrt(2·2·3600) s = 120 s."""
     kept = Kept(tmp_path, monkeypatch)
-    kept.keeper._schedule.measured(blocked=2.0, slowdown=0.0)
-    assert kept.keeper.interval.total_seconds() == pytest.approx(121, abs=2)
-    kept.keeper._checkpoints._write_seconds.append(100.0)
-    assert kept.keeper.interval == timedelta(seconds=2 * 150)  # twice the most that a write may take
-    kept.keeper.close()
+    kept.checkpoint_manager._schedule.measured(blocked=2.0, slowdown=0.0)
+    assert kept.checkpoint_manager.interval.total_seconds() == pytest.approx(121, abs=2)
+    kept.checkpoint_manager._checkpoints._write_seconds.append(100.0)
+    assert kept.checkpoint_manager.interval == timedelta(seconds=2 * 150)  # twice the most that a write may take
+    kept.checkpoint_manager.close()
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────
@@ -395,7 +397,7 @@ def test_without_a_stated_interval_it_follows_from_the_measured_cost(
 def fail_in_background(kept: Kept, step: int) -> None:
     kept.save(step)
     kept.settle()
-    kept.keeper.poll()
+    kept.checkpoint_manager.poll()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
@@ -405,7 +407,7 @@ def test_a_background_write_that_fails_is_told_with_its_cause_and_the_next_try(
     kept.save(1, wait=True)
     kept.fail(code)
     fail_in_background(kept, 2)
-    where = f"trainer net: cannot write a checkpoint of step 2 in {kept.keeper.path}"
+    where = f"trainer net: cannot write a checkpoint of step 2 in {kept.checkpoint_manager.path}"
     assert caplog.messages == [f"{where}: {os.strerror(code)}; training goes on, next try in 0:00:10"]
     assert kept.steps() == [1]
 
@@ -416,11 +418,11 @@ def test_tries_become_rare_and_a_success_makes_them_regular_again(kept: Kept) ->
     seconds = []
     for step in range(2, 12):
         fail_in_background(kept, step)
-        seconds.append(kept.keeper.interval.total_seconds())
+        seconds.append(kept.checkpoint_manager.interval.total_seconds())
     assert seconds == [10, 20, 40, 80, 160, 320, 640, 640, 640, 640]
     kept.problem = None
     kept.save(20, wait=True)
-    assert kept.keeper.interval == timedelta(seconds=10)
+    assert kept.checkpoint_manager.interval == timedelta(seconds=10)
 
 
 def test_a_cause_is_warned_of_once_and_again_after_a_success(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
@@ -441,7 +443,7 @@ def test_a_training_whose_checkpoints_are_too_large_for_any_file_comes_to_a_clea
     kept.save(5)
     kept.settle()
     with pytest.raises(TrainingError, match=r"none of 5 checkpoints could be written .*File too large.*make room"):
-        kept.keeper.poll()
+        kept.checkpoint_manager.poll()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
@@ -450,21 +452,23 @@ def test_a_directory_that_cannot_be_used_for_now_never_ends_a_training(kept: Kep
     kept.fail(code)
     for step in range(1, 9):
         fail_in_background(kept, step)
-    assert kept.keeper.storage_problem.startswith(f"the checkpoint directory {kept.keeper.path.parent} ")
-    assert kept.keeper.storage_problem.endswith(f"({errno.errorcode[code]})")
+    assert kept.checkpoint_manager.storage_problem.startswith(
+        f"the checkpoint directory {kept.checkpoint_manager.path.parent} "
+    )
+    assert kept.checkpoint_manager.storage_problem.endswith(f"({errno.errorcode[code]})")
     kept.problem = None
     fail_in_background(kept, 9)
-    assert (kept.keeper.storage_problem, kept.steps()) == ("", [9])
+    assert (kept.checkpoint_manager.storage_problem, kept.steps()) == ("", [9])
 
 
 def test_a_save_that_has_to_be_made_is_told_by_its_cause_if_it_fails(kept: Kept) -> None:
     kept.fail(errno.ENOSPC)
-    with pytest.raises(StorageUnavailable, match=f"step 3 in {kept.keeper.path}: No space left on device"):
+    with pytest.raises(StorageUnavailable, match=f"step 3 in {kept.checkpoint_manager.path}: No space left on device"):
         kept.save(3, wait=True)
 
 
 def save_last(kept: Kept, step: int, *, patiently: bool) -> None:
-    kept.keeper.save_last(kept.state, patiently=patiently, step=step, epoch=0, reason="test")
+    kept.checkpoint_manager.save_last(kept.state, patiently=patiently, step=step, epoch=0, reason="test")
 
 
 def test_a_fragment_that_has_to_end_on_a_full_disk_ends_and_says_which_checkpoint_remains(
@@ -474,7 +478,7 @@ def test_a_fragment_that_has_to_end_on_a_full_disk_ends_and_says_which_checkpoin
     kept.fail(errno.ENOSPC)
     save_last(kept, 3, patiently=False)
     assert kept.steps() == [1]
-    assert f"ends without a checkpoint of step 3; the newest is {kept.keeper.newest.path}" in caplog.text
+    assert f"ends without a checkpoint of step 3; the newest is {kept.checkpoint_manager.newest.path}" in caplog.text
 
 
 def test_the_last_state_of_a_training_is_saved_when_the_disk_has_room_again(
@@ -514,19 +518,19 @@ def test_a_mount_that_is_missing_is_not_written_beneath(tmp_path: Path) -> None:
     """Nor taken for a training without checkpoints, which would start afresh."""
     root = tmp_path / "root"
     check_writable(root)
-    keeper = Keeper(SessionOptions("net", root, root_identity=identify_root(root)), Group)
-    keeper.restore()
-    keeper.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
-    keeper.close()
+    checkpoint_manager = CheckpointManager(SessionOptions("net", root, root_identity=identify_root(root)), Group)
+    checkpoint_manager.restore()
+    checkpoint_manager.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
+    checkpoint_manager.close()
     root.rename(tmp_path / "unmounted")
     root.mkdir()
     with pytest.raises(StorageUnavailable, match=r"cannot use the checkpoint directory"):
-        keeper.restore()
+        checkpoint_manager.restore()
     assert list(root.iterdir()) == []
     root.rmdir()
     (tmp_path / "unmounted").rename(root)
-    assert keeper.restore().entry.step == 1
-    keeper.close()
+    assert checkpoint_manager.restore().entry.step == 1
+    checkpoint_manager.close()
 
 
 def test_a_directory_that_cannot_be_taken_over_is_only_a_warning(
@@ -535,12 +539,12 @@ def test_a_directory_that_cannot_be_taken_over_is_only_a_warning(
     """The training goes on in the new group; the next checkpoint tries again."""
     heir = Kept(tmp_path, monkeypatch, group=Group(0, 1, 1))
     heir.fail(errno.EROFS)
-    heir.keeper.rejoin()
+    heir.checkpoint_manager.rejoin()
     assert "Read-only file system; training goes on" in caplog.text
     heir.problem = None
     heir.save(1, wait=True)
     assert heir.steps() == [1]
-    heir.keeper.close()
+    heir.checkpoint_manager.close()
 
 
 def test_a_failure_that_nobody_will_look_at_any_more_is_told_at_the_end(
@@ -548,7 +552,7 @@ def test_a_failure_that_nobody_will_look_at_any_more_is_told_at_the_end(
 ) -> None:
     kept.fail(errno.ENOSPC)
     kept.save(1)
-    kept.keeper.close()
+    kept.checkpoint_manager.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "No space left on device" in caplog.text
 
@@ -556,33 +560,35 @@ def test_a_failure_that_nobody_will_look_at_any_more_is_told_at_the_end(
 def test_the_limit_of_a_real_file_is_told_and_leaves_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = Keeper(SessionOptions("net", tmp_path), Group)
-    keeper.restore()
-    keeper.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
+    checkpoint_manager = CheckpointManager(SessionOptions("net", tmp_path), Group)
+    checkpoint_manager.restore()
+    checkpoint_manager.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        keeper.save(lambda: {"objects": {"w": torch.ones(10_000)}}, step=2, epoch=0, reason="test", wait=False)
-        keeper._background._running.result(20)
+        checkpoint_manager.save(
+            lambda: {"objects": {"w": torch.ones(10_000)}}, step=2, epoch=0, reason="test", wait=False
+        )
+        checkpoint_manager._background._running.result(20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    keeper.close()
+    checkpoint_manager.close()
     assert "File too large" in caplog.text
-    assert [path.name for path in sorted(keeper.path.iterdir())] == ["latest", "step-0000000001", "writer"]
+    assert [path.name for path in sorted(checkpoint_manager.path.iterdir())] == ["latest", "step-0000000001", "writer"]
 
 
 def test_a_full_file_system_is_told_and_leaves_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path / "small", "256k") as root:
-        keeper = Keeper(SessionOptions("net", root), Group)
-        keeper.restore()
+        checkpoint_manager = CheckpointManager(SessionOptions("net", root), Group)
+        checkpoint_manager.restore()
         for step, size in ((1, 1000), (2, 1_000_000), (3, 1000)):
             state = {"objects": {"w": torch.full((size,), float(step))}}
-            keeper.save(lambda state=state: state, step=step, epoch=0, reason="test", wait=False)
-            keeper._background._running.result(20)
-        keeper.close()
+            checkpoint_manager.save(lambda state=state: state, step=step, epoch=0, reason="test", wait=False)
+            checkpoint_manager._background._running.result(20)
+        checkpoint_manager.close()
         assert caplog.text.count("step 2 in") == caplog.text.count("No space left on device") == 1
-        assert keeper.newest.verify()[1]["step"] == 3
-        assert [path.name for path in sorted(keeper.path.glob("*"))] == [
+        assert checkpoint_manager.newest.verify()[1]["step"] == 3
+        assert [path.name for path in sorted(checkpoint_manager.path.glob("*"))] == [
             "latest", "step-0000000001", "step-0000000003", "writer",
         ]  # fmt: skip
 
@@ -590,22 +596,24 @@ def test_a_full_file_system_is_told_and_leaves_the_one_before(tmp_path: Path, ca
 def test_a_state_that_has_to_be_saved_takes_the_room_of_older_checkpoints(tmp_path: Path) -> None:
     """On a disk that is full of other things; the newest intact one goes only when the new one is there."""
     with small_disk(tmp_path / "small", "256k") as root:
-        keeper = Keeper(SessionOptions("net", root), Group)
-        keeper.restore()
+        checkpoint_manager = CheckpointManager(SessionOptions("net", root), Group)
+        checkpoint_manager.restore()
 
         def save(step: int) -> None:
             state = {"objects": {"w": torch.full((4000,), float(step))}}
-            keeper.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
+            checkpoint_manager.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
 
         save(1)
         save(2)
         fill(root / "others")
         save(3)
-        steps = [entry.step for entry in keeper._directory.entries()]
+        steps = [entry.step for entry in checkpoint_manager._directory.entries()]
         fill(root / "more")
         with pytest.raises(StorageUnavailable):
-            keeper.save(lambda: {"objects": {"w": torch.ones(40_000)}}, step=4, epoch=0, reason="test", wait=True)
-        left = keeper._directory.entries()
+            checkpoint_manager.save(
+                lambda: {"objects": {"w": torch.ones(40_000)}}, step=4, epoch=0, reason="test", wait=True
+            )
+        left = checkpoint_manager._directory.entries()
         left[0].verify()
-        keeper.close()
+        checkpoint_manager.close()
         assert (steps, [entry.step for entry in left]) == ([3, 2], [3])

@@ -14,7 +14,7 @@ from training_crew import SAMPLES, Data, net
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.data.loader import check_dataset, to_device
-from freetrain_parsl.training.fragment import Membership, Notice, Paused, run_alone, run_fragment
+from freetrain_parsl.training.fragment import ControlMailbox, Membership, Paused, run_alone, run_fragment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def test_worker_processes_fetch_the_same_batches_in_every_epoch(tmp_path: Path) 
 
 
 def test_a_pause_leaves_no_worker_process_behind(tmp_path: Path) -> None:
-    notice = Notice()
+    mailbox = ControlMailbox()
     others = multiprocessing.active_children()
 
     def train(session: Any) -> None:
@@ -84,14 +84,14 @@ def test_a_pause_leaves_no_worker_process_behind(tmp_path: Path) -> None:
             for x, y in data:
                 session.step(cross_entropy(model(x), y))
                 assert len(multiprocessing.active_children()) > len(others)
-                notice.pause_requested.set()
+                mailbox.pause_requested.set()
 
     end = run_fragment(
         train,
         options=SessionOptions("net", tmp_path),
         membership=Membership("net"),
         meet=lambda membership: None,
-        notice=notice,
+        mailbox=mailbox,
         report=lambda _progress: None,
     )
     assert isinstance(end, Paused)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from training_crew import Dictionary
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Membership
 from freetrain_parsl.training.group.process_group import RendezvousStore, gist, is_lost_peer, join
 
@@ -76,7 +76,7 @@ def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeyp
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     membership = Membership("net", world_size=2, meeting=timedelta(seconds=0.1), interface="lo")
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerFailed):
         join(membership, store)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert "NCCL_SOCKET_IFNAME" not in os.environ
@@ -90,7 +90,7 @@ def test_after_a_meeting_that_failed_the_next_is_at_the_same_keys_as_for_a_newco
         met.append([])
         backend = Dictionary()
         backend.set = lambda key, value, keys=met[-1]: keys.append(key)
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerFailed):
             join(membership, RendezvousStore(backend))
     assert met[0] == met[1] != []
 
@@ -98,7 +98,7 @@ def test_after_a_meeting_that_failed_the_next_is_at_the_same_keys_as_for_a_newco
 @pytest.mark.parametrize(
     "error",
     [
-        PeerLost("gone"),
+        PeerFailed("gone"),
         RuntimeError(GLOO),
         RuntimeError("Timed out waiting 10000ms for recv operation to complete"),
         dist.DistBackendError("NCCL communicator was aborted on rank 1."),

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.group import reachability
 from freetrain_parsl.training.group.reachability import check_reachable
 
@@ -26,7 +26,7 @@ def answers(addresses: list[str], timeout: float = 20.0) -> list[BaseException |
     def one(rank: int) -> BaseException | None:
         try:
             check_reachable(store, rank, len(addresses), addresses[rank])
-        except PeerLost as error:
+        except PeerFailed as error:
             return error
         return None
 

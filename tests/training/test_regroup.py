@@ -252,7 +252,7 @@ def test_a_loss_that_is_not_a_number_ends_the_training_on_all_members(crew: Crew
 
 def test_an_error_of_the_users_own_ends_the_others_too(crew: Crew, tmp_path: Path) -> None:
     run = crew.start(3, tmp_path, fail, rank=1)
-    assert [kind(outcome) for outcome in run.outcomes()] == ["PeerLost", "ZeroDivisionError", "PeerLost"]
+    assert [kind(outcome) for outcome in run.outcomes()] == ["PeerFailed", "ZeroDivisionError", "PeerFailed"]
 
 
 def kind(outcome: Outcome | None) -> str:

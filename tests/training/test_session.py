@@ -281,7 +281,7 @@ def test_random_numbers_before_the_loop_are_the_same_in_all_fragments(tmp_path: 
         drawn.append(torch.rand(1).item())
         for x, y in loop(session, 1):
             session.step(cross_entropy(model(x), y))
-            run.notice.pause_requested.set()
+            run.mailbox.pause_requested.set()
 
     assert isinstance(run(train), Paused)
     run(train)

@@ -12,7 +12,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.training.mailbox import Membership, Notice
+from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def test_a_rank_outside_its_group_is_refused(rank: int, world_size: int) -> None
 
 def test_a_notice_counts_down_and_can_be_taken_back() -> None:
     now = [100.0]
-    notice = Notice(lambda: now[0])
-    assert notice.closes_in() is None
-    notice.close_after(timedelta(seconds=30))
+    mailbox = ControlMailbox(lambda: now[0])
+    assert mailbox.closes_in() is None
+    mailbox.close_after(timedelta(seconds=30))
     now[0] = 110.0
-    assert notice.closes_in() == 20
-    notice.close_after(None)
-    assert notice.closes_in() is None
+    assert mailbox.closes_in() == 20
+    mailbox.close_after(None)
+    assert mailbox.closes_in() is None
 
 
 def test_the_terms_do_not_import_torch() -> None:

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.training.fragment import Finished, Membership, Notice, Paused, run_fragment
+from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, Paused, run_fragment
 from freetrain_parsl.training.group.process_group import RendezvousStore, join
 from freetrain_parsl.training.group.state_transfer import pass_on
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SAMPLES = 53
-NOTICE = Notice()
+NOTICE = ControlMailbox()
 """The notice of the fragment that runs in this process, for trainings that pause themselves."""
 
 
@@ -160,8 +160,8 @@ def first_before_the_loop(session: Any, *, gates: dict[int, Path]) -> tuple[bool
 
 def join_repeatedly(session: Any, *, tries: int, seconds: float, ready: Path, go: Path) -> tuple[int, str]:
     """Form one group after the other, all but the first member late, until one is refused; how many formed, and why."""
-    first = session._engine.group
-    meet = session._engine._members._meet
+    first = session._runtime.group
+    meet = session._runtime._members._meet
     first.leave()
     ready.with_suffix(f".{first.rank}").touch()
     while not go.exists():
@@ -179,7 +179,7 @@ def join_repeatedly(session: Any, *, tries: int, seconds: float, ready: Path, go
         )
         try:
             join(place, meet(place)).leave()
-        except PeerLost as error:
+        except PeerFailed as error:
             return number, str(error)
     return tries, ""
 
@@ -235,16 +235,16 @@ def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any
     make = session.step
 
     def step(loss: torch.Tensor) -> bool:
-        stepper = session._engine.stepper
-        complete = stepper._sum.complete
+        batch_runner = session._runtime.batch_runner
+        complete = batch_runner._sum.complete
         if session.metrics["steps"] == at and session.rank == rank:
 
             def complete_and_lose(*arguments: Any) -> None:
-                stepper._sum.complete = complete
+                batch_runner._sum.complete = complete
                 complete(*arguments)
-                raise PeerLost("a network that fails for this member only")
+                raise PeerFailed("a network that fails for this member only")
 
-            stepper._sum.complete = complete_and_lose
+            batch_runner._sum.complete = complete_and_lose
         return make(loss)
 
     session.step = step
@@ -253,7 +253,7 @@ def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any
 
 def pass_states(session: Any) -> bool:
     """Send a state of all kinds from the first two members to the others; whether it arrived as it was."""
-    group = session._engine.group
+    group = session._runtime.group
     tied = torch.arange(6.0).reshape(2, 3)
     state = {
         "numbers": [1, 2.5, None, True, "text", (3, "four")],
@@ -300,15 +300,15 @@ def run_member(
     root: Path,
     membership: Membership | None,
     meet: Any = None,
-    notice: Notice | None = None,
+    mailbox: ControlMailbox | None = None,
     tell: Any = lambda _report: None,
     name: str = "net",
     **options: Any,
 ) -> Outcome:
     """Run a training here; errors become text, so that they travel."""
-    if notice is None:
-        notice = NOTICE
-        notice.pause_requested.clear()
+    if mailbox is None:
+        mailbox = NOTICE
+        mailbox.pause_requested.clear()
     reports: list[Any] = []
 
     def report(item: Any) -> None:
@@ -325,7 +325,7 @@ def run_member(
             options=SessionOptions(name, root, **options),
             membership=membership,
             meet=meet,
-            notice=notice,
+            mailbox=mailbox,
             report=report,
         )
     except Exception as problem:  # noqa: BLE001 - whatever it is, the test wants to know
@@ -359,7 +359,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
             if what == "run":
                 number = content[0]
                 global NOTICE  # noqa: PLW0603 - trainings that pause themselves find it there; new before any order for it comes
-                NOTICE = Notice()
+                NOTICE = ControlMailbox()
                 work.put((content, NOTICE))
             elif what == "order":
                 NOTICE.order(content)
@@ -373,7 +373,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        (number, function, kwargs, options), notice = work.get()
+        (number, function, kwargs, options), mailbox = work.get()
         send(
             number,
             "ended",
@@ -381,7 +381,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
                 function,
                 kwargs,
                 meet=lambda _membership: store,
-                notice=notice,
+                mailbox=mailbox,
                 tell=lambda report, number=number: send(number, "report", report),
                 **options,
             ),

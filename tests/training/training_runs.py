@@ -8,7 +8,7 @@ import torch
 from training_crew import Data, classify
 
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.training.fragment import Finished, Membership, Notice, Paused, run_fragment
+from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, Paused, run_fragment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,10 +33,10 @@ class Run:
         self.clock = Clock()
         self.options = SessionOptions("net", root, **options)
         self.reports: list[Progress] = []
-        self.notice = Notice(self.clock)
+        self.mailbox = ControlMailbox(self.clock)
 
     def __call__(self, function: Any = classify, **kwargs: Any) -> Finished | Paused:
-        self.notice = Notice(self.clock)
+        self.mailbox = ControlMailbox(self.clock)
         return run_fragment(
             function,
             (),
@@ -44,7 +44,7 @@ class Run:
             options=self.options,
             membership=Membership("net"),
             meet=lambda membership: None,
-            notice=self.notice,
+            mailbox=self.mailbox,
             report=self.reports.append,
             clock=self.clock,
         )
@@ -65,7 +65,7 @@ def pausing(run: Run, step: int) -> Any:
         def step_and_notice(loss: torch.Tensor) -> None:
             steps(loss)
             if session.metrics["steps"] == step:
-                run.notice.pause_requested.set()
+                run.mailbox.pause_requested.set()
 
         session.step = step_and_notice
         return classify(session, **kwargs)

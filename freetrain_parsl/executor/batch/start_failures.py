@@ -10,8 +10,8 @@ from freetrain_parsl.windows.base import BlockState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.executor.batch.submitter import BatchDesk
-    from freetrain_parsl.executor.control.slot_registry import Block, Roster
+    from freetrain_parsl.executor.batch.submitter import JobSubmitter
+    from freetrain_parsl.executor.control.slot_registry import Block, SlotRegistry
 
 __all__ = ["StartWatch"]
 
@@ -25,7 +25,7 @@ class StartWatch:
 
     Parameters
     ----------
-    roster, desk
+    registry, submitter
         The driver's.
     startup
         Seconds that a start may take.
@@ -33,20 +33,22 @@ class StartWatch:
         Seconds.
     """
 
-    def __init__(self, roster: Roster, desk: BatchDesk, *, startup: float, clock: Callable[[], float]) -> None:
-        self._roster = roster
-        self._desk = desk
+    def __init__(
+        self, registry: SlotRegistry, submitter: JobSubmitter, *, startup: float, clock: Callable[[], float]
+    ) -> None:
+        self._registry = registry
+        self._submitter = submitter
         self._startup = startup
         self._clock = clock
 
     def look(self) -> None:
         """Note the blocks whose slots have stayed."""
         now = self._clock()
-        for block in self._roster.blocks.values():
+        for block in self._registry.blocks.values():
             if not block.works and block.joined is not None and now - block.joined >= _SETTLED:
-                block.works = bool(self._roster.of_block(block.name))
+                block.works = bool(self._registry.of_block(block.name))
                 if block.works:
-                    self._desk.works()
+                    self._submitter.works()
 
     def ended(self, block: Block, state: BlockState, said: str) -> None:
         """Take the end of a block that the batch system tells; `said` describes it."""
@@ -55,13 +57,13 @@ class StartWatch:
         # One that started shortly before its window closed reached its walltime without having had a chance.
         in_vain = state is BlockState.TIMED_OUT and self._ran_in_vain(block, self._startup)
         if in_vain or state in (BlockState.COMPLETED, BlockState.FAILED):
-            self._desk.failed_to_start(block.name, block.job, said)
+            self._submitter.failed_to_start(block.name, block.job, said)
 
     def given_back(self, block: Block, least: float) -> None:
         """Take a block that is about to be given back; it failed if it ran for `least` seconds without any slot."""
         if not block.releasing and block.started is not None and self._ran_in_vain(block, max(least, self._startup)):
             ran = format_span(self._clock() - block.started)
-            self._desk.failed_to_start(block.name, block.job, f"ran for {ran} and no worker connected")
+            self._submitter.failed_to_start(block.name, block.job, f"ran for {ran} and no worker connected")
 
     def _ran_in_vain(self, block: Block, seconds: float) -> bool:
         return block.joined is None and block.started is not None and self._clock() - block.started >= seconds

@@ -35,7 +35,15 @@ _OF_THIS_HOST = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 )
 
-__all__ = ["BatchDesk", "BatchSystemEnded", "BlockRefused", "BlockSubmitted", "DeskClosed", "DeskPost", "StartsFailed"]
+__all__ = [
+    "BatchSystemEnded",
+    "BlockRefused",
+    "BlockSubmitted",
+    "JobSubmitter",
+    "StartsFailed",
+    "SubmissionsEnded",
+    "SubmitterMessage",
+]
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class BlockRefused:
 
 
 @dataclass(frozen=True)
-class DeskClosed:
+class SubmissionsEnded:
     """The desk submits nothing any more, for `reason`: refusals or failed starts came in a row."""
 
     reason: str
@@ -97,10 +105,12 @@ class _FailedStart:
     how: str
 
 
-DeskPost: TypeAlias = "Survey | BlockSubmitted | BlockRefused | DeskClosed | StartsFailed | BatchSystemEnded"
+SubmitterMessage: TypeAlias = (
+    "Survey | BlockSubmitted | BlockRefused | SubmissionsEnded | StartsFailed | BatchSystemEnded"
+)
 
 
-class BatchDesk(threading.Thread):
+class JobSubmitter(threading.Thread):
     """Asks, submits and cancels; answers arrive through `post`, in this thread.
 
     Parameters
@@ -134,7 +144,7 @@ class BatchDesk(threading.Thread):
         self,
         source: WindowSource,
         launch: Callable[[BlockSpec], str],
-        post: Callable[[DeskPost], None],
+        post: Callable[[SubmitterMessage], None],
         *,
         interval: float,
         submissions_per_minute: int,
@@ -174,7 +184,7 @@ class BatchDesk(threading.Thread):
         self._cancel_after = 0.0
         self._resting = False
         self._closed = False
-        self._in_the_dark_until = -math.inf
+        self._unknown_outcome_until = -math.inf
         self._stopping = False
 
     def order(self, spec: BlockSpec) -> None:
@@ -244,7 +254,7 @@ class BatchDesk(threading.Thread):
             self.join(timeout)
         jobs, self._watched = set(self._watched), {}
         try:
-            if self._clock() < self._in_the_dark_until:
+            if self._clock() < self._unknown_outcome_until:
                 jobs.update(self._source.find_jobs(self._job_prefix))
             if jobs:
                 self._source.cancel(sorted(jobs))
@@ -339,7 +349,7 @@ class BatchDesk(threading.Thread):
             return
         refusal = self._source.explain_refusal(complaint_of(error))
         if isinstance(error, TimeoutExpired):
-            self._in_the_dark_until = self._clock() + self._DARKNESS
+            self._unknown_outcome_until = self._clock() + self._DARKNESS
         self._post(BlockRefused(spec.block, refusal.reason))
         with self._condition:
             self._count_refusal(refusal.reason, passing=refusal.passing or _is_of_this_host(error))
@@ -381,7 +391,7 @@ class BatchDesk(threading.Thread):
 
     def _close_for_good(self, reason: str) -> None:
         self.stop_submitting()
-        self._post(DeskClosed(reason))
+        self._post(SubmissionsEnded(reason))
 
     def _cancel_blocks(self, blocks: set[str]) -> None:
         jobs = [job for job, block in self._watched.items() if block in blocks]
@@ -403,7 +413,7 @@ class BatchDesk(threading.Thread):
             survey = self._source.survey(jobs)
             if lingering := [job for job, status in survey.blocks.items() if status.lingers]:
                 self._source.cancel(lingering)
-            if begin < self._in_the_dark_until and (
+            if begin < self._unknown_outcome_until and (
                 strays := self._source.find_jobs(self._job_prefix).keys() - set(jobs)
             ):
                 logger.info("cancelling %s, submitted though nobody could tell", ", ".join(sorted(strays)))

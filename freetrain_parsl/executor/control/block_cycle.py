@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from freetrain_parsl.executor.batch.start_failures import StartWatch
-    from freetrain_parsl.executor.batch.submitter import BatchDesk
-    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.executor.batch.submitter import JobSubmitter
+    from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.planning.settings import PlannerSettings
     from freetrain_parsl.windows.base import BlockStatus, Survey
 
@@ -31,7 +31,7 @@ class BlockCycle:
 
     Parameters
     ----------
-    roster, desk, starts
+    registry, submitter, starts
         The driver's.
     settings
         The planner's.
@@ -47,8 +47,8 @@ class BlockCycle:
 
     def __init__(
         self,
-        roster: Roster,
-        desk: BatchDesk,
+        registry: SlotRegistry,
+        submitter: JobSubmitter,
         starts: StartWatch,
         *,
         settings: PlannerSettings,
@@ -57,8 +57,8 @@ class BlockCycle:
         lose: Callable[[Slot, str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._roster = roster
-        self._desk = desk
+        self._registry = registry
+        self._submitter = submitter
         self._starts = starts
         self._settings = settings
         self._emit = emit
@@ -69,20 +69,20 @@ class BlockCycle:
     def order(self, request: ev.RequestBlock) -> None:
         """Order a block of the batch desk."""
         name, nodes, seconds, closes = request.block, request.nodes, request.seconds, request.window.closes
-        self._roster.blocks[name] = Block(name, nodes, seconds, closes)
+        self._registry.blocks[name] = Block(name, nodes, seconds, closes)
         least = min(seconds, least_walltime(self._settings))
-        self._desk.order(BlockSpec(name, nodes, seconds, least, request.pinned))
+        self._submitter.order(BlockSpec(name, nodes, seconds, least, request.pinned))
         self._write(record.BlockRequested(name, list(nodes), seconds, closes))
 
     def on_submitted(self, name: str, job: str) -> None:
         """Note the batch system's id of a block."""
-        if (block := self._roster.blocks.get(name)) is not None:
+        if (block := self._registry.blocks.get(name)) is not None:
             block.job = job
         self._write(record.BlockSubmitted(name, job))
 
     def on_survey(self, survey: Survey) -> None:
         """Take what the batch system says of our blocks, and of others' jobs that could start on their nodes."""
-        for block in list(self._roster.blocks.values()):
+        for block in list(self._registry.blocks.values()):
             if (status := survey.blocks.get(block.job)) is None:
                 continue
             self._follow(block, status)
@@ -105,9 +105,9 @@ class BlockCycle:
         Batch systems end a job up to a minute after its walltime: whoever waits for the nodes gets them in time.
         """
         now = self._clock()
-        for block in self._roster.blocks.values():
+        for block in self._registry.blocks.values():
             left = block.loses_nodes_at(now) - now
-            busy = any(slot.busy is not None for slot in self._roster.of_block(block.name))
+            busy = any(slot.busy is not None for slot in self._registry.of_block(block.name))
             if (
                 block.started
                 and not block.releasing
@@ -118,19 +118,19 @@ class BlockCycle:
 
     def release(self, name: str) -> None:
         """Give a block back that the planner does not want any more."""
-        if (block := self._roster.blocks.get(name)) is not None:
+        if (block := self._registry.blocks.get(name)) is not None:
             self._starts.given_back(block, self._settings.join_timeout)
             self._give_back(block, "was given back" if block.started else "never started and was withdrawn")
 
     def end(self, name: str, reason: str) -> None:
         """Forget a block that has ended or never will start, and what was on it."""
-        block = self._roster.drop_block(name)
+        block = self._registry.drop_block(name)
         if block is None:
             return
         logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
         self._write(record.BlockEnded(name, list(block.nodes), reason))
-        self._desk.forget(block.job)
-        for slot in self._roster.of_block(name):
+        self._submitter.forget(block.job)
+        for slot in self._registry.of_block(name):
             self._lose(slot, f"its block {reason}")
         self._emit(ev.BlockEnded(self._clock(), name))
 
@@ -144,7 +144,7 @@ class BlockCycle:
             self.end(block.name, block.releasing or said)
         elif status.state is BlockState.HELD and not block.releasing:
             block.releasing = said
-            self._desk.reject(block.name, said)
+            self._submitter.reject(block.name, said)
         elif status.nodes and not block.started:
             self._start(block, status.nodes, status.ends)
 
@@ -159,7 +159,7 @@ class BlockCycle:
     def _give_back(self, block: Block, reason: str) -> None:
         if not block.releasing:
             block.releasing = reason
-            self._desk.withdraw(block.name)
+            self._submitter.withdraw(block.name)
             self._write(record.BlockReleased(block.name, reason))
 
 

@@ -20,17 +20,17 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted
 from freetrain_parsl.executor.batch.start_failures import StartWatch
 from freetrain_parsl.executor.batch.submitter import (
-    BatchDesk,
     BatchSystemEnded,
     BlockRefused,
     BlockSubmitted,
-    DeskClosed,
+    JobSubmitter,
     StartsFailed,
+    SubmissionsEnded,
 )
 from freetrain_parsl.executor.control.block_cycle import BlockCycle
 from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.control.plain_tasks import Task, TaskQueue
-from freetrain_parsl.executor.control.slot_registry import Block, Roster, Slot
+from freetrain_parsl.executor.control.slot_registry import Block, Slot, SlotRegistry
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.environment import Difference, compare, describe_environment
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
@@ -93,7 +93,7 @@ class ControlLoop(threading.Thread):
         What the planner is made of.
     server, journal
         Owned by this thread from its start on.
-    desk
+    submitter
         The batch desk; its `post` must be this driver's.
     training_settings
         See `TrainingSettings`.
@@ -101,7 +101,7 @@ class ControlLoop(threading.Thread):
         Slots that make a node complete.
     outdated
         What the batch system told is not relied on for longer than so many seconds.
-    silence
+    heartbeat_timeout
         A slot that says nothing for so many seconds is lost.
     submit_slot
         Submits one more slot task to HTEX, named by a token.
@@ -130,12 +130,12 @@ class ControlLoop(threading.Thread):
         policy: Policy,
         planner_settings: PlannerSettings | None,
         server: SlotServer,
-        desk: BatchDesk,
+        submitter: JobSubmitter,
         journal: Journal,
         training_settings: TrainingSettings,
         slots_per_node: int,
         outdated: float,
-        silence: float,
+        heartbeat_timeout: float,
         submit_slot: Callable[[str], None],
         fail_all: Callable[[Exception], None],
         clock: Callable[[], float],
@@ -145,11 +145,11 @@ class ControlLoop(threading.Thread):
         super().__init__(name="freetrain-driver", daemon=True)
         self._planner = Planner(policy, planner_settings, on_decision=self._record_decision)
         self._server = server
-        self._desk = desk
+        self._submitter = submitter
         self._journal = journal
         self._outdated = outdated
         self._surveyed_at: float | None = None
-        self._silence = silence
+        self._heartbeat_timeout = heartbeat_timeout
         self._peer_timeout = training_settings.limits.peer_timeout
         self._submit_slot = submit_slot
         self._fail_all = fail_all
@@ -162,11 +162,11 @@ class ControlLoop(threading.Thread):
         self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
-        self._roster = Roster(slots_per_node)
-        self._starts = StartWatch(self._roster, desk, startup=self._planner.settings.startup, clock=self._clock)
+        self._registry = SlotRegistry(slots_per_node)
+        self._starts = StartWatch(self._registry, submitter, startup=self._planner.settings.startup, clock=self._clock)
         self._blocks = BlockCycle(
-            self._roster,
-            desk,
+            self._registry,
+            submitter,
             self._starts,
             settings=self._planner.settings,
             emit=self._events.append,
@@ -176,7 +176,7 @@ class ControlLoop(threading.Thread):
         )
         self._manager = TrainingManager(
             training_settings,
-            roster=self._roster,
+            registry=self._registry,
             send=server.send,
             kill=self._kill,
             set_aside=self._set_aside,
@@ -184,7 +184,7 @@ class ControlLoop(threading.Thread):
             journal=journal,
             clock=self._clock,
         )
-        self._tasks = TaskQueue(self._roster, slots_per_node, server.send)
+        self._tasks = TaskQueue(self._registry, slots_per_node, server.send)
         self._windows: tuple[Window, ...] = ()
         self._notes: tuple[str, ...] = ()
         self._tokens = 0
@@ -224,7 +224,7 @@ class ControlLoop(threading.Thread):
             reason = f"the driver of the FreeTrain executor failed: {error!r}; see freetrain.log in the run directory"
             self._fail_all(TrainingInterrupted(reason))
         finally:
-            for slot in self._roster.slots:
+            for slot in self._registry.slots:
                 self._server.send(slot, Exit())
             self._journal.close()
             self._server.close()
@@ -249,7 +249,7 @@ class ControlLoop(threading.Thread):
         self._tasks.serve()
         self._blocks.leave_in_time()
         self._end_if_closed()
-        self._desk.rest(not (self._planner.trainers or self._tasks.waiting or self._roster.blocks))
+        self._submitter.rest(not (self._planner.trainers or self._tasks.waiting or self._registry.blocks))
         self._journal.commit()
 
     def _listen(self, wait: float) -> None:
@@ -301,7 +301,7 @@ class ControlLoop(threading.Thread):
         elif isinstance(item, StartsFailed):
             next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
             self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
-        elif isinstance(item, DeskClosed):
+        elif isinstance(item, SubmissionsEnded):
             self._close(BatchSystemError(item.reason))
         elif isinstance(item, CancelTraining):
             self._manager.cancel(item.future)
@@ -332,7 +332,7 @@ class ControlLoop(threading.Thread):
                 logger.info("about the plan: %s", note)
         self._notes = survey.notes
         self._blocks.on_survey(survey)
-        for _ in range(self._roster.overdue(self._clock(), self._PATIENCE)):
+        for _ in range(self._registry.overdue(self._clock(), self._PATIENCE)):
             self._order_slot()
 
     def _close(self, error: BatchSystemError) -> None:
@@ -344,14 +344,14 @@ class ControlLoop(threading.Thread):
 
     def _end_if_closed(self) -> None:
         """Fail what is left once no slot is there, and no block that could bring one."""
-        if self._closed is None or self._roster.slots:
+        if self._closed is None or self._registry.slots:
             return
-        if not any(block.works for block in self._roster.blocks.values()):
+        if not any(block.works for block in self._registry.blocks.values()):
             self._manager.fail_all(self._closed)
             self._fail_all(self._closed)
 
     def _on_slot_task_ended(self, ended: SlotTaskEnded) -> None:
-        slot = self._roster.by_token(ended.token)
+        slot = self._registry.by_token(ended.token)
         if slot is not None:
             self._lose(slot, f"its process ended: {ended.error}", crash=True)
         elif isinstance(ended.error, ManagerLost):
@@ -361,38 +361,38 @@ class ControlLoop(threading.Thread):
             self._order_missing_slots()
             return
         else:
-            self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
+            self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
             self._failed_starts += 1
             logger.warning("a slot could not start: %s", ended.error)
         if self._failed_starts >= self._MOST_FAILED_STARTS:
-            self._desk.stop_submitting()
+            self._submitter.stop_submitting()
             self._close(
                 BatchSystemError(
                     f"{self._failed_starts} slots in a row could not start on their nodes, the last: {ended.error}"
                 )
             )
-        elif self._roster.blocks:
+        elif self._registry.blocks:
             self._order_slot()
 
     def _on_interchange_ended(self, reason: str) -> None:
         """Leave the blocks whose worker pools knew the interchange: they end soon, and would take their slots along."""
         self._write(record.InterchangeEnded("", reason))
-        for block in {slot.block for slot in self._roster.slots.values()}:
-            if (held := self._roster.blocks.get(block)) is not None:
+        for block in {slot.block for slot in self._registry.slots.values()}:
+            if (held := self._registry.blocks.get(block)) is not None:
                 self._blocks.make_way(held, self._clock(), "lost HTEX's interchange")
 
     def _on_interchange_restarted(self) -> None:
         self._write(record.InterchangeRestarted(""))
-        self._roster.tasks_queued = 0  # they are lost with the old one
+        self._registry.tasks_queued = 0  # they are lost with the old one
         self._order_missing_slots()
 
     def _order_missing_slots(self) -> None:
-        for _ in range(self._roster.missing_tasks()):
+        for _ in range(self._registry.missing_tasks()):
             self._order_slot()
 
     def _order_slot(self) -> None:
         self._tokens += 1
-        self._roster.tasks_queued += 1
+        self._registry.tasks_queued += 1
         self._submit_slot(f"slot-{self._tokens}")
 
     # Slots.
@@ -409,7 +409,7 @@ class ControlLoop(threading.Thread):
 
     def _count_fault(self, name: str, reason: str) -> None:
         """Give a slot up that sends many messages which cannot be handled."""
-        slot = self._roster.slots.get(name)
+        slot = self._registry.slots.get(name)
         if slot is None:
             logger.warning("dropped a message of the unknown peer %s: %s", name, reason)
             return
@@ -426,7 +426,7 @@ class ControlLoop(threading.Thread):
         if isinstance(message, Hello):
             self._on_hello(name, message)
             return
-        slot = self._roster.slots.get(name)
+        slot = self._registry.slots.get(name)
         if slot is None:
             # Lost already, as far as we know: whatever it runs, others may be running it by now.
             self._server.send(name, Exit(now=True))
@@ -463,16 +463,16 @@ class ControlLoop(threading.Thread):
             self._kill(slot, f"it does not do what it was given ({'task' if is_task else 'run'} {given})")
 
     def _on_hello(self, name: str, message: Hello) -> None:
-        if name in self._roster.slots:
+        if name in self._registry.slots:
             return  # repeated
         if name in self._known:
             self._server.send(name, Exit(now=True))  # lost meanwhile
             return
         self._known.add(name)
-        self._roster.tasks_queued = max(0, self._roster.tasks_queued - 1)
+        self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
         self._failed_starts = 0
         self._greeted.add(message.token)
-        block = self._roster.blocks.get(message.block)
+        block = self._registry.blocks.get(message.block)
         if block is None or block.releasing:
             # Its node may live on after the block: a batch system that lost its daemon there cannot end it, and its
             # worker pool would take one slot task after the other from those who wait for them.
@@ -482,13 +482,13 @@ class ControlLoop(threading.Thread):
         if self._refuse_environment(name, message, block):
             return
         slot = Slot(name, message.token, block.node_of(message.node), block.name, heard=self._clock())
-        self._roster.slots[name] = slot
+        self._registry.slots[name] = slot
         if block.joined is None:
             block.joined = self._clock()
         closes = block.loses_nodes_at(self._clock())
         self._server.send(name, Welcome(closes - self._clock()))
         self._write(record.SlotJoined(name, slot.node, block.name, message.pid))
-        if self._roster.completes(slot):
+        if self._registry.completes(slot):
             self._join_node(slot, block)
 
     def _join_node(self, slot: Slot, block: Block) -> None:
@@ -499,17 +499,17 @@ class ControlLoop(threading.Thread):
 
     def _set_aside(self, slot: Slot, reason: str) -> None:
         """Take a node out of the pool for some time: it works, but the others do not reach it."""
-        pause = self._roster.set_aside(slot.node, self._clock(), 2 * self._peer_timeout)
+        pause = self._registry.set_aside(slot.node, self._clock(), 2 * self._peer_timeout)
         logger.warning("node %s is set aside for %.0f s: %s", slot.node, pause, reason)
         self._write(record.NodeSetAside(slot.node, pause, reason))
-        if self._roster.incomplete(slot):
+        if self._registry.incomplete(slot):
             self._events.append(ev.NodesLeft(self._clock(), (slot.node,)))
             self._write(record.NodeLeft(slot.node, reason))
 
     def _take_back(self) -> None:
         """Put the nodes that were set aside into the pool again when their time is over."""
-        for slot in self._roster.returning(self._clock()):
-            if (block := self._roster.blocks.get(slot.block)) is not None and self._roster.completes(slot):
+        for slot in self._registry.returning(self._clock()):
+            if (block := self._registry.blocks.get(slot.block)) is not None and self._registry.completes(slot):
                 self._join_node(slot, block)
 
     def _refuse_environment(self, name: str, message: Hello, block: Block) -> bool:
@@ -531,7 +531,7 @@ class ControlLoop(threading.Thread):
             return False
         self._server.send(name, Exit(now=True, node=True))
         block.releasing = difference.text
-        self._desk.reject(block.name, difference.text)
+        self._submitter.reject(block.name, difference.text)
         if not self._environment_fits:
             # No node has fitted so far: this is the site's configuration, and further blocks would be wasted.
             self._fail_all(BatchSystemError(difference.text))
@@ -539,7 +539,7 @@ class ControlLoop(threading.Thread):
 
     def _on_closing(self, slot: Slot, message: Closing) -> None:
         slot.leaving = True
-        if (block := self._roster.blocks.get(slot.block)) is not None:
+        if (block := self._registry.blocks.get(slot.block)) is not None:
             block.warned = True
         self._events.append(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + message.closes_in))
         self._write(record.NodeClosing(slot.node, message.closes_in))
@@ -547,9 +547,9 @@ class ControlLoop(threading.Thread):
             self._lose(slot, "the batch system takes its node", crash=False)
 
     def _find_silent(self) -> None:
-        limit = self._listened - self._silence
-        for slot in [slot for slot in self._roster.slots.values() if slot.heard < limit]:
-            self._kill(slot, f"no sign of life for {self._silence:g} s")
+        limit = self._listened - self._heartbeat_timeout
+        for slot in [slot for slot in self._registry.slots.values() if slot.heard < limit]:
+            self._kill(slot, f"no sign of life for {self._heartbeat_timeout:g} s")
 
     def _kill(self, slot: Slot, reason: str) -> None:
         self._server.send(slot.name, Exit(now=True))
@@ -557,12 +557,12 @@ class ControlLoop(threading.Thread):
 
     def _lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Give a slot up: its node is incomplete, and what it ran must go on without it."""
-        self._roster.slots.pop(slot.name, None)
+        self._registry.slots.pop(slot.name, None)
         self._server.forget(slot.name)
-        crash = crash and not slot.leaving and slot.block in self._roster.blocks
+        crash = crash and not slot.leaving and slot.block in self._registry.blocks
         logger.log(logging.WARNING if crash else logging.INFO, "slot %s is lost: %s", slot.name, reason)
         self._write(record.SlotLost(slot.name, slot.node, reason))
-        if self._roster.incomplete(slot):
+        if self._registry.incomplete(slot):
             self._events.append(ev.NodesLeft(self._clock(), (slot.node,)))
             self._write(record.NodeLeft(slot.node, reason))
         self._manager.on_lost(slot, reason, crash=crash)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.protocol.messages import TaskEnded
 
 __all__ = ["Task", "TaskQueue"]
@@ -34,7 +34,7 @@ class TaskQueue:
 
     Parameters
     ----------
-    roster
+    registry
         The slots.
     slots_per_node
         Tasks that run on a lent node at a time.
@@ -42,8 +42,8 @@ class TaskQueue:
         Sends a message to a slot.
     """
 
-    def __init__(self, roster: Roster, slots_per_node: int, send: Callable[[str, StartTask], object]) -> None:
-        self._roster = roster
+    def __init__(self, registry: SlotRegistry, slots_per_node: int, send: Callable[[str, StartTask], object]) -> None:
+        self._registry = registry
         self._slots_per_node = slots_per_node
         self._send = send
         self._tasks: dict[int, Task] = {}
@@ -63,7 +63,7 @@ class TaskQueue:
 
     def serve(self) -> None:
         """Start queued tasks in the free slots of the lent nodes."""
-        for slot in self._roster.free_slots(self.lent):
+        for slot in self._registry.free_slots(self.lent):
             if not self._queue:
                 return
             slot.busy = self._queue.popleft()
@@ -89,5 +89,5 @@ class TaskQueue:
 
     def demand(self, now: float) -> ev.TasksWaiting:
         """Tell the planner how many nodes tasks use and could use."""
-        busy = frozenset(slot.node for slot in self._roster.slots.values() if isinstance(slot.busy, int))
+        busy = frozenset(slot.node for slot in self._registry.slots.values() if isinstance(slot.busy, int))
         return ev.TasksWaiting(now, -(-len(self._queue) // self._slots_per_node), busy)

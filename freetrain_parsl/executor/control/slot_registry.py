@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _LONGEST_ASIDE = 1800.0  # seconds
 
-__all__ = ["Block", "Roster", "Slot"]
+__all__ = ["Block", "Slot", "SlotRegistry"]
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Block:
         return min(time for time in (latest, self.closes, self.yields) if time is not None)
 
 
-class Roster:
+class SlotRegistry:
     """Blocks and slots by name, and what follows from them.
 
     Parameters

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from concurrent.futures import Future
 
-    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
     from freetrain_parsl.executor.journal import Journal
@@ -53,7 +53,7 @@ class TrainingManager:
     ----------
     settings
         See `TrainingSettings`.
-    roster
+    registry
         The slots.
     send
         Sends a message to a slot.
@@ -73,7 +73,7 @@ class TrainingManager:
         self,
         settings: TrainingSettings,
         *,
-        roster: Roster,
+        registry: SlotRegistry,
         send: Callable[[str, ToSlot], object],
         kill: Callable[[Slot, str], None],
         set_aside: Callable[[Slot, str], None] = lambda _slot, _reason: None,
@@ -82,7 +82,7 @@ class TrainingManager:
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
-        self._roster = roster
+        self._registry = registry
         self._send = send
         self._kill = kill
         self._set_aside = set_aside
@@ -192,7 +192,7 @@ class TrainingManager:
             self._handle(managed, event)
 
     def _handle(self, managed: _Managed, event: Event) -> None:
-        self._carry_out(managed, managed.machine.handle(event, self._roster, self._clock()))
+        self._carry_out(managed, managed.machine.handle(event, self._registry, self._clock()))
 
     def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:  # noqa: C901 - a case for each command
         for command in commands:
@@ -223,7 +223,7 @@ class TrainingManager:
                     self._fail(managed, error_in(error) if isinstance(error, bytes) else error)
 
     def _do_to_slot(self, managed: _Managed, command: do.Start | do.Send | do.Release | do.Kill | do.SetAside) -> None:
-        slot = self._roster.slots.get(command.slot)
+        slot = self._registry.slots.get(command.slot)
         if slot is None:
             return  # lost by a command before this one
         match command:

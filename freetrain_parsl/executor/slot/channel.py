@@ -47,10 +47,10 @@ class Channel(threading.Thread):
     handle
         Called in the channel's thread with each message; must not block.
     on_lost
-        Called once when the driver has been silent for `silence` seconds.
+        Called once when the driver has been silent for `heartbeat_timeout` seconds.
     heartbeat
         Called in the channel's thread; gives the next heartbeat.
-    beat, silence
+    beat, heartbeat_timeout
         Seconds between heartbeats, and of silence before the driver counts as gone.
     """
 
@@ -67,7 +67,7 @@ class Channel(threading.Thread):
         on_lost: Callable[[], None],
         heartbeat: Callable[[], SlotHeartbeat],
         beat: float,
-        silence: float,
+        heartbeat_timeout: float,
     ) -> None:
         super().__init__(name="freetrain-channel", daemon=True)
         self._context = curvezmq.ClientContext(cert_dir)
@@ -77,7 +77,7 @@ class Channel(threading.Thread):
         self._on_lost = on_lost
         self._heartbeat = heartbeat
         self._beat = beat
-        self._silence = silence
+        self._heartbeat_timeout = heartbeat_timeout
         self._outbox: deque[ToDriver] = deque()
         self._delivery = Delivery()
         self._waker = Waker()
@@ -138,7 +138,7 @@ class Channel(threading.Thread):
                 self._outbox.append(self._heartbeat())
             while self._outbox:
                 link.send_multipart(encode(self._delivery.outgoing(self._outbox.popleft())))
-            if now - heard > self._silence and not lost:
+            if now - heard > self._heartbeat_timeout and not lost:
                 lost = True
                 self._on_lost()
         link.disable_monitor()

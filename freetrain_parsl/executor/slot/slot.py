@@ -74,7 +74,7 @@ class SlotSettings:
     ----------
     addresses, port, cert_dir
         Where the driver listens, and HTEX's certificates.
-    beat, silence
+    beat, heartbeat_timeout
         Between signs of life, and without any until the driver counts as gone.
     grace
         How long the batch system leaves a job after its signal.
@@ -86,7 +86,7 @@ class SlotSettings:
     port: int
     cert_dir: str | None
     beat: float
-    silence: float
+    heartbeat_timeout: float
     grace: float
     interface: str | None = None
 
@@ -120,7 +120,7 @@ class _Slot:
             on_lost=self._driver_lost,
             heartbeat=self._heartbeat,
             beat=settings.beat,
-            silence=settings.silence,
+            heartbeat_timeout=settings.heartbeat_timeout,
         )
 
     def serve(self) -> None:
@@ -181,7 +181,9 @@ class _Slot:
 
     def _driver_lost(self) -> None:
         """Save, then end the whole block: nobody is left to give it work."""
-        logger.warning("no word from the driver for %.0f s: saving and ending this node", self._settings.silence)
+        logger.warning(
+            "no word from the driver for %.0f s: saving and ending this node", self._settings.heartbeat_timeout
+        )
         end_node()
         self._leave()
         if (run := self._run) is not None:
@@ -192,7 +194,7 @@ class _Slot:
         return SlotHeartbeat(
             run=assigned.run if isinstance(assigned, StartRun) else None,
             task=assigned.task if isinstance(assigned, StartTask) else None,
-            waited=0.0 if run is None else run.notice.waited(),
+            waited=0.0 if run is None else run.mailbox.waited(),
         )
 
     # Both threads.
@@ -228,14 +230,14 @@ class _Slot:
             self._channel.end_process()  # nothing would be lost, and somebody waits for this node
             return
         # The driver lets the others go on without this process, or all pause. If it does not, they do by themselves.
-        run.notice.close_after(timedelta(seconds=self._settings.grace))
+        run.mailbox.close_after(timedelta(seconds=self._settings.grace))
         self._leaving = True
         self._inbox.put(None)
 
     def _leave(self) -> None:
         self._leaving = True
         if (run := self._run) is not None:
-            run.notice.end()
+            run.mailbox.end()
         self._inbox.put(None)
 
     # The main thread.
@@ -255,11 +257,11 @@ class _Slot:
         interface, address = interface_for(self._settings.interface, self._channel.url)
         run = TrainingRun(message, interface=interface, address=address, send=self._channel.send)
         if self._closes is not None:
-            run.notice.close_after(timedelta(seconds=self._closes - time.monotonic()))
+            run.mailbox.close_after(timedelta(seconds=self._closes - time.monotonic()))
         self._run = run
         self._pass_on()
         if self._leaving:
-            run.notice.end()
+            run.mailbox.end()
         try:
             ended = run.perform()
         finally:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import PeerLost, StorageUnavailable
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 from freetrain_parsl.protocol.messages import ChangeGroup, RunEnded, RunReport, StoreReply
@@ -26,7 +26,7 @@ from freetrain_parsl.protocol.reports import (
     RunPaused,
     StorageFailed,
 )
-from freetrain_parsl.training.mailbox import Finished, Membership, Notice, Regroup
+from freetrain_parsl.training.mailbox import ControlMailbox, Finished, Membership, Regroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ class TrainingRun:
     def __init__(
         self, command: StartRun, *, interface: str | None, send: Callable[[ToDriver], None], address: str | None = None
     ) -> None:
-        self.notice = Notice()
+        self.mailbox = ControlMailbox()
         self.number = command.run
         self._command = command
         self._interface = interface
@@ -82,7 +82,7 @@ class TrainingRun:
     @property
     def expendable(self) -> bool:
         """Whether nothing would be lost if this process ended now."""
-        return not self._is_member or self._group_failed or not self.notice.underway.is_set()
+        return not self._is_member or self._group_failed or not self.mailbox.underway.is_set()
 
     def perform(self) -> RunEnded:
         """Run the training to its end here, and return the message that reports it."""
@@ -99,7 +99,7 @@ class TrainingRun:
                 options=self._command.options,
                 membership=self._membership,
                 meet=self._meet,
-                notice=self.notice,
+                mailbox=self.mailbox,
                 report=self._report,
             )
             if isinstance(ended, Finished):
@@ -108,7 +108,7 @@ class TrainingRun:
                 payload = serialize(ended.value) if is_first else b""
             else:
                 end = RunPaused(ended.reason, ended.progress)
-        except PeerLost as error:
+        except PeerFailed as error:
             end = PeersFailed(self._generation, str(error), error.unreachable)
         except StorageUnavailable as error:  # no fault of the training: it waits
             end = StorageFailed(str(error), error.condition)
@@ -129,9 +129,9 @@ class TrainingRun:
         elif isinstance(message, ChangeGroup):
             self._change_group(message)
         elif self._is_member:
-            self.notice.pause_requested.set()
+            self.mailbox.pause_requested.set()
         else:
-            self.notice.end()
+            self.mailbox.end()
         return True
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class TrainingRun:
                 abandoned = list(self._stores.values())
             for store in abandoned:
                 store.close()
-        self.notice.order(Regroup(membership, abort=message.abort))
+        self.mailbox.order(Regroup(membership, abort=message.abort))
 
     def _member(self, place: Place, meeting: timedelta) -> Membership:
         return Membership(

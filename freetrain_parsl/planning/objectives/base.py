@@ -262,7 +262,7 @@ class _FairShare(Tabulated):
 class MaxMin(Contextual):
     """Raise the smallest speed-up as far as it goes, then the next; when there are too few nodes, take turns.
 
-    `freetrain_parsl.planning.objectives.fairness` finds the level that each trainer has a right to in this pool. Trainers are
+    `planning.objectives.fairness` finds the level that each trainer has a right to in this pool. Trainers are
     worth the share of it that they have, so the optimum without costs is that allocation, and a rescale must gain
     more of such shares over the horizon than it costs. A trainer whose turn to begin has come gets a bonus that
     outweighs whatever others' changes cost, so that the bound on waiting there holds for every policy that finds

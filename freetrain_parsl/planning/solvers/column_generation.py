@@ -1,6 +1,6 @@
 """Share out nodes of classes that close at different times: column generation, then a restricted programme.
 
-The model is that of `freetrain_parsl.planning.solvers.window_model`. A column is one trainer's choice of nodes of each class.
+The model is that of `planning.solvers.window_model`. A column is one trainer's choice of nodes of each class.
 
 1. For prices of the nodes, `Pricing` finds the best column of every trainer. With them the prices bound the
    optimum from above (Lagrangian bound): sum of price times size over the classes held, the ``max_blocks`` largest

@@ -57,7 +57,7 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
 
         def make_scene(settings: EpisodeSettings, directory: Path, checkpoints: Path) -> Scene:
             plan = BarePlan(directory, checkpoints)
-            short = replace(plan, epochs=2, samples=256, silence=3.0, peer_timeout=3.0)
+            short = replace(plan, epochs=2, samples=256, heartbeat_timeout=3.0, peer_timeout=3.0)
             return BareScene(settings, short if options.short else plan)
 
         warm_up()

@@ -76,7 +76,7 @@ class BarePlan:
         Length of each.
     nodes
         Names.
-    silence, peer_timeout
+    heartbeat_timeout, peer_timeout
         As the executor's.
     """
 
@@ -86,7 +86,7 @@ class BarePlan:
     epochs: int = 4
     samples: int = 384
     nodes: tuple[str, ...] = ("n0", "n1", "n2", "n3")
-    silence: float = 6.0
+    heartbeat_timeout: float = 6.0
     peer_timeout: float = 5.0
 
     def result_of(self, name: str) -> Path:
@@ -183,7 +183,7 @@ class BareScene(Scene):
         self.undo()
         if self.problems and self._driver is not None:
             self._driver.kill()
-        patience = time.monotonic() + self.plan.silence + 12.0
+        patience = time.monotonic() + self.plan.heartbeat_timeout + 12.0
         while time.monotonic() < patience and (self._slots or self._driver):
             self._reap()
             time.sleep(0.05)
@@ -231,7 +231,7 @@ class BareScene(Scene):
         assert self._channel is not None
         assert self._driver is not None
         port, certificates = self._channel
-        settings = SlotSettings(("127.0.0.1",), port, certificates, 1.0, self.plan.silence, _GRACE)
+        settings = SlotSettings(("127.0.0.1",), port, certificates, 1.0, self.plan.heartbeat_timeout, _GRACE)
         environment = {
             "PARSL_WORKER_BLOCK_ID": self._jobs[job].block,
             "FREETRAIN_CLUSTER_NODE": node,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsl import curvezmq
 
-from freetrain_parsl.executor.batch.submitter import BatchDesk
+from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.control.training.machine import Limits
@@ -150,7 +150,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
             if not future.done():
                 future.set_exception(error)
 
-    desk = BatchDesk(
+    submitter = JobSubmitter(
         source,
         launch=source.launch,
         post=lambda item: driver.post(item),  # noqa: PLW0108 - there is no driver yet
@@ -163,7 +163,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
         policy=resolve_policy("milp"),
         planner_settings=_PLANNER,
         server=server,
-        desk=desk,
+        submitter=submitter,
         journal=Journal(directory / f"journal-{os.getpid()}.sqlite"),
         training_settings=TrainingSettings(
             SessionOptions(
@@ -174,14 +174,14 @@ def drive(plan: BarePlan, link: Connection) -> None:
         ),
         slots_per_node=1,
         outdated=3.0,
-        silence=plan.silence,
+        heartbeat_timeout=plan.heartbeat_timeout,
         submit_slot=lambda token: tell("slot", token),
         fail_all=fail_all,
         clock=clock,
     )
     tell("listening", server.port, certificate_directory)
     driver.start()
-    desk.start()
+    submitter.start()
     for subject in plan.subjects:
         if not plan.outcome_of(subject.name).exists():
             future: Future[Any] = Future()
@@ -193,13 +193,13 @@ def drive(plan: BarePlan, link: Connection) -> None:
     while not all(future.done() for future in futures.values()):
         if link.poll(0.1):
             _obey(link.recv(), source, driver, step)
-        if not broken and not (driver.is_alive() and desk.is_alive()):
+        if not broken and not (driver.is_alive() and submitter.is_alive()):
             broken = True
-            tell("broken", f"a thread has ended: driver {driver.is_alive()}, submitter {desk.is_alive()}")
+            tell("broken", f"a thread has ended: driver {driver.is_alive()}, submitter {submitter.is_alive()}")
         _keep_outcomes(plan, futures)
     _keep_outcomes(plan, futures)
     driver.stop(_TAKES)
-    desk.close(_TAKES)
+    submitter.close(_TAKES)
     if driver.is_alive():
         tell("broken", f"the driver did not stop within {_TAKES:g} s")
     tell("over")

@@ -81,8 +81,8 @@ _SITE: dict[str, Any] = {
     "manners": {"poll_interval": "1 s", "submissions_per_minute": 120},
     "trainings": {
         "threads_per_slot": 1,
-        "silence": "6 s",
-        "loss_timeout": "5 s",
+        "heartbeat_timeout": "6 s",
+        "peer_timeout": "5 s",
         "rescale_costs": {"up": "1 s", "down": "1 s", "start": "1 s"},
         "max_restarts": 20,
     },

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the tries to save the last state of a training
 
 
-class Keeper:
+class CheckpointManager:
     """One member's part in keeping a training's checkpoints.
 
     Parameters
@@ -161,7 +161,7 @@ class Keeper:
             It could not be written, with `wait`.
         TrainingError
             As from `poll`.
-        PeerLost
+        PeerFailed
             The state is sharded and a member is gone.
         """
         group = self._group_of()
@@ -215,7 +215,7 @@ class Keeper:
 
         Raises
         ------
-        CheckpointError, PeerLost
+        CheckpointError, PeerFailed
             As from `save`, except that the directory cannot be used.
         """
         for pause in (*(_PAUSES if patiently else ()), None):
@@ -355,7 +355,7 @@ class Keeper:
         ------
         TrainingError
             It failed, as have all before it: there will never be a checkpoint.
-        PeerLost
+        PeerFailed
             A member is gone.
         """
         try:

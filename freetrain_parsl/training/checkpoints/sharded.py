@@ -103,7 +103,7 @@ def agree_on(mine: T, group: Group) -> T:
 
     Raises
     ------
-    PeerLost
+    PeerFailed
         A member is gone.
     """
     if group.size == 1:

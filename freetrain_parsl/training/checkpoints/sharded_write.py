@@ -71,7 +71,7 @@ class JointWrite:
     ------
     CheckpointError
         The file system refuses one of them; raised on all members.
-    PeerLost
+    PeerFailed
         A member is gone.
     """
 
@@ -114,7 +114,7 @@ class JointWrite:
         ------
         CheckpointError
             One of them could not; raised on all members.
-        PeerLost
+        PeerFailed
             A member is gone.
         """
         parts = _gather(part, self._group)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.data.cursor import Cursor
-from freetrain_parsl.training.metrics import Books
+from freetrain_parsl.training.metrics import TrainingMetrics
 from freetrain_parsl.training.step.scaled_batch import LinearScaling
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class TrainingState:
     """
 
     def __init__(self, seed: int, source: Callable[[], Path]) -> None:
-        self.books = Books()
+        self.training_metrics = TrainingMetrics()
         self.cursor = Cursor()
         self.objects: dict[str, Stateful] = {}
         """What the user gave, by name, in the order in which it is restored."""
@@ -51,7 +51,7 @@ class TrainingState:
     def use(self, order: Order, ramp: int) -> None:
         """Train on a dataset in that order; `ramp` as for `LinearScaling`."""
         self.order = order
-        self.books.keep_ledger(order.length)
+        self.training_metrics.keep_ledger(order.length)
         if order.scaled:
             self.scaling = LinearScaling(ramp)
 
@@ -60,7 +60,7 @@ class TrainingState:
         return {
             "seed": self._seed,
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
-            "books": self.books.state(),
+            "books": self.training_metrics.state(),
             "cursor": self.cursor.state(),
             "factor": None if self.scaling is None else self.scaling.factor,
             "order": asdict(self.order) if self.order else None,
@@ -83,7 +83,7 @@ class TrainingState:
         """
         if state["seed"] != self._seed:
             self._mismatch(f"it was trained with seed {state['seed']}, now it is {self._seed}")
-        self.books.load(state["books"])
+        self.training_metrics.load(state["books"])
         self.cursor.load(state["cursor"])
 
     def take_order(self, state: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class TrainingState:
         for name, before in state["order"].items():
             if getattr(self.order, name) != before and name != "micro_batch":
                 self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(self.order, name)!r}")
-        self.books.load_ledger(state["books"])
+        self.training_metrics.load_ledger(state["books"])
         if self.scaling is not None and state["factor"] is not None:
             self.scaling.factor = state["factor"]
 

@@ -14,7 +14,7 @@ from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Order
-    from freetrain_parsl.training.runtime import Engine
+    from freetrain_parsl.training.runtime import Runtime
 
 
 class MapDataset(Protocol):
@@ -34,7 +34,7 @@ class SessionLoader:
 
     def __init__(
         self,
-        engine: Engine,
+        runtime: Runtime,
         dataset: MapDataset | Stream,
         order: Order,
         *,
@@ -43,15 +43,15 @@ class SessionLoader:
         seed_samples: bool,
     ) -> None:
         self.order = order
-        self._engine = engine
-        self._plan = _Plan(engine, order)
+        self._runtime = runtime
+        self._plan = _Plan(runtime, order)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             _with_places(dataset, order.seed, seed_samples=seed_samples),
             batch_sampler=self._plan,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            pin_memory=engine.device.type == "cuda",
+            pin_memory=runtime.device.type == "cuda",
             persistent_workers=num_workers > 0,
             generator=self._generator,
         )
@@ -60,54 +60,54 @@ class SessionLoader:
         return self.order.batches
 
     def __iter__(self) -> Iterator[Any]:
-        engine = self._engine
-        if not engine.begin_pass():
+        runtime = self._runtime
+        if not runtime.begin_pass():
             return
-        positions = self.order.epoch(engine.cursor.epoch)
+        positions = self.order.epoch(runtime.cursor.epoch)
         fetched: Iterator[Any] | None = None
-        group = engine.group
+        group = runtime.group
         first = True
-        while engine.cursor.position < len(positions) and not engine.cursor.pass_ended:
+        while runtime.cursor.position < len(positions) and not runtime.cursor.pass_ended:
             if not first:
-                engine.boundary()
+                runtime.boundary()
             first = False
-            if engine.cursor.position >= len(positions):
+            if runtime.cursor.position >= len(positions):
                 break  # taken over, at the boundary, from a member that was ahead
-            if fetched is None or engine.group is not group or self._plan.next != engine.cursor.position:
+            if fetched is None or runtime.group is not group or self._plan.next != runtime.cursor.position:
                 # In another group, or after a step that was cut off: what was fetched is not our part any more.
-                group = engine.group
-                self._plan.start(positions, engine.cursor.position)
+                group = runtime.group
+                self._plan.start(positions, runtime.cursor.position)
                 # A generator of its own: torch draws the workers' seed at each start; the global one must not move.
-                self._generator.manual_seed(mix(self.order.seed, engine.cursor.epoch, engine.cursor.position))
+                self._generator.manual_seed(mix(self.order.seed, runtime.cursor.epoch, runtime.cursor.position))
                 fetched = iter(self._loader)
             yield from self._batch(positions, fetched)
-        if not engine.cursor.pass_ended:
-            engine.end_pass(positions)
-        engine.boundary()
+        if not runtime.cursor.pass_ended:
+            runtime.end_pass(positions)
+        runtime.boundary()
 
     def _batch(self, positions: torch.Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
         """Give this member's pieces of the batch where the training is; stop at once if it is cut off."""
-        engine = self._engine
-        batch = self.order.batch(positions, engine.cursor.position, engine.group.rank, engine.group.size)
-        self._plan.next = engine.cursor.position + batch.samples
-        engine.open_batch(batch)
+        runtime = self._runtime
+        batch = self.order.batch(positions, runtime.cursor.position, runtime.group.rank, runtime.group.size)
+        self._plan.next = runtime.cursor.position + batch.samples
+        runtime.open_batch(batch)
         for piece in batch.pieces:
-            data = to_device(next(fetched), engine.device)
-            engine.hand_out(piece)
+            data = to_device(next(fetched), runtime.device)
+            runtime.hand_out(piece)
             yield data
-            engine.take_back()
-            if engine.cut_off:
-                engine.leave_batch()
+            runtime.take_back()
+            if runtime.cut_off:
+                runtime.leave_batch()
                 self._plan.next = -1
                 return
-        engine.close_batch(batch)
+        runtime.close_batch(batch)
 
 
 class _Plan:
     """Batch sampler of this process: its pieces of each batch from a given place on, as (epoch, position) pairs."""
 
-    def __init__(self, engine: Engine, order: Order) -> None:
-        self._engine = engine
+    def __init__(self, runtime: Runtime, order: Order) -> None:
+        self._runtime = runtime
         self._order = order
         self._positions = torch.empty(0, dtype=torch.int64)
         self._begin = 0
@@ -119,7 +119,7 @@ class _Plan:
         self._positions, self._begin, self.next = positions, begin, begin
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        group, epoch, begin = self._engine.group, self._engine.cursor.epoch, self._begin
+        group, epoch, begin = self._runtime.group, self._runtime.cursor.epoch, self._begin
         while begin < len(self._positions):
             batch = self._order.batch(self._positions, begin, group.rank, group.size)
             for piece in batch.pieces:

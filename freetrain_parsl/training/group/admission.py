@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -76,7 +76,7 @@ class Admission:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A connection does not lead to a member, or gives no proof in time.
         RuntimeError
             A member is gone.
@@ -90,13 +90,13 @@ class Admission:
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
-            raise PeerLost(
+            raise PeerFailed(
                 f"a connection in a group of {self._size} gave no proof of membership within "
                 f"{self._timeout.total_seconds():g} s: a process hangs, or another one on the network took its place"
             ) from error
         for other, proof in zip(others, torch.split(received, _PROOF_BYTES), strict=True):
             if not hmac.compare_digest(bytes(proof.tolist()), bytes(self._proof(other, self._rank).tolist())):
-                raise PeerLost(
+                raise PeerFailed(
                     f"what connected as rank {other} of {self._size} gave a wrong proof of membership: another process "
                     "on the network may have taken its place"
                 )

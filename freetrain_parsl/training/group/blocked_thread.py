@@ -1,9 +1,9 @@
 """Finds out from another thread that a thread is blocked in a collective that user code, or a model, called.
 
-The session marks its own waits for other processes (`Notice.waiting`). A sharded model (FSDP2) gathers and reduces
-inside its forward and backward passes, and user code may call ``torch.distributed`` itself; such a call has to be seen
-from outside. A thread is blocked if its innermost Python frame is the same, at the same instruction and in
-``torch.distributed``, whenever one looks.
+The session marks its own waits for other processes (`ControlMailbox.waiting`). A sharded model (FSDP2) gathers and
+reduces inside its forward and backward passes, and user code may call ``torch.distributed`` itself; such a call has to
+be seen from outside. A thread is blocked if its innermost Python frame is the same, at the same instruction and in
+``torch.distributed``, at each observation.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from freetrain_parsl.errors import PeerLost, UsageError
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
 from freetrain_parsl.training.group.reachability import check_reachable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store
     from torch.distributed.device_mesh import DeviceMesh
 
-    from freetrain_parsl.training.mailbox import Membership, Notice
+    from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 else:
     from torch.distributed import HashStore, PrefixStore, Store
 
@@ -123,7 +123,7 @@ class Group:
         This member's number, and how many there are.
     generation
         Of its `Membership`.
-    notice
+    mailbox
         Is told when this process does nothing but wait for the others.
     trainer
         Name of the training.
@@ -134,7 +134,7 @@ class Group:
         rank: int = 0,
         size: int = 1,
         generation: int = 0,
-        notice: Notice | None = None,
+        mailbox: ControlMailbox | None = None,
         trainer: str = "",
     ) -> None:
         self.rank = rank
@@ -144,7 +144,7 @@ class Group:
         """The torch process group for gradients; ``None``: the default one."""
         self.over_gpus = False
         """Whether tensors on GPUs travel directly."""
-        self._waiting: Callable[[], AbstractContextManager[None]] = notice.waiting if notice else nullcontext
+        self._waiting: Callable[[], AbstractContextManager[None]] = mailbox.waiting if mailbox else nullcontext
         self._others_sockets = _sockets().keys()
         self._sockets: frozenset[str] | None = None  # while the group forms: all new ones
         self._joined = False
@@ -161,7 +161,7 @@ class Group:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A member is gone.
         """
         if self.size == 1:
@@ -176,7 +176,7 @@ class Group:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A member is gone.
         """
         if self.size == 1:
@@ -191,7 +191,7 @@ class Group:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A member is gone.
         """
         with self._peers_expected():
@@ -203,11 +203,11 @@ class Group:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Mark a wait for the other members, and turn its failure into `PeerLost`.
+        """Mark a wait for the other members, and turn its failure into `PeerFailed`.
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A collective inside the block failed.
         """
         with self._waiting(), self._peers_expected():
@@ -218,7 +218,7 @@ class Group:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A member is gone, or something else has taken its place.
         """
         self._joined = True
@@ -231,7 +231,7 @@ class Group:
                 if self.gradients is not None:
                     with self.waits():
                         admission.check(self.gradients)
-        except PeerLost:
+        except PeerFailed:
             self.leave()
             raise
         dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 - torch has no public way
@@ -292,10 +292,10 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(f"lost a member of a group of {self.size} ({gist(error)})") from error
+            raise PeerFailed(f"lost a member of a group of {self.size} ({gist(error)})") from error
 
 
-def join(membership: Membership, store: Store | None, notice: Notice | None = None) -> Group:
+def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | None = None) -> Group:
     """Become a member of a process group.
 
     Parameters
@@ -304,24 +304,24 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
         This process's place.
     store
         Where the members meet; not used by a group of one.
-    notice
+    mailbox
         Is told when this process only waits, and can abort the group, from before it has formed.
 
     Raises
     ------
-    PeerLost
+    PeerFailed
         The others did not come in time, or left.
     """
-    group = Group(membership.rank, membership.world_size, membership.generation, notice, membership.trainer)
+    group = Group(membership.rank, membership.world_size, membership.generation, mailbox, membership.trainer)
     if membership.world_size == 1:
         return group
     if store is None:
         raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
     backend = _backend()
     store.set_timeout(membership.meeting)
-    if notice is not None:
-        notice.on_abort = group.abort
-        notice.blocked = BlockedThread(threading.get_ident(), time.monotonic).seconds
+    if mailbox is not None:
+        mailbox.on_abort = group.abort
+        mailbox.blocked = BlockedThread(threading.get_ident(), time.monotonic).seconds
     # A name of its own: torch finds the Python store behind a PrefixStore only as long as somebody else holds it.
     own_store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
     with _network_interface(membership.interface), group.waits():
@@ -339,7 +339,7 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
             # torch numbers its groups, and the number is in the keys by which they meet: those to come count from 0.
             dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - torch has no public way
-            raise PeerLost(
+            raise PeerFailed(
                 f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all meet "
                 f"({gist(error)})"
             ) from error
@@ -356,7 +356,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
     There torch raises plain RuntimeErrors: their text is all there is to go by.
     """
-    if isinstance(error, (PeerLost, dist.DistError)):
+    if isinstance(error, (PeerFailed, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
 

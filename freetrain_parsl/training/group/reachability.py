@@ -15,7 +15,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,8 +42,8 @@ def check_reachable(store: Store, rank: int, world_size: int, address: str) -> N
 
     Raises
     ------
-    PeerLost
-        Some do not; `PeerLost.unreachable` has the pairs of ranks.
+    PeerFailed
+        Some do not; `PeerFailed.unreachable` has the pairs of ranks.
     TimeoutError
         A member did not come in time.
     """
@@ -64,7 +64,7 @@ def check_reachable(store: Store, rank: int, world_size: int, address: str) -> N
         pairs = tuple((int(member), int(other)) for member, other in json.loads(store.get("unreached")))
     if pairs:
         told = ", ".join(f"{member} does not reach {other}" for member, other in pairs)
-        raise PeerLost(f"in a group of {world_size}, rank {told} at its network interface", unreachable=pairs)
+        raise PeerFailed(f"in a group of {world_size}, rank {told} at its network interface", unreachable=pairs)
 
 
 def _unreached(places: Mapping[int, tuple[str, int] | None]) -> set[int]:

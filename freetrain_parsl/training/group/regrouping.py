@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.errors import PeerLost
+from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
 from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.state_transfer import pass_on
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from freetrain_parsl.training.mailbox import Membership, Notice, Regroup
+    from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Regroup
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _FINGERPRINT = -1  # in a place: not a measure of how far a member is
 _BEGUN = 0  # in a place: whether the member has a state
 
 
-class Members:
+class GroupMember:
     """One member's view of the group that it is in at present.
 
     Parameters
@@ -35,7 +35,7 @@ class Members:
         Its place at first; ``None``: it comes as a newcomer, and waits for the order that takes it in.
     meet
         Gives the store in which the members of a membership meet.
-    notice
+    mailbox
         Brings the orders.
     report
         Gets what happens to the group.
@@ -45,11 +45,11 @@ class Members:
         self,
         membership: Membership | None,
         meet: Callable[[Membership], Store],
-        notice: Notice,
+        mailbox: ControlMailbox,
         report: Callable[[Report], None],
     ) -> None:
         self._meet = meet
-        self._notice = notice
+        self._mailbox = mailbox
         self._report = report
         self.group = Group()
         self.is_newcomer = membership is None
@@ -66,8 +66,8 @@ class Members:
     def leave(self) -> None:
         """Leave the group; the process stays."""
         self.group.leave()
-        self._notice.on_abort = lambda: None
-        self._notice.blocked = lambda: 0.0
+        self._mailbox.on_abort = lambda: None
+        self._mailbox.blocked = lambda: 0.0
 
     # ── orders ────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,17 +76,17 @@ class Members:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             The order is to leave the group at once.
         """
-        order = self._notice.pending
+        order = self._mailbox.pending
         if order is not None and order.abort and self.group.size > 1:
-            raise PeerLost("a member is lost")
+            raise PeerFailed("a member is lost")
         return order is not None
 
     def take_order(self) -> Regroup:
         """Take the order that all have agreed to carry out."""
-        order = self._notice.take_order()
+        order = self._mailbox.take_order()
         assert order is not None, "it was there when all agreed"
         return order
 
@@ -105,13 +105,13 @@ class Members:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             There will be no order.
         """
         if self.group.size > 1:
             self.group.abort()  # else gloo waits for what the lost member owes: others for this one, or leaving itself
         self.leave()
-        pending = self._notice.pending
+        pending = self._mailbox.pending
         if pending is None or not pending.abort:
             self._report(GroupFailed(self._generation, reason, unreachable))
         while True:
@@ -120,9 +120,9 @@ class Members:
                 return order
 
     def _next_order(self, reason: str = "the training has ended") -> Regroup:
-        order = self._notice.take_order(None)
+        order = self._mailbox.take_order(None)
         if order is None:
-            raise PeerLost(reason)
+            raise PeerFailed(reason)
         return order
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +144,7 @@ class Members:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             There will be no order, or the others are where this member cannot follow.
         """
         order = first_order()
@@ -157,7 +157,7 @@ class Members:
                 began = time.monotonic()
                 state = self._agree_on_state(place())
                 self._transferred = time.monotonic() - began
-            except PeerLost as error:
+            except PeerFailed as error:
                 order = self.strand(str(error), error.unreachable)
             else:
                 break
@@ -174,7 +174,7 @@ class Members:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A member is gone.
         """
         self._follow(self._agree_on_state(place()))
@@ -186,9 +186,9 @@ class Members:
     def _enter(self, membership: Membership) -> None:
         self._generation = membership.generation
         store = self._meet(membership) if membership.world_size > 1 else None
-        self.group = join(membership, store, self._notice)
-        if (order := self._notice.pending) is not None and order.abort:
-            raise PeerLost("a member was lost while the group formed")
+        self.group = join(membership, store, self._mailbox)
+        if (order := self._mailbox.pending) is not None and order.abort:
+            raise PeerFailed("a member was lost while the group formed")
 
     def _agree_on_state(self, place: tuple[int, ...]) -> dict[str, Any] | None:
         """Compare places, and pass the state of those who are ahead to the others; return it if this is one of them."""

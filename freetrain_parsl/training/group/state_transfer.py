@@ -54,7 +54,7 @@ def pass_on(group: Group, sources: Sequence[int], receivers: Sequence[int], stat
 
     Raises
     ------
-    PeerLost
+    PeerFailed
         A member is gone.
     """
     plan = _Plan(sources, receivers)

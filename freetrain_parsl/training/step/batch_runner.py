@@ -36,7 +36,7 @@ _CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
 )
 
 
-class Stepper:
+class BatchRunner:
     """Trains a model batch by batch, together with the other members of the group.
 
     Parameters
@@ -121,7 +121,7 @@ class Stepper:
 
         Raises
         ------
-        PeerLost
+        PeerFailed
             A member is gone.
         """
         if self.cut_off:
@@ -195,7 +195,7 @@ class Stepper:
         self._statistics.cancel()
 
     def average_statistics(self, group: Group) -> None:
-        """Take the mean of the model's running statistics over the members; PeerLost if one is gone."""
+        """Take the mean of the model's running statistics over the members; PeerFailed if one is gone."""
         self._statistics.average(group)
 
     def fingerprint(self) -> int:

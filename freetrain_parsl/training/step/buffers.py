@@ -59,7 +59,7 @@ class RunningStatistics:
             self._put(self._begin)
 
     def complete(self, group: Group, shards: int) -> None:
-        """Take the mean over the shares; PeerLost if a member is gone."""
+        """Take the mean over the shares; PeerFailed if a member is gone."""
         if self._by_share and self._buffers:
             mean = fold(group, self._rows, shards, torch.zeros_like(self._flat())) / shards
             self._put_flat(mean)
@@ -70,7 +70,7 @@ class RunningStatistics:
             self._put(self._begin)
 
     def average(self, group: Group) -> None:
-        """Take the mean over the members; PeerLost if one is gone."""
+        """Take the mean over the members; PeerFailed if one is gone."""
         if self._buffers and not self._by_share and group.size > 1:
             self._put_flat(group.sum(self._flat()) / group.size)
 

@@ -37,7 +37,7 @@ class GradientSum(Protocol):
         """Take the gradients of a piece."""
 
     def complete(self, group: Group, shards: int) -> None:
-        """After the last piece: wait until ``.grad`` holds the sums; PeerLost if a member is gone."""
+        """After the last piece: wait until ``.grad`` holds the sums; PeerFailed if a member is gone."""
 
     def cancel(self) -> None:
         """Forget what was collected of a batch that is cut off."""
@@ -244,7 +244,7 @@ def fold(group: Group, rows: Sequence[torch.Tensor], shards: int, empty: torch.T
 
     Raises
     ------
-    PeerLost
+    PeerFailed
         A member is gone.
     """
     most = -(-shards // group.size)

@@ -58,7 +58,7 @@ from freetrain_parsl.protocol.reports import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from freetrain_parsl.executor.control.slot_registry import Roster
+    from freetrain_parsl.executor.control.slot_registry import SlotRegistry
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
     from freetrain_parsl.executor.control.training.states import Phase, State
@@ -128,7 +128,7 @@ class TrainingMachine:
         self._code_note = ""
         self._stall = ""
         self._now = now
-        self._roster: Roster
+        self._registry: SlotRegistry
         self._commands: list[Command] = []
 
     @property
@@ -171,19 +171,19 @@ class TrainingMachine:
         self._log(record.TrainingSubmitted(self.name, trainer.min_nodes, trainer.max_nodes, samples))
         return self._take_commands()
 
-    def handle(self, event: Event, roster: Roster, now: float) -> list[Command]:  # noqa: C901 - a case for each event
+    def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Command]:  # noqa: C901 - a case for each event
         """Take an event, and return what is to be done.
 
         Parameters
         ----------
         event
             What has happened.
-        roster
+        registry
             The slots that there are; read only.
         now
             Seconds.
         """
-        self._roster, self._now = roster, now
+        self._registry, self._now = registry, now
         match event:
             case on.Tick():
                 self._tick(event.arrived)
@@ -252,7 +252,7 @@ class TrainingMachine:
                 self.participants,
                 phase.group,
                 self.desired,
-                self._roster,
+                self._registry,
                 min_nodes=self.request.min_nodes,
                 now=self._now,
             )
@@ -264,7 +264,7 @@ class TrainingMachine:
             elif change.ranks:
                 self._regroup(change.ranks, failure=False)
             return
-        wanted = self.desired - {slot.node for slot in self._roster.slots.values() if slot.leaving}
+        wanted = self.desired - {slot.node for slot in self._registry.slots.values() if slot.leaving}
         self._dismiss(self._newcomers(), abort=False)
         leaves = any(member.node not in wanted for member in self._members())
         if leaves or (isinstance(phase, Running) and wanted != phase.group.nodes):
@@ -274,7 +274,7 @@ class TrainingMachine:
         return disconnection(
             self.participants,
             self._change,
-            self._roster,
+            self._registry,
             peer_timeout=self._limits.peer_timeout,
             meeting_timeout=self._limits.meeting_timeout,
             now=self._now,
@@ -297,7 +297,7 @@ class TrainingMachine:
 
     def _start(self) -> None:
         """Start a new group, if all slots of its nodes are there and free."""
-        slots = self._roster.complete_slots(self.desired)
+        slots = self._registry.complete_slots(self.desired)
         if not slots or any(slot.busy is not None or slot.leaving for slot in slots):
             return
         group = Group(next(self._numbers), self.desired, tuple(slot.name for slot in slots), self._now)
@@ -416,7 +416,7 @@ class TrainingMachine:
         ranks = next((group.ranks for group in groups if group.number == report.generation), ())
         for slot in fewest_to_exclude(ranks, report.unreachable):
             member = self.participants.get(slot)
-            if member is None or slot not in self._roster.slots or member.unreachable or self.over:
+            if member is None or slot not in self._registry.slots or member.unreachable or self.over:
                 continue
             member.unreachable = True
             reason = f"other nodes of training {self.name} do not reach it, though it reaches the driver"

@@ -11,7 +11,7 @@ from freetrain_parsl.executor.control.training.states import Role
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from freetrain_parsl.executor.control.slot_registry import Roster, Slot
+    from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.control.training.states import Group, Participant, Regrouping
 
 __all__ = ["NextChange", "disconnection", "fewest_to_exclude", "hanging_newcomers", "next_change", "survivors"]
@@ -47,7 +47,7 @@ def next_change(
     participants: Mapping[str, Participant],
     group: Group,
     desired: frozenset[str],
-    roster: Roster,
+    registry: SlotRegistry,
     *,
     min_nodes: int,
     now: float,
@@ -67,21 +67,21 @@ def next_change(
         The present group.
     desired
         Nodes where the training should be.
-    roster
+    registry
         The slots that there are.
     min_nodes
         The fewest nodes that it runs on.
     now
         Seconds.
     """
-    closing = {slot.node for slot in roster.slots.values() if slot.leaving}
+    closing = {slot.node for slot in registry.slots.values() if slot.leaving}
     wanted = desired - closing
     members = members_of(participants, group)
     stay = [member for member in members if member.node in wanted]
     newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
     if not wanted:
         return NextChange(pause=True, dismiss=_names(newcomers))
-    there = _Availability(participants, wanted, roster)
+    there = _Availability(participants, wanted, registry)
     if len(stay) == len(members):
         return there.change(_grow(stay, there, now))
     if len({member.node for member in stay}) >= min_nodes:
@@ -119,7 +119,7 @@ def survivors(
 def disconnection(
     participants: Mapping[str, Participant],
     change: Regrouping | None,
-    roster: Roster,
+    registry: SlotRegistry,
     *,
     peer_timeout: float,
     meeting_timeout: float,
@@ -132,7 +132,7 @@ def disconnection(
     failed = [one.group_failed for one in members if one.group_failed is not None]
     if failed:
         complaint = next((f": {one.complaint}" for one in members if one.complaint), "")
-        heard = min(roster.slots[one.slot].heard for one in members)
+        heard = min(registry.slots[one.slot].heard for one in members)
         if heard > min(failed) + _ALIVE or now - min(failed) > peer_timeout:
             return f"its members lost each other, though all of them live{complaint}"
         return None
@@ -198,7 +198,7 @@ class _Availability:
         No slot is missing, or busy with something else.
     """
 
-    def __init__(self, participants: Mapping[str, Participant], wanted: Iterable[str], roster: Roster) -> None:
+    def __init__(self, participants: Mapping[str, Participant], wanted: Iterable[str], registry: SlotRegistry) -> None:
         newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
         wanted = sorted(wanted)
         self.unwanted = _names(one for one in newcomers if one.node not in wanted)
@@ -207,7 +207,7 @@ class _Availability:
         self.startable: tuple[Slot, ...] = ()
         self.complete = True
         for node in wanted:
-            slots = roster.complete_slots([node]) or []
+            slots = registry.complete_slots([node]) or []
             here = [participants[slot.name] for slot in slots if slot.name in participants]
             self.startable += tuple(slot for slot in slots if slot.busy is None)
             self.complete = (
