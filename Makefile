@@ -1,9 +1,9 @@
-# Every target makes .venv on its first use; nothing needs to be activated.
+# Every target creates .venv on first use; it does not need to be activated.
 #   make demo ARGS="--seed 2"     make test ARGS="-k planning"     make PYTHON=python3.12 test
 
 PYTHON ?= python3
 ARGS ?=
-# Of `make chaos`: bare (seconds an episode) or campaign (minutes), and the seeds of the episodes.
+# For `make chaos`: bare (seconds per episode) or campaign (minutes), and the seeds of the episodes.
 KIND ?= bare
 SEEDS ?= 1-20
 
@@ -18,12 +18,12 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP)  ## Make .venv with everything for running, testing and developing
+install: $(STAMP)  ## Create .venv with all dependencies for running, testing and development
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "[1/3] making $(VENV) with $$($(PYTHON) --version)"
+		{ echo "Python 3.10 or newer is required: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "[1/3] creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/3] installing torch, the largest part"
 	@$(PIP_INSTALL) torch
@@ -31,18 +31,18 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## Watch seven trainings in the holes of a busy little cluster
+demo: $(STAMP)  ## Watch seven trainings on the idle nodes of a small busy cluster
 	@$(BIN)/freetrain demo $(ARGS)
 
-test: $(STAMP)  ## Run all tests; those that need a batch system or a GPU skip themselves
-	@# Once, not in each of the hundreds of processes, where these may not write byte code.
+test: $(STAMP)  ## Run all tests; those that need a missing batch system or GPU are skipped
+	@# Once, instead of in each of hundreds of processes if they cannot write bytecode.
 	@$(BIN)/python -m compileall -q freetrain_parsl
 	@$(BIN)/python -m tests $(ARGS)
 
 chaos: $(STAMP)  ## Run trainings under random faults: make chaos SEEDS=1-300 ARGS="--jobs 2"
 	@$(BIN)/python -m freetrain_parsl.testing.chaos $(KIND) $(SEEDS) $(ARGS)
 
-check: $(STAMP)  ## Lint, check the formatting, check the types
+check: $(STAMP)  ## Run linter, format check and type check
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
@@ -51,6 +51,6 @@ docs: $(STAMP)  ## Build the documentation into docs/_build/html
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-clean:  ## Remove .venv, caches and what was built; runs of the demo stay
+clean:  ## Remove .venv, caches and build outputs; demo runs are kept
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

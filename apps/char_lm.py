@@ -1,6 +1,6 @@
 """A character-level language model: a small transformer on real English.
 
-The text is Python's own documentation of its language; it comes with every CPython (``pydoc_data.topics``).
+The text is the Python language documentation, which is part of every CPython (``pydoc_data.topics``).
 ``python apps/char_lm.py`` is ordinary PyTorch in one process. `train` is the same training for FreeTrain:
 compare its lines with those of `main`.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of a text that do not overlap: characters and the characters after each, shape (context,) both.
+    """Non-overlapping windows of a text: characters and their next characters, both of shape (context,).
 
     Parameters
     ----------
     characters
-        How much of the text to use, from its start.
+        Number of characters of the text to use, from its start.
     context
         Characters in a window.
     """
@@ -52,7 +52,7 @@ class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward net, each after a layer norm and around a shortcut."""
+    """Causal self-attention and a feed-forward network, each with a preceding layer norm and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder: predicts each next character from those before it."""
+    """A decoder: predicts each next character from the preceding ones."""
 
     def __init__(self, alphabet: int, context: int, width: int = 64, heads: int = 4, blocks: int = 2) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def train(
     session: TrainingSession, *, epochs: int = 3, batch_size: int = 16, lr: float = 2e-3, width: int = 64,
     context: int = 64, characters: int = 200_000,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train in the holes of a cluster: on any number of nodes, through any number of fragments."""
+    """Train on the idle nodes of a cluster: on any number of nodes, in any number of fragments."""
     text = Text(characters, context)
     model, _optimizer = session.prepare(Transformer(len(text.alphabet), context, width), AdamW, lr=lr)
     data = session.loader(text, batch_size=batch_size)
@@ -125,7 +125,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        print(f"epoch {epoch:2d}  loss {loss.item():.3f}  bits a character {loss.item() / math.log(2):.3f}")
+        print(f"epoch {epoch:2d}  loss {loss.item():.3f}  bits per character {loss.item() / math.log(2):.3f}")
 
 
 if __name__ == "__main__":

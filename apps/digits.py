@@ -1,4 +1,4 @@
-"""Handwritten digits: a small convolutional net on 1797 real images of 8x8 pixels.
+"""Handwritten digits: a small convolutional network on 1797 real images of 8x8 pixels.
 
 ``python apps/digits.py`` is ordinary PyTorch in one process. `train` is the same training for FreeTrain:
 compare its lines with those of `main`. Needs scikit-learn (``pip install freetrain-parsl[examples]``).
@@ -27,7 +27,7 @@ class Net(nn.Module):
     Parameters
     ----------
     width
-        Channels of the first convolution; more of them make a step longer.
+        Channels of the first convolution; with more channels a step takes longer.
     """
 
     def __init__(self, width: int = 32) -> None:
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return 1500 images to train on and 297 to test with; the same ones in every process."""
+    """Return 1500 training and 297 test images, the same ones in every process."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -61,7 +61,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(model: nn.Module, images: TensorDataset) -> float:
-    """Return the share of images that the model reads right."""
+    """Return the fraction of correctly classified images."""
     device = next(model.parameters()).device
     model.eval()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def accuracy(model: nn.Module, images: TensorDataset) -> float:
 def train(
     session: TrainingSession, *, epochs: int = 10, batch_size: int = 50, lr: float = 0.05, width: int = 32
 ) -> dict[str, Any]:
-    """Train in the holes of a cluster: on any number of nodes, through any number of fragments."""
+    """Train on the idle nodes of a cluster: on any number of nodes, in any number of fragments."""
     training_images, test_images = digits()
     model, _optimizer = session.prepare(Net(width), SGD, lr=lr, momentum=0.9)
     data = session.loader(training_images, batch_size=batch_size)
@@ -89,7 +89,7 @@ def train(
 
 def main() -> None:
     """Train in this process, without FreeTrain."""
-    parser = argparse.ArgumentParser(description="Train a net on handwritten digits in plain PyTorch.")
+    parser = argparse.ArgumentParser(description="Train a network on handwritten digits in plain PyTorch.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--lr", type=float, default=0.05)

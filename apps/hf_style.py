@@ -1,8 +1,8 @@
-"""A loop in the style of Hugging Face's examples: dictionaries for batches, a model that returns its loss.
+"""A loop in the style of the Hugging Face examples: batches are dictionaries, and the model returns its loss.
 
-The model is a small one of our own with those manners, so that nothing has to be downloaded; any of
-``transformers.AutoModelFor…`` goes in its place. ``python apps/hf_style.py`` is ordinary PyTorch in one process.
-`train` is the same training for FreeTrain, in which the session does what ``accelerate`` would do.
+The model is a small stand-in with the same interface, so that nothing has to be downloaded; any
+``transformers.AutoModelFor…`` can replace it. ``python apps/hf_style.py`` is ordinary PyTorch in one process.
+`train` is the same training for FreeTrain, in which the session has the role of ``accelerate``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ WORDS, LENGTH, LABELS = 50, 12, 2
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Made-up sentences as tokenized ones come; the label says whether words of the vocabulary's upper half prevail.
+    """Synthetic tokenized sentences; the label is whether most words are from the upper half of the vocabulary.
 
     Parameters
     ----------
     samples
-        How many.
+        Number of sentences.
     seed
-        Which ones.
+        Seed of the random generator.
     """
 
     def __init__(self, samples: int, seed: int) -> None:
@@ -54,7 +54,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 @dataclass
 class Output:
-    """What such a model returns: ``loss`` if it was given labels, and scores, shape (n, labels)."""
+    """Output of the model: ``loss`` if labels were given, and scores, shape (n, labels)."""
 
     loss: torch.Tensor | None
     logits: torch.Tensor
@@ -80,7 +80,7 @@ class Classifier(nn.Module):
 
 
 def make(lr: float, steps: int) -> tuple[Classifier, AdamW, LambdaLR]:
-    """Return the model, an optimizer that decays matrices only, and a linear schedule with warm-up."""
+    """Return the model, an optimizer with weight decay for matrices only, and a linear schedule with warm-up."""
     model = Classifier()
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
@@ -91,7 +91,7 @@ def make(lr: float, steps: int) -> tuple[Classifier, AdamW, LambdaLR]:
 
 
 def accuracy(model: nn.Module, data: DataLoader[dict[str, torch.Tensor]]) -> float:
-    """Return the share of sentences that the model labels right."""
+    """Return the fraction of correctly labeled sentences."""
     device = next(model.parameters()).device
     model.eval()
     right = total = 0
@@ -109,7 +109,7 @@ def accuracy(model: nn.Module, data: DataLoader[dict[str, torch.Tensor]]) -> flo
 def train(
     session: TrainingSession, *, epochs: int = 4, batch_size: int = 32, lr: float = 3e-3, samples: int = 2000
 ) -> dict[str, Any]:
-    """Train in the holes of a cluster: on any number of nodes, through any number of fragments."""
+    """Train on the idle nodes of a cluster: on any number of nodes, in any number of fragments."""
     sentences, validation = Sentences(samples, 0), DataLoader(Sentences(400, 1), 200)
     model, optimizer, scheduler = make(lr, epochs * -(-samples // batch_size))
     model, optimizer, scheduler = session.prepare(model, optimizer, scheduler)

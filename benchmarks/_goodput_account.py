@@ -1,4 +1,4 @@
-"""Where the offered node-time of a run went, from the executor's journal and the cluster's history."""
+"""Breakdown of a run's offered node-time, from the executor's journal and the cluster's history."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Span = tuple[float, float]
 
 @dataclass
 class Account:
-    """Node-seconds of the offered windows, by what became of them; they add up.
+    """Node-seconds of the offered windows by use; they add up to `offered`.
 
     Parameters
     ----------
     offered
-        Of all windows that are long enough.
+        In all windows that are long enough.
     useful
         In steps that count.
     waiting
-        A window is open, and no block of ours runs there: not found, requested or granted yet.
+        A window is open without a block of ours: not found, requested or granted yet.
     starting
-        From the start of a block until its slot has torch and is known.
+        From the start of a block until its slot has imported torch and has registered.
     unassigned
-        The slot is there, and no training has it: decisions, newcomers that warm up, trainings that are not ready.
+        The slot is registered but not assigned: decisions, newcomers warming up, trainings not ready.
     paused
-        Trainings stood still in order to change their nodes.
+        Trainings pause to change their nodes.
     between_steps
         In a training, but not in a step: its first step's preparations, checkpoints, unfinished steps.
     leaving
-        The slot has gone, its block not yet.
+        The slot has ended, but not its block.
     again
         Like ``waiting``, but after a first block in the same window.
     """
@@ -51,17 +51,17 @@ class Account:
     leaving: float = 0.0
     again: float = 0.0
     windows: list[tuple[str, float, float]] = field(default_factory=list)
-    """Node, and when its window opened and closed, seconds after the beginning."""
+    """Node, and opening and closing of its window, seconds after the start."""
     starts: list[float] = field(default_factory=list)
-    """Seconds that each block took to start."""
+    """Start-up seconds of each block."""
 
     @property
     def goodput(self) -> float:
-        """Useful share of what was offered."""
+        """Return the useful share of the offered node-time."""
         return self.useful / self.offered
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a use."""
+        """Return one row per use."""
         uses = ("useful", "waiting", "starting", "unassigned", "paused", "between_steps", "leaving", "again")
         return [
             {
@@ -83,16 +83,16 @@ def draw_up(
     least: float,
     useful: float,
 ) -> Account:
-    """Sum a run up between two times, seconds since the epoch.
+    """Summarize a run between two times, seconds since the epoch.
 
     Parameters
     ----------
     run, entries, history
-        The run, its journal, and who had which node.
+        The run, its journal, and the jobs on each node.
     least
-        Windows that turned out shorter do not count, and what was trained in them is taken off `useful`.
+        Shorter windows do not count, and training in them is subtracted from `useful`.
     useful
-        Node-seconds in steps that count, as the trainings tell.
+        Node-seconds in steps that count, as reported by the trainings.
     """
     joined = _joined(entries, end)
     fragments = defaultdict(list)
@@ -130,7 +130,7 @@ def draw_up(
 
 
 def _windows(history: Sequence[Mapping[str, Any]], begin: float, end: float) -> Iterator[tuple[str, Span]]:
-    """List when each node had no main job."""
+    """List the periods in which each node had no main job."""
     for node in sorted({stay["node"] for stay in history}):
         free_from = begin
         busy = [
@@ -143,7 +143,7 @@ def _windows(history: Sequence[Mapping[str, Any]], begin: float, end: float) -> 
 
 
 def _joined(entries: Iterable[Entry], end: float) -> dict[str, list[Span]]:
-    """List when each node had its slots."""
+    """List the periods in which each node had slots."""
     joined: dict[str, list[Span]] = defaultdict(list)
     since: dict[str, float] = {}
     for entry in entries:

@@ -1,8 +1,8 @@
-"""From an idle log to the main queue of an embedded cluster, on which the same is idle, compressed in time.
+"""Convert an idle log to the main queue of an embedded cluster with the same idle nodes, compressed in time.
 
-The embedded cluster chooses itself which of our nodes a main job takes: with blocks of one node, that of the youngest.
-So only the number of idle nodes is the log's, and its windows are paired last in, first out. Those that are then
-shorter than the least window are filled.
+The embedded cluster itself chooses which of our nodes a main job takes: with blocks of one node, the youngest. So only
+the number of idle nodes is taken from the log, and openings and closings are paired last in, first out. Windows that
+are then shorter than the minimum are filled.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Window = tuple[float, float]
-"""Seconds at which it opens and closes."""
+"""Opening and closing, seconds."""
 
-# After the intervals of 1024 Summit nodes in a week of 2021 (the BFTrainer authors' log): median, and the logarithm's
-# standard deviation, of an interval; share of its time for which a node is idle.
+# Modelled on 1024 Summit nodes in a week of 2021 (the BFTrainer authors' log): median, and standard deviation of the
+# logarithm, of the idle intervals; share of the time for which a node is idle.
 _MEDIAN, _SPREAD, _IDLE = 395.0, 1.2, 0.08
 _BUSY_SHARE_OF_A_WALLTIME = 0.7
 
@@ -46,30 +46,30 @@ def synthetic_log(*, seconds: float, nodes: int, seed: int) -> HoleTable:
 def choose_windows(
     table: HoleTable, *, nodes: int, start: float, compression: float, seconds: float, least: float, seed: int
 ) -> list[Window]:
-    """Cut a stretch out of a log, choose a few of the nodes that have windows in it, and compress its time.
+    """Extract a period of a log, choose some of the nodes with windows in it, and compress its time.
 
     Parameters
     ----------
     table
         The log.
     nodes
-        How many, drawn by `seed` from those that are idle for long enough within the stretch.
+        Number of nodes, drawn by `seed` from those that are idle for long enough within the period.
     start
-        Where the stretch begins, seconds of the log.
+        Start of the period, seconds of the log.
     compression
-        Seconds of the log in one of ours.
+        Seconds of the log per replayed second.
     seconds, least
-        Length of the stretch, and of the shortest window, both in our time.
+        Length of the period, and of the shortest window, both in replayed seconds.
 
     Returns
     -------
     windows
-        In our time after the stretch's beginning, by opening; at no time more than there are nodes.
+        In replayed seconds after the start, by opening; never more at a time than there are nodes.
 
     Raises
     ------
     ValueError
-        Fewer nodes than asked for have such windows there, or nothing is left of them.
+        Too few nodes have such windows there, or no window remains after pairing.
     """
     stretch = table.within(start, start + seconds * compression)
     opens, closes = (stretch.starts - start) / compression, (stretch.ends - start) / compression
@@ -77,18 +77,18 @@ def choose_windows(
     candidates = sorted(set(stretch.nodes[long_enough].tolist()))
     if len(candidates) < nodes:
         raise ValueError(
-            f"{len(candidates)} nodes have a window of {least:g} s or more there, not {nodes}: choose another start, "
+            f"only {len(candidates)} of {nodes} nodes have a window of {least:g} s or more there: choose another start "
             "or less compression"
         )
     chosen = np.isin(stretch.nodes, random.Random(seed).sample(candidates, nodes)) & long_enough
     windows = _last_in_first_out(zip(opens[chosen].tolist(), closes[chosen].tolist(), strict=True), least)
     if not windows:
-        raise ValueError("the windows there overlap so that none is left that is long enough: choose another start")
+        raise ValueError("no window is long enough after pairing: choose another start")
     return windows
 
 
 def _last_in_first_out(windows: Iterable[Window], least: float) -> list[Window]:
-    """Pair openings and closings anew, and leave out what is then too short."""
+    """Pair openings and closings, and drop windows that are too short."""
     events = sorted((time, kind) for window in windows for kind, time in ((1, window[0]), (0, window[1])))
     paired, stack = [], []
     for time, opens in events:
@@ -100,13 +100,13 @@ def _last_in_first_out(windows: Iterable[Window], least: float) -> list[Window]:
 
 
 def main_queue(windows: Sequence[Window], *, nodes: int, seconds: float, lead: float) -> list[MainJob]:
-    """Make the main jobs that leave exactly these windows, and before them keep all nodes busy for `lead` seconds.
+    """Make main jobs that leave exactly these windows, and keep all nodes busy for `lead` seconds before them.
 
-    Each is submitted when it needs its node: nobody knows beforehand when a window closes.
+    Each is submitted when it needs its node: closings are not known in advance.
     """
     begins = [0.0] * nodes + sorted(lead + closes for _, closes in windows if closes < seconds)
     ends = sorted(lead + opens for opens, _ in windows)
-    ends += [lead + seconds + 60.0] * (len(begins) - len(ends))  # beyond the measurement's end
+    ends += [lead + seconds + 60.0] * (len(begins) - len(ends))  # after the end of the measurement
     return [
         MainJob(begin, 1, end - begin, (end - begin) / _BUSY_SHARE_OF_A_WALLTIME)
         for begin, end in zip(begins, ends, strict=True)

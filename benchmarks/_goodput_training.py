@@ -6,13 +6,13 @@ from typing import Any
 
 from freetrain_parsl import training_app
 
-BATCH = 60  # samples of a step, of all nodes together: the same share for 1 to 6 nodes
+BATCH = 60  # samples per step on all nodes together; equal shares for 1 to 6 nodes
 SAMPLE_NODE_SECONDS = 0.03
-SAMPLES = 600  # of an epoch
+SAMPLES = 600  # samples per epoch
 
 
 def make_app(nodes: int) -> Any:
-    """Make the training app, whose code travels by value; it trains until it is stopped."""
+    """Make the training app, whose code is pickled by value; it trains until it is stopped."""
 
     @training_app(max_nodes=nodes, scaling={1: 1.0, nodes: float(nodes)})
     def train(session: Any, *, batch: int, cost: float, samples: int) -> None:

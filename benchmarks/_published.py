@@ -1,4 +1,4 @@
-"""The published node-level allocation model (BFTrainer, arXiv 2106.12091), written afresh for CBC.
+"""The published node-level allocation model (BFTrainer, arXiv 2106.12091), reimplemented for CBC.
 
 Binary x[j, i] gives node i to trainer j; SOS2 weights through the breakpoints of the scaling curve give its
 throughput; binaries mark growing and shrinking; a trainer may only add nodes or only drop nodes::
@@ -8,10 +8,10 @@ throughput; binaries mark growing and shrinking; a trainer may only add nodes or
     n_j - C_j <= N up_j                      C_j - n_j <= N down_j
     D_j <= n_j - C_j + M z_j                 D_j <= C_j - n_j + M (1 - z_j),  z_j binary
 
-where D_j counts the nodes of j that change. Who shrinks has z_j = 1, and the row on the left reads
-2 (C_j - n_j) <= M; who grows has z_j = 0, and the one on the right reads 2 (n_j - C_j) <= M. So the
+where D_j counts the nodes of j that change. A shrinking trainer has z_j = 1, and the row on the left becomes
+2 (C_j - n_j) <= M; a growing one has z_j = 0, and the one on the right becomes 2 (n_j - C_j) <= M. So the
 published M = N + 1 forbids changes of more than half of the pool, and M = 2 N + 1 forbids nothing. The start
-cost of our model is added, as a shorter T for who starts.
+cost of our model is added, as a shorter T for starting trainers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedSolution:
-    """What CBC found.
+    """Result of CBC.
 
     Parameters
     ----------
     objective
         Value of the best allocation, or None if there is none.
     seconds
-        Wall time of the solve, without building the model.
+        Wall time of the solve, without model construction.
     finished
         Whether it ended before the time limit.
     allocation

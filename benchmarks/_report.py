@@ -1,4 +1,4 @@
-"""One table, with what it was measured on; the same rows as JSON."""
+"""Print a table of results with the measurement environment; write the same rows as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def report(
     title: str, rows: Sequence[Mapping[str, Any]], packages: Sequence[str], json_file: Path | None = None
 ) -> None:
-    """Print rows as a table under the machine, versions and command; write them as JSON if asked."""
+    """Print rows as a table below machine, versions and command; write them as JSON if requested."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(f"[bold]{title}[/bold]")
     console.print(f"machine   {_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")

@@ -1,4 +1,4 @@
-"""Our side of `rescale`: warm processes that run one training, and get the orders that the executor would give them."""
+"""Our side of `rescale`: warm processes that run one training and get the commands that the executor would send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 def train(session: Any, directory: str) -> None:
-    """Train until somebody ends it; the same as under torchrun."""
+    """Train until stopped; the same as under torchrun."""
     log = StepLog(Path(directory))
     model, _ = session.prepare(make_net(), torch.optim.SGD, lr=LEARNING_RATE, momentum=MOMENTUM)
     data = session.loader(Data(), BATCH)
@@ -45,7 +45,7 @@ def train(session: Any, directory: str) -> None:
 
 
 def _serve(channel: Connection, port: int, directory: str) -> None:
-    """Run fragments as told, until the channel closes; it brings orders meanwhile."""
+    """Run fragments as commanded until the channel closes; commands also arrive during fragments."""
     torch.set_num_threads(1)
     starts: queue.Queue[tuple[Membership | None, ControlMailbox] | None] = queue.Queue()
 
@@ -81,18 +81,18 @@ def _serve(channel: Connection, port: int, directory: str) -> None:
 
 @dataclass(eq=False)
 class Worker:
-    """A process of the crew; it tells what it reports."""
+    """A process of the crew, with its reports."""
 
     process: Any
     channel: Connection
 
     def await_report(self, kind: type[_Said] | tuple[type[_Said], ...]) -> _Said:
-        """Wait for the next report of a kind; others before it are dropped.
+        """Wait for the next report of a kind; earlier ones of other kinds are dropped.
 
         Raises
         ------
         TimeoutError
-            It does not come.
+            It did not arrive.
         EOFError
             The process has ended.
         """
@@ -105,14 +105,14 @@ class Worker:
 
 
 class Crew:
-    """Warm processes, some of which train together; a context manager.
+    """Warm processes, some of which form a group; a context manager.
 
     Parameters
     ----------
     directory
-        For checkpoints and logs.
+        Directory of checkpoints and logs.
     processes
-        How many there are at first.
+        Initial number.
     """
 
     def __init__(self, directory: Path, processes: int) -> None:
@@ -134,13 +134,13 @@ class Crew:
             worker.process.join()
 
     def start(self, size: int) -> None:
-        """Let a group begin the training."""
+        """Start the training in a group."""
         self.members = self._take_idle(size)
         for worker, membership in zip(self.members, self._places(size), strict=True):
             worker.channel.send(membership)
 
     def resize(self, size: int) -> list[Joined]:
-        """Grow, or shrink by the last members, in place; return what the members report."""
+        """Grow, or shrink by the last members, in place; return the members' reports."""
         stay, leave = self.members[:size], self.members[size:]
         newcomers = self._take_idle(size - len(stay))
         for worker in newcomers:
@@ -154,7 +154,7 @@ class Crew:
         return reports
 
     def lose(self, lost: Worker, timeout: float | None) -> list[Joined]:
-        """Regroup the others of a member that is gone: once one of them is stranded, or else after a time-out."""
+        """Regroup the peers of a failed member: once one of them is stranded, or else after a timeout."""
         others = [worker for worker in self.members if worker is not lost]
         if timeout is not None:
             time.sleep(timeout)
@@ -164,13 +164,14 @@ class Crew:
 
     @staticmethod
     def _await_stranded(workers: list[Worker]) -> None:
-        # One is enough, and all there may be: gloo leaves others waiting for those who have left. The order wakes them.
+        # One is enough, and may be the only one: gloo keeps the others waiting for members that left. The command
+        # wakes them.
         channels = [worker.channel for worker in workers]
         deadline = time.monotonic() + _PATIENCE
         while ready := wait(channels, max(0.0, deadline - time.monotonic())):
             if any(isinstance(channel.recv(), GroupFailed) for channel in ready):
                 return
-        raise TimeoutError("no member noticed the loss of another")
+        raise TimeoutError("no member noticed the failure of another")
 
     def _hire(self) -> None:
         ours, theirs = _SPAWN.Pipe()

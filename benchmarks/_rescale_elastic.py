@@ -1,4 +1,4 @@
-"""torchrun's side of `rescale`: agents of one worker each, that come and go."""
+"""torchrun's side of `rescale`: agents of one worker each, which join and leave."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from _rescale_net import Pause, pause_between, read_marks, wait_for_steps
 
 SCRIPT = Path(__file__).with_name("_rescale_torchrun.py")
-# torch 2.13: an agent that joins later waits for an address that the first one set in an earlier round only, and the
-# training ends after a minute; this is torchrun's own way around. The time that a rendezvous waits for more to join
-# is 30 s by default, which would be all that is measured.
+# torch 2.13: an agent that joins later waits for an address that the first one set only in an earlier round, and the
+# training ends after a minute; this is torchrun's own workaround. By default a rendezvous waits 30 s for more agents to
+# join, which would dominate the measurement.
 SETTINGS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 LAST_CALL_SECONDS = 1
 
@@ -51,7 +51,7 @@ def measure_torchrun(directory: Path, sizes: list[int], steps: int) -> list[Paus
 
 
 class _Agent(subprocess.Popen[bytes]):
-    """One agent, which ends with the block; its own output is beside the logs of its workers."""
+    """One agent, which ends with the block; its own output is next to its workers' logs."""
 
     def __init__(self, directory: Path, port: int, most: int) -> None:
         with (directory / f"agent-{time.monotonic_ns()}").open("wb") as output:

@@ -1,4 +1,4 @@
-"""What both sides of `rescale` train, and the log that both are measured by."""
+"""The model that both sides of `rescale` train, and the log with which both are measured."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MOMENTUM = 0.9
 
 
 def make_net() -> nn.Module:
-    """Return a perceptron of 21.0 million parameters, the same each time."""
+    """Return a perceptron of 21.0 million parameters, initialized deterministically."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
 class Data(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Noise with labels: one tensor, of which each sample is a shifted piece, so that reading costs nothing."""
+    """Noise with labels: each sample is a shifted slice of one tensor, so that reading costs nothing."""
 
     def __init__(self) -> None:
         self._noise = torch.randn(SAMPLES + WIDTH, generator=torch.Generator().manual_seed(1))
@@ -46,9 +46,9 @@ class Data(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 class StepLog:
-    """One line for each beginning and each end of a step of one process: seconds, word, ranks, rank, step.
+    """One line for each start and end of a step of one process: seconds, event, ranks, rank, step.
 
-    The clock is the machine's monotonic one, the same in all processes.
+    The clock is the machine's monotonic clock, shared by all processes.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -61,7 +61,7 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Mark:
-    """A line of a `StepLog`; `step` is how many are done."""
+    """A line of a `StepLog`; `step` is the number of completed steps."""
 
     seconds: float
     word: str
@@ -72,17 +72,17 @@ class Mark:
 
 @dataclass(frozen=True)
 class Pause:
-    """What a change cost, out of the logs of all processes.
+    """Cost of a change, from the logs of all processes.
 
     Parameters
     ----------
     seconds
-        Without a step: from the end of the last one in the group before (on its last rank to end it) to the beginning
-        of the first one in the group after (on its last rank to begin it).
+        Time without a step: from the end of the last one in the old group (on its last rank to end it) to the start of
+        the first one in the new group (on its last rank to start it).
     step_seconds
-        Median length of a step in the group before.
+        Median duration of a step in the old group.
     steps_lost
-        Steps that were done, and are done again.
+        Steps that are repeated.
     """
 
     seconds: float
@@ -91,7 +91,7 @@ class Pause:
 
 
 def read_marks(directory: Path, since: float = 0.0) -> list[Mark]:
-    """Read the logs of all processes, in the order of time; a line that is being written is left out."""
+    """Read the logs of all processes in time order; incomplete lines are skipped."""
     marks = []
     for path in directory.glob("steps-*"):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -102,18 +102,18 @@ def read_marks(directory: Path, since: float = 0.0) -> list[Mark]:
 
 
 def steps_of(marks: list[Mark], ranks: int) -> int:
-    """Count the steps that all members of a group of that size have done."""
+    """Count the steps that all members of a group of `ranks` have completed."""
     ends = Counter(mark.rank for mark in marks if mark.word == "end" and mark.ranks == ranks)
     return min((ends[rank] for rank in range(ranks)), default=0)
 
 
 def wait_for_steps(directory: Path, ranks: int, count: int, since: float, timeout: float = 120.0) -> None:
-    """Wait until a group of that size has done so many steps since a moment.
+    """Wait until a group of `ranks` has completed `count` steps since a given time.
 
     Raises
     ------
     TimeoutError
-        It has not.
+        It did not.
     """
     deadline = time.monotonic() + timeout
     while steps_of(read_marks(directory, since), ranks) < count:
@@ -123,9 +123,9 @@ def wait_for_steps(directory: Path, ranks: int, count: int, since: float, timeou
 
 
 def pause_between(marks: list[Mark], before: int, after: int) -> Pause:
-    """Measure a change of a group's size; the marks begin with the group before and end with the one after.
+    """Measure a change of a group's size; the marks start with the old group and end with the new one.
 
-    Steps that torchrun makes with a size in between, while it is at it, do not count as a pause.
+    Steps that torchrun makes at an intermediate size do not count as a pause.
     """
     first = min(mark.seconds for mark in marks if mark.ranks == after and mark.word == "begin")
     last = max(mark.seconds for mark in marks if mark.ranks == before and mark.word == "end" and mark.seconds < first)
@@ -135,7 +135,7 @@ def pause_between(marks: list[Mark], before: int, after: int) -> Pause:
 
 
 def pause_after(marks: list[Mark], before: int, after: int, moment: float, stepping: float = 0.0) -> Pause:
-    """Measure how long it takes from a moment to the first step of the group after it; see `pause_between`."""
+    """Measure the time from a given moment to the first step of the next group; see `pause_between`."""
     begins: dict[int, Mark] = {}
     for mark in marks:
         if mark.ranks == after and mark.word == "begin" and mark.seconds >= moment:

@@ -1,7 +1,7 @@
-"""The training of `rescale` under torchrun, as PyTorch's tutorial on elastic training has it: run by `rescale`.
+"""The training of `rescale` under torchrun, after PyTorch's tutorial on elastic training: run by `rescale`.
 
-The first rank writes a snapshot every few steps; whenever the number of workers changes, torchrun starts all of them
-afresh, and they go on from the snapshot.
+The first rank writes a snapshot every few steps; whenever the number of workers changes, torchrun restarts all of
+them, and they resume from the snapshot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SNAPSHOT_STEPS = 10
 
 
 def main(directory: Path) -> None:
-    """Train until somebody ends it."""
+    """Train until stopped."""
     torch.set_num_threads(1)
     log = StepLog(directory)
     dist.init_process_group("gloo")

@@ -1,7 +1,7 @@
-"""Our side of `slurm_neighbours.py`: a driver in a process of its own, as a plain user has it.
+"""Our side of `slurm_neighbours.py`: a driver in its own process, as for an ordinary user.
 
 It prints ``ready``, submits its trainings when it reads a line, and when it reads another prints its account as one
-line of JSON and ends, its jobs with it.
+line of JSON and ends together with its jobs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from freetrain_parsl.report.run import RunState
 
 
 def make_app(nodes: int) -> Any:
-    """Make the training app, whose code travels by value."""
+    """Make the training app, whose code is pickled by value."""
 
     @training_app(max_nodes=nodes, scaling={1: 1.0, nodes: float(nodes)})
     def train(session: Any, *, batch: int, cost: float, samples: int, features: int) -> None:
@@ -45,7 +45,7 @@ def make_app(nodes: int) -> Any:
 
 
 def account(executor: FreeTrainExecutor) -> dict[str, Any]:
-    """Sum up what was trained, from the journal."""
+    """Summarize the training work from the journal."""
     run = RunState(executor.journal_path).refresh()
     progress = [training.progress for training in run.trainings.values()]
     return {
@@ -60,7 +60,7 @@ def account(executor: FreeTrainExecutor) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Serve one run; the settings are the JSON of the first argument."""
+    """Serve one run; the first argument contains the settings as JSON."""
     options = json.loads(sys.argv[1])
     directory = Path(options["directory"])
     provider = SlurmProvider(

@@ -1,6 +1,6 @@
-"""The neighbours of `slurm_neighbours.py`: a seeded main queue on a real Slurm, and what became of each of its jobs.
+"""The neighbours of `slurm_neighbours.py`: a seeded main queue on a real Slurm, and the outcome of each of its jobs.
 
-Jobs tell their own start, end and nodes into files: measuring costs the scheduler no query.
+Jobs write their start, end and nodes to files: the measurement needs no scheduler queries.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
 
-_LIMIT_SLACK = 10.0  # seconds by which a job's limit exceeds its run at least: none is killed
+_LIMIT_SLACK = 10.0  # minimum seconds by which a job's limit exceeds its run time: none is killed
 _PERIOD = 0.1
 
-# What nodes tell the controller of themselves, at intervals of their own.
+# Reports of the nodes to the controller, at their own intervals.
 _NODE_RPCS = ("MESSAGE_NODE_REGISTRATION_STATUS",)
-_STATISTICS = "REQUEST_STATS_INFO"  # of which the last is the measurement's own
+_STATISTICS = "REQUEST_STATS_INFO"  # the last one is by the measurement itself
 
-# What only looks ask.
+# Only from polls.
 _LOOKS = re.compile(r"REQUEST_((JOB|JOB_USER|NODE|PARTITION|RESERVATION|BUILD|STATS)_INFO|PING)")
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a main job; times in seconds after the workload's beginning."""
+    """Outcome of a main job; times in seconds after the start of the workload."""
 
     submit: float
     start: float
@@ -42,12 +42,12 @@ class Ran:
 
     @property
     def area(self) -> float:
-        """Node-seconds."""
+        """Return the node-seconds."""
         return len(self.nodes) * (self.end - self.start)
 
 
 def draw(*, nodes: int, minutes: float, load: float, mean_run: float, seed: int) -> list[MainJob]:
-    """Draw the workload; Slurm's limits are whole minutes."""
+    """Draw a random workload; Slurm's limits are whole minutes."""
     jobs = generate_workload(
         nodes=nodes,
         duration=timedelta(minutes=minutes),
@@ -62,16 +62,16 @@ def draw(*, nodes: int, minutes: float, load: float, mean_run: float, seed: int)
 
 
 class MainQueue:
-    """Submits the workload in time and waits for its end.
+    """Submits the workload on time and waits for its end.
 
     Parameters
     ----------
     cluster
-        Whose partition ``main`` it goes to.
+        Cluster with the partition ``main``.
     jobs
         The workload, by time of submission.
     user
-        Whose jobs they are; ``None`` for whoever runs this.
+        Owner of the jobs; ``None``: the current user.
     """
 
     def __init__(self, cluster: LoopbackSlurm, jobs: Sequence[MainJob], user: str | None) -> None:
@@ -84,12 +84,12 @@ class MainQueue:
         self.begin = 0.0
 
     def run(self) -> list[Ran]:
-        """Live through the workload; return its jobs in the order of their submission.
+        """Run the workload; return its jobs in submission order.
 
         Raises
         ------
         TimeoutError
-            The last has not ended in three times the time that a full cluster needs.
+            The last has not ended within three times the time that a full cluster needs.
         """
         self.begin = time.time()
         patience = 600.0 + 3 * sum(job.walltime for job in self._jobs)
@@ -123,7 +123,7 @@ class MainQueue:
 
 
 def idle_intervals(ran: Sequence[Ran], nodes: Sequence[str], end: float) -> Iterator[tuple[str, float, float]]:
-    """List when each node had no main job, from the workload's beginning to `end`: node, from, until."""
+    """List the periods without main jobs, from the start of the workload to `end`: node, from, until."""
     for node in nodes:
         free_from = 0.0
         for job in sorted((job for job in ran if node in job.nodes), key=lambda job: job.start):
@@ -135,10 +135,10 @@ def idle_intervals(ran: Sequence[Ran], nodes: Sequence[str], end: float) -> Iter
 
 
 def count_rpcs(cluster: LoopbackSlurm, ran: Sequence[Ran]) -> dict[str, int]:
-    """Read from ``sdiag`` who asked slurmctld how often since the last ``sdiag --reset``.
+    """Read the RPC counts of slurmctld by origin since the last ``sdiag --reset`` from ``sdiag``.
 
-    All that neither the main jobs nor the nodes' daemons caused counts as ours: our looks, our submissions and
-    cancellations, and what Slurm itself asks for our jobs and their steps. `rpcs_looks` are the looks alone.
+    All RPCs not caused by the main jobs or the nodes' daemons count as ours: our polls, submissions and cancellations,
+    and Slurm's own RPCs for our jobs and their steps. `rpcs_looks` are the polls only.
     """
     by_type = {
         name: int(count)
@@ -150,7 +150,7 @@ def count_rpcs(cluster: LoopbackSlurm, ran: Sequence[Ran]) -> dict[str, int]:
     total = sum(by_type.values())
     looks = sum(count for name, count in by_type.items() if _LOOKS.fullmatch(name))
     daemons = sum(by_type.get(name, 0) for name in _NODE_RPCS)
-    main = 2 * len(ran)  # its submission, and the end of its script
+    main = 2 * len(ran)  # submission, and end of script
     ours = max(0, total - daemons - main)
     return {
         "rpcs": total,

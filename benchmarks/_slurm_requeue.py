@@ -1,7 +1,7 @@
 """The usual alternative of `slurm_neighbours.py`: fixed-size preemptible jobs that checkpoint and requeue.
 
-Written with submitit as its documentation shows it: a callable with a ``checkpoint`` method. On the signal before the
-end of its time, or before preemption, submitit saves and requeues it.
+Written with submitit as in its documentation: a callable with a ``checkpoint`` method. On the signal before the end of
+its time limit, or before preemption, submitit saves and requeues it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WARNING_SECONDS = 15  # Slurm's signals are late by half a minute, or early: se
 
 
 class Training:
-    """One training; what it has done is in its directory, so that it goes on from there."""
+    """One training; its state is in its directory, from which it resumes."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -71,7 +71,7 @@ class Training:
                 "samples": training_metrics["samples"] + local * size,
                 "step_node_seconds": training_metrics["step_node_seconds"] + (time.monotonic() - begin) * size,
             }
-            # One assignment: the signal's handler sees this step or the one before, never half of each.
+            # One assignment: the signal handler sees the state of this step or the previous one, never a mixture.
             self._state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "books": training_metrics}
             self._tell(training_metrics, env, started)
             if time.monotonic() - saved > CHECKPOINT_SECONDS:
@@ -125,7 +125,7 @@ def submit(directory: Path, *, partition: str, trainings: int, nodes: int, minut
 
 
 def account(directory: Path) -> dict[str, Any]:
-    """Sum up what was trained and is not lost."""
+    """Summarize the training work that is not lost."""
     done = {"step_node_seconds": 0.0, "samples": 0}
     fragments = []
     for home in sorted(directory.glob("training-*")):

@@ -1,8 +1,8 @@
-"""How long a decision takes: the count model in HiGHS, a dynamic programme, the published model in CBC.
+"""Decision time: the count model in HiGHS, a dynamic program, the published model in CBC.
 
-Run with ``--quick`` for a look, ``--json FILE`` to keep the rows. Each instance is solved by all of them, one
-after the other, in one process on one thread; times include building the model, except CBC's. A published
-solve that reaches the cap counts as long as the cap: its median and the ratio are lower bounds then.
+Use ``--quick`` for a short run, ``--json FILE`` to save the rows. Each instance is solved by all of them in sequence,
+in one process on one thread; times include model construction, except CBC's. A published solve that reaches the cap
+counts as the cap: its median and the ratio are then lower bounds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 try:
     from _published import solve_published
-except ImportError:  # python-mip is a development dependency; its columns stay empty without it
-    solve_published = None  # type: ignore[assignment] # a missing baseline is no function
+except ImportError:  # python-mip is a development dependency; without it its columns are empty
+    solve_published = None  # type: ignore[assignment] # the baseline is missing
 
 HORIZON = 120.0
 SIZES = [(10, 40), (10, 160), (30, 512), (30, 1024), (100, 4608)]
@@ -40,7 +40,7 @@ OBJECTIVE = resolve_objective("speedup")
 
 @dataclass
 class Measured:
-    """Figures of one size."""
+    """Figures for one size."""
 
     milp: list[float] = field(default_factory=list)
     dp: list[float] = field(default_factory=list)
@@ -53,14 +53,14 @@ class Measured:
 
 
 def dynamic_programme(case: Instance) -> float:
-    """Tabulate the values and find the best sum, as a policy without a solver would."""
+    """Tabulate the values and find the best sum without a solver."""
     held = current_counts(case.trainers, case.pool, case.current)
     tables = [value_table(OBJECTIVE, t, held[t.name], len(case.pool), HORIZON) for t in case.trainers]
     return best_value(np.stack(tables))
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result and the milliseconds that it took."""
+    """Return the result and the time in milliseconds."""
     started = time.perf_counter()
     result = function()
     return result, 1000 * (time.perf_counter() - started)
@@ -72,8 +72,8 @@ def measure(trainers: int, nodes: int, repeats: int, published_repeats: int, cap
     measured = Measured()
     for seed in range(repeats):
         case = measured_like_instance(seed, trainers=trainers, nodes=nodes)
-        decision, milp_ms = timed(lambda: policy.allocate(case.pool, case.trainers, case.current, case.now))  # noqa: B023 - called at once
-        best, dp_ms = timed(lambda: dynamic_programme(case))  # noqa: B023 - called at once
+        decision, milp_ms = timed(lambda: policy.allocate(case.pool, case.trainers, case.current, case.now))  # noqa: B023 - called immediately
+        best, dp_ms = timed(lambda: dynamic_programme(case))  # noqa: B023 - called immediately
         measured.milp.append(milp_ms)
         measured.dp.append(dp_ms)
         measured.proven.append(decision.proven_optimal)
@@ -90,7 +90,7 @@ def measure(trainers: int, nodes: int, repeats: int, published_repeats: int, cap
 
 
 def row(trainers: int, nodes: int, measured: Measured) -> dict[str, Any]:
-    """Return one line of the table; `ratio` compares the medians of the same instances."""
+    """Return one row of the table; `ratio` compares the medians of the same instances."""
     milp, published = measured.milp, measured.published.get("")
     same = milp[: len(published)] if published else []
     line: dict[str, Any] = {
@@ -116,22 +116,22 @@ def row(trainers: int, nodes: int, measured: Measured) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, print, and fail if the policy is not exact."""
+    """Run and print; fail if the policy is not exact."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few instances, a short cap for CBC")
     parser.add_argument("--repeats", type=int, default=None, help="instances of each size (default 30; quick 5)")
-    parser.add_argument("--published-repeats", type=int, default=None, help="of these for CBC (default 12)")
+    parser.add_argument("--published-repeats", type=int, default=None, help="instances of these for CBC (default 12)")
     parser.add_argument("--cap", type=float, default=None, help="seconds for each CBC solve (default 60; quick 10)")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args()
     repeats = options.repeats or (5 if options.quick else 30)
-    # CBC's times spread over two orders of magnitude: a median of a few instances says nothing.
+    # CBC's times spread over two orders of magnitude: a median of a few instances is meaningless.
     published = min(repeats, 12) if options.published_repeats is None else options.published_repeats
     cap = options.cap or (10.0 if options.quick else 60.0)
     if solve_published is None:
-        print("python-mip is not installed (pip install 'mip>=1.15'): the published model is left out")
+        print("python-mip is not installed (pip install 'mip>=1.15'): the published model is omitted")
         published = 0
-    measure(10, 40, 2, 0, cap)  # load what is loaded on first use
+    measure(10, 40, 2, 0, cap)  # warm-up: imports on first use
     rows = []
     for trainers, nodes in SIZES:
         with_published = min(repeats, published) if (trainers, nodes) in PUBLISHED_SIZES else 0
@@ -140,7 +140,7 @@ def main() -> int:
     print(f"published: CBC capped at {cap:g} s a solve; where not all finished, time and ratio are lower bounds")
     exact = all(line["milp_dp_relative_error_max"] <= 1e-9 for line in rows)
     if not exact:
-        print("the policy differs from the dynamic programme", file=sys.stderr)
+        print("the policy differs from the dynamic program", file=sys.stderr)
     return 0 if exact else 1
 
 

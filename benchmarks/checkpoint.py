@@ -1,10 +1,10 @@
-"""What a checkpoint costs the training, and how fast it is, against plain ``torch.save`` with ``fsync``.
+"""Cost and speed of a checkpoint, compared to plain ``torch.save`` with ``fsync``.
 
-Run with ``--quick`` for a look, ``--json FILE`` to keep the figures, ``--directory DIR`` to measure another file
-system. A state is a model with Adam: 12 bytes a parameter. `blocked` is the time for which a training is stopped,
-`write` the time until the checkpoint is durable, with its checksums. Each figure is a median of several checkpoints,
-after one to warm up; ours and the plain ones take turns. Sharded states are written by two processes with FSDP2, which
-wait for it.
+Use ``--quick`` for a short run, ``--json FILE`` to save the figures, ``--directory DIR`` to measure another file
+system. A state is a model with Adam: 12 bytes per parameter. `blocked` is the time for which a training is blocked,
+`write` the time until the checkpoint is durable, with its checksums. Each figure is a median of several checkpoints
+after one warm-up; ours and the plain ones alternate. Sharded states are written by two processes with FSDP2, which wait
+for the write.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Round:
 
 
 def make_objects(parameters: int, device: torch.device, *, shard: bool) -> dict[str, Any]:
-    """Make a model of about that many parameters, and Adam with its state."""
+    """Make a model of about this many parameters, and Adam with its state."""
     width = int((parameters / LAYERS) ** 0.5)
     net = nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)]).to(device)
     if shard:
@@ -77,7 +77,7 @@ def synchronise() -> None:
 
 
 class Bench:
-    """Checkpoints of one state, one after the other."""
+    """Successive checkpoints of one state."""
 
     def __init__(self, root: Path, objects: dict[str, Any], group: Group) -> None:
         self.objects = objects
@@ -89,7 +89,7 @@ class Bench:
         self._step = 0
 
     def checkpoint(self) -> Round:
-        """Write one, and read it back into the objects."""
+        """Write a checkpoint, and restore the objects from it."""
         self._step += 1
         synchronise()
         begun = time.perf_counter()
@@ -108,7 +108,7 @@ class Bench:
         return Round(blocked, write, self._restore(), size)
 
     def plain(self) -> float:
-        """Write the same state with torch alone, durably; return the seconds."""
+        """Write the same state durably with plain torch; return the seconds."""
         path = self._root / "plain.pt"
         synchronise()
         begun = time.perf_counter()
@@ -127,7 +127,7 @@ class Bench:
         self.checkpoint_manager.load_into(self.objects, restored)
         synchronise()
         seconds = time.perf_counter() - begun
-        self.checkpoint_manager.close()  # the other keeper has taken over the writing
+        self.checkpoint_manager.close()  # the other checkpoint manager has taken over
         self.checkpoint_manager.restore()
         return seconds
 
@@ -153,7 +153,7 @@ def measure(kind: str, millions: int, rounds: list[Round], plain: list[float] | 
 
 
 def measure_plain(millions: int, repeats: int, directory: Path) -> dict[str, Any]:
-    """Measure a state that one process writes."""
+    """Measure a state written by one process."""
     root = Path(tempfile.mkdtemp(dir=directory))
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,9 +170,9 @@ def measure_plain(millions: int, repeats: int, directory: Path) -> dict[str, Any
 
 
 def sharded_member(rank: int, root: Path, millions: int, repeats: int) -> None:
-    """Take part in the checkpoints of a sharded state; the first leaves its figures in a file."""
+    """Take part in the checkpoints of a sharded state; the first process writes its figures to a file."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # torch's own, of its experimental parts
+    warnings.simplefilter("ignore")  # torch's, about its experimental features
     dist.init_process_group("gloo", init_method=f"file://{root / 'store'}", rank=rank, world_size=RANKS)
     bench = Bench(root, make_objects(millions * 1_000_000, torch.device("cpu"), shard=True), Group(rank, RANKS))
     rounds = [bench.checkpoint() for _ in range(repeats + 1)][1:]
@@ -183,7 +183,7 @@ def sharded_member(rank: int, root: Path, millions: int, repeats: int) -> None:
 
 
 def measure_sharded(millions: int, repeats: int, directory: Path) -> dict[str, Any]:
-    """Measure a state that two processes write together."""
+    """Measure a state written by two processes."""
     root = Path(tempfile.mkdtemp(dir=directory))
     try:
         torch.multiprocessing.spawn(sharded_member, (root, millions, repeats), nprocs=RANKS)
@@ -196,8 +196,8 @@ def measure_sharded(millions: int, repeats: int, directory: Path) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two sizes, fewer repeats")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--directory", type=Path, default=Path(), help="file system to write to (default: this one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where to write (default: current directory)")
     options = parser.parse_args()
     sizes, repeats = (MILLIONS[:2], 3) if options.quick else (MILLIONS, 5)
     plain = [measure_plain(millions, repeats, options.directory.absolute()) for millions in sizes]

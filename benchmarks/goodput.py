@@ -1,16 +1,16 @@
-"""How much of the node-time that is offered becomes training: goodput on a recorded machine's idle nodes.
+"""Goodput on recorded idle nodes: the share of the offered node-time that is used for training.
 
-An idle log is replayed, compressed, on an embedded cluster: main jobs keep its nodes busy when those of the log were,
-and come unannounced, so that our blocks are preempted. Trainings of one to `--most` nodes share what is idle; a step
-mostly sleeps, and takes half the time on twice the nodes. goodput is the node-seconds in training steps that count, of
-the node-seconds in windows of at least `--least` seconds; shorter ones are not offered. ``work`` is stricter: the
-steps' nominal cost in the place of the time that they took on a machine whose cores all nodes share.
+An idle log is replayed, compressed, on an embedded cluster: main jobs occupy its nodes when those of the log were busy,
+and arrive unannounced, so that our blocks are preempted. Trainings of one to `--most` nodes share the idle nodes; a
+step mostly sleeps, and takes half the time on twice the nodes. goodput is the node-seconds in training steps that count
+divided by the node-seconds in windows of at least `--least` seconds; shorter ones are not offered. ``work`` is
+stricter: it uses the steps' nominal cost instead of their time on a machine whose cores are shared by all nodes.
 
-Without ``--idle-log`` (CSV ``node,start,end``, a job log, the text of ``sacct``) a seeded log is drawn after Summit's.
-``--json FILE`` keeps ``goodput``, ``offered_node_seconds``, ``useful_node_seconds``, and where the rest went.
+Without ``--idle-log`` (CSV ``node,start,end``, a job log, the output of ``sacct``), a seeded log modelled on Summit's
+is drawn. ``--json FILE`` saves ``goodput``, ``offered_node_seconds``, ``useful_node_seconds``, and the rest by cause.
 
-All nodes are this machine: their Pythons, which import torch, share its cores, where those of a real cluster start at
-once. So the share of ``starting`` is that of a bad case, and largest where many windows open together.
+All nodes are processes of this machine, so their imports of torch share its cores, unlike on a real cluster. The share
+of ``starting`` is therefore pessimistic, and largest where many windows open together.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PLANNER = PlannerSettings(
 
 
 def measure(options: argparse.Namespace, windows: Sequence[Window], directory: Path) -> dict[str, Any]:
-    """Live through the stretch; return the figures."""
+    """Run the replay; return the figures."""
     seconds = 60.0 * options.minutes
     provider = EmbeddedClusterProvider(
         nodes=options.nodes,
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, windows: Sequence[Window], directory: P
     if options.plot is not None:
         from freetrain_parsl.report.timeline import draw_timeline
 
-        title = f"Goodput {account.goodput:.3f}: main jobs grey, trainings in colours"
+        title = f"Goodput {account.goodput:.3f}: main jobs grey, trainings coloured"
         draw_timeline(run, history, options.plot, title=title)
     samples = sum(told.get("samples", 0) for told in progress)
     return {
@@ -130,21 +130,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--idle-log", type=Path, metavar="FILE", help="the log (default: drawn)")
     parser.add_argument("--minutes", type=float, default=5.0, help="length of the replay (default 5)")
-    parser.add_argument("--compression", type=float, default=20.0, help="seconds of the log in one (default 20)")
-    parser.add_argument("--start", type=float, default=24.0, help="hour of the log at which to begin (default 24)")
+    parser.add_argument("--compression", type=float, default=20.0, help="seconds of the log per second (default 20)")
+    parser.add_argument("--start", type=float, default=24.0, help="hour of the log at which to start (default 24)")
     parser.add_argument("--least", type=float, default=120.0, help="shortest window, replayed seconds (default 120)")
-    parser.add_argument("--nodes", type=int, default=8, help="of the cluster (default 8)")
-    parser.add_argument("--trainings", type=int, default=3, help="trainings at a time (default 3)")
-    parser.add_argument("--most", type=int, default=4, help="nodes of a training at most (default 4)")
-    parser.add_argument("--policy", default="milp", help="how nodes are shared out (default milp)")
-    parser.add_argument("--seed", type=int, default=1, help="of the choice of nodes, and of a drawn log (default 1)")
+    parser.add_argument("--nodes", type=int, default=8, help="nodes of the cluster (default 8)")
+    parser.add_argument("--trainings", type=int, default=3, help="concurrent trainings (default 3)")
+    parser.add_argument("--most", type=int, default=4, help="maximum nodes per training (default 4)")
+    parser.add_argument("--policy", default="milp", help="allocation policy (default milp)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the node choice, and of a drawn log (default 1)")
     parser.add_argument("--directory", type=Path, help="keep the run's files there (default: a temporary directory)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture there (PNG)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the picture to this file (PNG)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     options = parser.parse_args()
     if options.idle_log is None:
         length = 3600.0 * options.start + 60.0 * options.minutes * options.compression + 3600.0
-        table, name = synthetic_log(seconds=length, nodes=1024, seed=options.seed), "drawn after Summit's"
+        table, name = synthetic_log(seconds=length, nodes=1024, seed=options.seed), "modelled on Summit's"
     else:
         table, name = open_log(options.idle_log).table, options.idle_log.name
     try:

@@ -1,9 +1,9 @@
-"""Policies side by side on a recorded idle log: what they make of it, and what deciding takes.
+"""Compare policies on a recorded idle log: their results, and their decision times.
 
 ``python benchmarks/replay_policies.py LOG.csv.gz`` replays the whole log, and a slice of it with fewer nodes and
-hours in which the published node-level model is solved too, by CBC, as published: M = N + 1, and when a solve reaches
-the cap the old map stays. All replays run one after the other, in one process on one thread. The log is any that
-``freetrain replay`` reads; in one with walltimes the window policy is told estimates, too.
+hours for which the published node-level model is solved too, by CBC, as published: M = N + 1, and when a solve reaches
+the cap the allocation stays unchanged. All replays run in sequence, in one process on one thread. The log may be any
+that ``freetrain replay`` reads; if it has walltimes, the window policy also runs with estimated closings.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 try:
     from _published import solve_published
-except ImportError:  # python-mip is a development dependency; without it the published model is left out
-    solve_published = None  # type: ignore[assignment] # a missing baseline is no function
+except ImportError:  # python-mip is a development dependency; without it the published model is omitted
+    solve_published = None  # type: ignore[assignment] # the baseline is missing
 
-CAP = 10.0  # seconds a solve, as published
+CAP = 10.0  # seconds per solve, as published
 KEYS = (
     "efficiency",
     "oracle_ratio",
@@ -59,7 +59,7 @@ class PublishedPolicy(Policy):
         self._horizon = 120.0 if horizon is None else horizon.total_seconds()
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
-        """Solve it, or leave everything as it is at the cap."""
+        """Solve it, or keep the allocation if the cap is reached."""
         started = time.perf_counter()
         if not pool:
             return Decision({}, 0.0, proven_optimal=True, bound=0.0)
@@ -74,7 +74,7 @@ class PublishedPolicy(Policy):
 
 
 def slice_of(log: HoleLog, nodes: int, hours: float, folder: Path) -> HoleLog:
-    """Write the holes of the first nodes by name, in the hours in which they are idle most, to a log of their own."""
+    """Write the windows of the first nodes by name, in the hours in which they are idle most, to a separate log."""
     holes = [hole for change in log.changes() for hole in change.opened]
     names = set(sorted({hole.node for hole in holes})[:nodes])
     holes = [hole for hole in holes if hole.node in names]
@@ -94,7 +94,7 @@ def slice_of(log: HoleLog, nodes: int, hours: float, folder: Path) -> HoleLog:
 
 
 def rows_of(log: HoleLog, spec: str, contestants: list[Contestant]) -> list[dict[str, Any]]:
-    """Replay and make one row a policy, and one for the oracle."""
+    """Replay, and make one row per policy and one for the oracle."""
     result = compare(log, trainer_set(spec), contestants)
     rows = [
         {
@@ -120,11 +120,11 @@ def main() -> None:
     """Replay and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("log", type=Path, help="idle log or job log, as for `freetrain replay`")
-    parser.add_argument("--nodes", type=int, help="size of the machine")
+    parser.add_argument("--nodes", type=int, help="size of the cluster")
     parser.add_argument("--trainers", nargs="+", default=["hpo:10"], help="sets, as for `freetrain replay`")
     parser.add_argument("--slice", nargs=2, type=float, default=(128, 24), metavar=("NODES", "HOURS"))
-    parser.add_argument("--only-slice", action="store_true", help="leave the whole log out")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--only-slice", action="store_true", help="omit the replay of the whole log")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
 
     log = open_log(options.log, nodes=options.nodes)
@@ -143,7 +143,7 @@ def main() -> None:
             part = slice_of(log, int(options.slice[0]), options.slice[1], Path(folder))
             first: list[Contestant] = []
             if solve_published is None:
-                print("python-mip is not installed: the published model is left out", file=sys.stderr)
+                print("python-mip is not installed: the published model is omitted", file=sys.stderr)
             else:
                 POLICIES["published"] = PublishedPolicy
                 first = [Contestant("published", objective=objective)]

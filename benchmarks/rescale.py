@@ -1,18 +1,18 @@
-"""How long a training stands still when the number of its processes changes, ours and torchrun's.
+"""Pause of a training when the number of its processes changes, with FreeTrain and with torchrun.
 
-Both train the same net of 21 million parameters with SGD and momentum, one thread a rank, the same global batch, over
-gloo on this machine; both go from 2 to 4 to 3 to 2 ranks, in turns, so that the machine is equally busy. ``ours`` are
-warm processes that regroup in place by the orders that the executor would give. ``torchrun`` is its elastic restart:
-agents of one worker each that join and leave, the state out of a snapshot that the script writes every 10 steps.
+Both train the same net of 21 million parameters with SGD and momentum, one thread per rank, the same global batch, over
+gloo on this machine; both go from 2 to 4 to 3 to 2 ranks, alternating, so that the load of the machine is equal.
+``ours`` are warm processes that regroup in place on the commands that the executor would send. ``torchrun`` is its
+elastic restart: agents of one worker each that join and leave, with the state from a snapshot that the script writes
+every 10 steps.
 
-A pause lasts from the end of the last step before to the beginning of the first step after, on the slowest rank, by the
-logs of both scripts; ``steps`` is that in steps of the group before, ``transfer`` the part in which the members compare
-and pass on the state, ``lost`` the steps that are done again. Below: one of 3 ranks is killed, or hangs, and the pause
-begins with that. A process that dies is noticed by its peers; of one that hangs, the time-out
-(``--heartbeat-timeout``) is a part
+A pause lasts from the end of the last step before to the start of the first step after, on the slowest rank, by the
+logs of both scripts; ``steps`` is the same in steps of the old group, ``transfer`` the part in which the members
+compare and transfer the state, ``lost`` the number of repeated steps. Below: one of 3 ranks is killed, or hangs, which
+starts the pause. Peers notice a dead process; for a hung one, the heartbeat timeout (``--heartbeat-timeout``) is part
 of the pause.
 
-``--json FILE`` keeps ``pause_s_median``, ``pause_steps_median``, ``torchrun_restart_s_median``, ``ratio`` and the rows.
+``--json FILE`` saves ``pause_s_median``, ``pause_steps_median``, ``torchrun_restart_s_median``, ``ratio`` and the rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LEAST_RATIO = 8.0
 
 @dataclass(frozen=True)
 class Change:
-    """One change of ours: what it cost, and the part of it that went into the state, in seconds."""
+    """One change of ours: its cost, and the part spent on the state, in seconds."""
 
     pause: Pause
     transfer: float
@@ -75,7 +75,7 @@ def measure_ours(directory: Path) -> list[Change]:
 
 
 def measure_losses(directory: Path, victim: int, heartbeat_timeout: float) -> dict[str, Change]:
-    """Lose one of 3 members, by SIGKILL and by SIGSTOP; each time another takes its place afterwards."""
+    """Let one of 3 members fail, by SIGKILL and by SIGSTOP; each time a new one replaces it afterwards."""
     changes = {}
     with Crew(directory, 4) as crew:
         since = time.monotonic()
@@ -116,11 +116,11 @@ def _row(change: str, ours: Iterable[Change], theirs: Iterable[Pause]) -> dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each side goes through all sizes")
+    parser.add_argument("--rounds", type=int, default=3, help="number of passes of each side through all sizes")
     parser.add_argument(
-        "--heartbeat-timeout", type=float, default=10.0, help="seconds after which a member that hangs is lost"
+        "--heartbeat-timeout", type=float, default=10.0, help="seconds after which a hung member counts as failed"
     )
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     names = [f"{before} -> {after}" for before, after in pairwise(SIZES)]
     ours: dict[str, list[Change]] = defaultdict(list)

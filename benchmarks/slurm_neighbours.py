@@ -1,30 +1,30 @@
-"""What our trainings do to their neighbours on a real Slurm, and what they gain; against requeued fixed-size jobs.
+"""Effect of our trainings on other jobs on a real Slurm, and their gain, compared to requeued fixed-size jobs.
 
-A seeded main queue lives through the same minutes on the same loopback Slurm in each mode:
+The same seeded main queue runs on the same loopback Slurm in each mode:
 
 without
     alone;
 again
-    alone once more: by how much two runs of the same differ;
+    alone once more, to measure the variation between two runs;
 backfill
-    with our trainings in a partition of low priority whose jobs are not preempted: they must leave by themselves;
+    with our trainings in a partition of low priority whose jobs are not preempted: they must yield by themselves;
 preemptible
-    with our trainings in a partition whose jobs are cancelled for those of the main queue, after a grace;
+    with our trainings in a partition whose jobs are cancelled for those of the main queue, after a grace period;
 hidden, hidden-preemptible
-    like the two before, as an ordinary user of a site that hides the jobs of others (``PrivateData=jobs``); needs root;
+    like the previous two, as an ordinary user where other users' jobs are hidden (``PrivateData=jobs``); needs root;
 requeue
-    with the usual alternative, written with submitit: preemptible jobs of a fixed size and time that checkpoint and are
-    requeued.
+    with the usual alternative, written with submitit: preemptible jobs of fixed size and time limit that checkpoint and
+    are requeued.
 
-Delays are those of the main jobs' starts against ``without``. The useful share is the node-seconds in training steps
-that counted, of the node-seconds in which a node had no main job for longer than the least window of use to us:
-start-up, least useful time and margin. A step mostly sleeps, and a sample costs the same node-seconds on any number of
-nodes; ``work_share`` takes that cost instead of the time that the steps really took. RPCs are those that slurmctld
-served; all that neither the main jobs nor the nodes' daemons caused are ours, those for the steps of our jobs too.
-Looks are those of them that only ask: at most twelve a minute at the default interval. Several seeds are run one after
-another; the table has the median over them, and the least and the largest value.
+Delays are of the main jobs' starts relative to ``without``. The useful share is the node-seconds in training steps that
+counted divided by the node-seconds in which a node had no main job for longer than our minimum window: start-up,
+minimum useful time and margin. A step mostly sleeps, and a sample costs the same node-seconds on any number of nodes;
+``work_share`` uses this cost instead of the actual time of the steps. RPCs are those served by slurmctld; all RPCs not
+caused by the main jobs or the nodes' daemons are ours, including those for the steps of our jobs. Looks are our
+read-only queries: at most twelve per minute at the default interval. Seeds are run in sequence; the table shows the
+median over them, with minimum and maximum.
 
-A machine with few cores starts Python and torch slowly, on all nodes of a block at once: a real cluster does not.
+On a machine with few cores Python and torch start slowly on all nodes of a block at once, unlike on a real cluster.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 HIDING = {"hidden": "backfill", "hidden-preemptible": "preemptible"}  # mode -> the partition of our blocks
 MODES = ("without", "again", "backfill", "preemptible", *HIDING, "requeue")
-OTHER = "nobody"  # an ordinary user: the main queue, or where it is hidden, we
-GRACE = 10  # seconds; of the preemptible partitions
-CYCLE = 10  # sites have 30 s between passes of the scheduler; here the queue is compressed
+OTHER = "nobody"  # an ordinary user: owner of the main queue, or of our jobs if it is hidden
+GRACE = 10  # grace period of the preemptible partitions, seconds
+CYCLE = 10  # sites typically have 30 s between scheduler passes; here the queue is compressed
 POLL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
 PLANNER = {
     "startup": 8.0,
@@ -74,9 +74,9 @@ PLANNER = {
     "idle_timeout": 5.0,
     "replan_interval": 10.0,
     "settle": 1.0,
-    "max_nodes_per_block": 2,  # a block is preempted, and makes way, as a whole
+    "max_nodes_per_block": 2,  # a block is preempted, and yields, as a whole
 }
-SETTLED = 5.0  # seconds after which the first main jobs have their nodes; trainings begin, and figures count from here
+SETTLED = 5.0  # seconds until the first main jobs have their nodes; start of the trainings and of the measurement
 MINIMUM = PLANNER["startup"] + PLANNER["min_useful"] + PLANNER["closing_margin"]
 PARTITIONS = (
     LoopbackPartition("main", tier=100, default=True),
@@ -88,7 +88,7 @@ PARTITIONS = (
 
 @dataclass
 class Outcome:
-    """One mode's run; times in seconds after the workload's beginning."""
+    """Run of one mode; times in seconds after the start of the workload."""
 
     ran: list[Ran]
     rpcs: dict[str, int]
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def live_through(mode: str, jobs: Sequence[MainJob], options: argparse.Namespace, logs: Path) -> Outcome:
-    """Run the main queue once, with whatever the mode adds."""
+    """Run the main queue once, with the additions of the mode."""
     hides = mode in HIDING
     with LoopbackSlurm(
         nodes=options.nodes,
@@ -130,7 +130,7 @@ def live_through(mode: str, jobs: Sequence[MainJob], options: argparse.Namespace
 def _guest(
     mode: str, cluster: LoopbackSlurm, options: argparse.Namespace, logs: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the process of the trainings; it is ready, and does nothing yet."""
+    """Start the process of the trainings, and wait until it is ready."""
     directory = Path(tempfile.mkdtemp(prefix=f"{mode}-", dir=cluster.work))
     settings = {
         "directory": str(directory),
@@ -187,7 +187,7 @@ def _ask(guest: subprocess.Popen[str], word: str | None) -> str:
 
 
 def figures(outcome: Outcome, alone: Outcome, nodes: Sequence[str]) -> dict[str, Any]:
-    """Sum a mode up: one column of the table."""
+    """Summarize a mode: one column of the table."""
     makespan = max(job.end for job in outcome.ran)
     delays = np.array([job.start - same.start for job, same in zip(outcome.ran, alone.ran, strict=True)])
     waits = np.array([job.start - job.submit for job in outcome.ran])
@@ -220,7 +220,7 @@ def figures(outcome: Outcome, alone: Outcome, nodes: Sequence[str]) -> dict[str,
 
 
 def plot(outcomes: dict[str, Outcome], nodes: Sequence[str], file: Path) -> None:
-    """Draw the delays, and who had which node when."""
+    """Draw the delays, and the jobs on each node over time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -234,7 +234,7 @@ def plot(outcomes: dict[str, Outcome], nodes: Sequence[str], file: Path) -> None
         delays = sorted(job.start - same.start for job, same in pairs)
         axes[0].step(delays, np.arange(1, len(delays) + 1) / len(delays), where="post", label=mode)
     axes[0].axvline(CYCLE, color="0.7", linestyle=":", label="one scheduler cycle")
-    axes[0].set(xlabel="start of a main job against 'without' (s)", ylabel="share of main jobs")
+    axes[0].set(xlabel="start of a main job relative to 'without' (s)", ylabel="share of main jobs")
     axes[0].legend(fontsize="small")
     rows = {name: row for row, name in enumerate(nodes)}
     for axis, mode in zip(axes[1:], shown, strict=True):
@@ -261,7 +261,7 @@ def run_seed(seed: int, options: argparse.Namespace, logs: Path) -> dict[str, Ou
 
 
 def spread(values: Sequence[float | None]) -> str | None:
-    """Write the median of some values, and the least and the largest if they differ."""
+    """Format the median of some values, with minimum and maximum if they differ."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -273,18 +273,18 @@ def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0, help="length of the main queue (default 15)")
-    parser.add_argument("--nodes", type=int, default=8, help="of the cluster (default 8)")
-    parser.add_argument("--load", type=float, default=0.65, help="of the main queue (default 0.65)")
-    parser.add_argument("--mean-run", type=float, default=60.0, help="of a main job, seconds (default 60)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the main queues, one after another")
-    parser.add_argument("--poll", type=float, default=POLL, help=f"seconds between looks (default {POLL:g})")
-    parser.add_argument("--trainings", type=int, default=4, help="trainings at a time (default 4)")
+    parser.add_argument("--nodes", type=int, default=8, help="nodes of the cluster (default 8)")
+    parser.add_argument("--load", type=float, default=0.65, help="load of the main queue (default 0.65)")
+    parser.add_argument("--mean-run", type=float, default=60.0, help="mean run time of main jobs, seconds (default 60)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of the main queues, run in sequence")
+    parser.add_argument("--poll", type=float, default=POLL, help=f"seconds between polls (default {POLL:g})")
+    parser.add_argument("--trainings", type=int, default=4, help="concurrent trainings (default 4)")
     parser.add_argument("--fixed-nodes", type=int, default=2, help="nodes of a requeued job (default 2)")
     parser.add_argument("--fixed-minutes", type=int, default=5, help="time limit of a requeued job (default 5)")
-    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="besides 'without'")
-    parser.add_argument("--logs", type=Path, default=None, help="where logs go (default: a temporary directory)")
-    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="write the picture there (PNG)")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures there, by mode")
+    parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="modes besides 'without'")
+    parser.add_argument("--logs", type=Path, default=None, help="directory of the logs (default: a temporary one)")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="write the picture to this file (PNG)")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write figures by mode to this file")
     options = parser.parse_args()
     if (missing := LoopbackSlurm.missing()) is not None:
         parser.error(missing)
@@ -298,7 +298,7 @@ def main() -> int:
         outcomes = run_seed(seed, options, logs)
         found.append({mode: figures(outcome, outcomes["without"], nodes) for mode, outcome in outcomes.items()})
         if options.json is not None:
-            by_seed = dict(zip(options.seeds, found, strict=False))  # as far as they have been run
+            by_seed = dict(zip(options.seeds, found, strict=False))  # those run so far
             write_output(options.json, json.dumps(by_seed, indent=2) + "\n")
     modes = ("without", *options.modes)
     rows = [
@@ -310,7 +310,7 @@ def main() -> int:
     print(
         f"Slurm {major}.{minor:02}: {options.nodes} nodes on the loopback, scheduler cycle {CYCLE} s, grace {GRACE} s;"
     )
-    print(f"we ask every {options.poll:g} s; least window {MINIMUM:g} s; logs in {logs}")
+    print(f"polls every {options.poll:g} s; minimum window {MINIMUM:g} s; logs in {logs}")
     if options.plot is not None:
         plot(outcomes, nodes, options.plot)
     return 0

@@ -1,11 +1,11 @@
-"""What a driver uses over a long run: memory, descriptors, threads and journal, which must not grow with time.
+"""Resource usage of a driver in a long run: memory, descriptors, threads and journal, which must not grow with time.
 
 An embedded cluster with a busy main queue runs for ``--minutes``; ``--trainings`` small trainings are submitted evenly
 over that time. Every few seconds the driver's process is measured. The table compares the second quarter of the run
-with the last; the first is left out, because imports and caches fill in it. The slope of a line fitted to all samples
-after the first quarter is the growth an hour.
+with the last; the first is excluded, because imports and caches fill in it. The growth per hour is the slope of a line
+fitted to all samples after the first quarter.
 
-``--json FILE`` keeps the table and all samples, ``--plot FILE`` draws them.
+``--json FILE`` saves the table and all samples, ``--plot FILE`` draws them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUANTITIES = ("memory_mb", "descriptors", "threads", "journal_kb_per_training")
 
 @training_app(max_nodes=2)
 def train(session: Any, *, epochs: int, pause: float) -> dict[str, Any]:
-    """Train a small regression; the load of the demo is of this kind."""
+    """Train a small regression, similar to the load of the demo."""
     import time
 
     import torch
@@ -62,14 +62,14 @@ def train(session: Any, *, epochs: int, pause: float) -> dict[str, Any]:
 
 
 class Meter(threading.Thread):
-    """Measures this process, which is the driver's, until stopped.
+    """Measures this process, the driver, until stopped.
 
     Parameters
     ----------
     journal
-        The journal's file.
+        Journal file.
     futures
-        Of the trainings submitted so far.
+        Futures of the trainings submitted so far.
     """
 
     def __init__(self, journal: Path, futures: Sequence[Future[Any]]) -> None:
@@ -80,7 +80,7 @@ class Meter(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Measure every few seconds."""
+        """Take a sample every few seconds."""
         process, begin = psutil.Process(), time.monotonic()
         while not self._over.wait(EVERY):
             done = sum(future.done() for future in self._futures)
@@ -104,7 +104,7 @@ class Meter(threading.Thread):
 
 
 def soak(minutes: float, trainings: int, nodes: int, directory: Path) -> tuple[list[dict[str, float]], int]:
-    """Run the load; return the samples and the number of trainings that gave the right result."""
+    """Run the load; return the samples and the number of trainings with correct results."""
     queue = generate_workload(nodes=nodes, duration=timedelta(minutes=minutes), seed=2, load=0.6)
     provider = EmbeddedClusterProvider(nodes=nodes, workload=queue, cluster_dir=str(directory / "cluster"), grace=5.0)
     executor = FreeTrainExecutor(
@@ -165,7 +165,7 @@ def plot(samples: Sequence[dict[str, float]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the soak and report it; return 1 if a training gave a wrong result."""
+    """Run the soak test and report it; return 1 if a training has a wrong result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--trainings", type=int, default=200)

@@ -1,11 +1,11 @@
-"""What one look at a batch system costs, its commands aside: reading what Slurm printed, and finding the windows.
+"""Cost of one poll of a batch system, excluding its commands: parsing Slurm's output and finding the windows.
 
-Run with ``--quick`` for a look, ``--json FILE`` to keep the rows. The cluster is made up: three quarters of the nodes
-run jobs of 1 to 64 nodes, the others are idle; of the pending jobs one in five has a planned start on named nodes,
-one in ten is held, the others wait without a plan. We hold 32 nodes in 4 jobs, so that there is something to hand
-back. Text is what ``squeue -O`` and ``scontrol show nodes`` print, JSON what Slurm 24.11 prints with ``--json``, as
-long as it is there. Times are CPU seconds of the one thread that does it,
-a row the median of the repetitions; the target is 1 s for 10,000 nodes and 5,000 jobs.
+Use ``--quick`` for a short run, ``--json FILE`` to save the rows. The cluster is synthetic: three quarters of the nodes
+run jobs of 1 to 64 nodes, the others are idle; of the pending jobs one in five has a planned start on named nodes, one
+in ten is held, the others wait without a plan. We hold 32 nodes in 4 jobs, so that there are yield requests. Text is
+the output of ``squeue -O`` and ``scontrol show nodes``, JSON that of Slurm 24.11 with ``--json``, of the same length as
+the real one. Times are CPU seconds of the single thread; a row is the median of the repetitions; the target is 1 s for
+10,000 nodes and 5,000 jobs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NODE_TEXT = """NodeName={name} Arch=x86_64 CoresPerSocket=64
 
 
 def make_cluster(nodes: int, jobs: int, seed: int = 1) -> tuple[list[tuple[str, bool]], list[JobRecord], list[str]]:
-    """Make nodes (name, whether busy), jobs, and the ids of ours."""
+    """Make nodes (name, whether busy), jobs, and the ids of our jobs."""
     rng = random.Random(seed)
     names = [f"nid{index:06d}" for index in range(nodes)]
     busy = set(names[: nodes * 3 // 4])
@@ -102,7 +102,7 @@ def make_cluster(nodes: int, jobs: int, seed: int = 1) -> tuple[list[tuple[str, 
 
 
 def as_text(nodes: list[tuple[str, bool]], jobs: list[JobRecord]) -> tuple[str, str]:
-    """Write what squeue and scontrol print."""
+    """Format the output of squeue and scontrol."""
     lines = []
     for job in jobs:
         minutes = int(job.walltime or 0) // 60
@@ -119,7 +119,7 @@ def as_text(nodes: list[tuple[str, bool]], jobs: list[JobRecord]) -> tuple[str, 
 
 
 def as_json(nodes: list[tuple[str, bool]], jobs: list[JobRecord]) -> tuple[str, str]:
-    """Write what Slurm 24.11 prints with ``--json``, padded to its length."""
+    """Format the output of Slurm 24.11 with ``--json``, padded to its length."""
 
     def number(value: float | None) -> dict[str, Any]:
         return {"set": True, "infinite": False, "number": int(value or 0)}
@@ -170,7 +170,7 @@ def as_json(nodes: list[tuple[str, bool]], jobs: list[JobRecord]) -> tuple[str, 
 
 
 def measure(nodes: int, jobs: int, form: str, repeats: int) -> dict[str, Any]:
-    """Time reading and finding; both are checked against what was made."""
+    """Time the parsing and the search for windows; verify both against the synthetic cluster."""
     made_nodes, made_jobs, ours = make_cluster(nodes, jobs)
     squeue, scontrol = (as_text if form == "text" else as_json)(made_nodes, made_jobs)
     read_jobs, read_nodes = (parse_jobs, parse_nodes) if form == "text" else (parse_json_jobs, parse_json_nodes)
@@ -189,7 +189,7 @@ def measure(nodes: int, jobs: int, form: str, repeats: int) -> dict[str, Any]:
         parse_seconds.append(parsed - begin)
     in_windows = sum(len(window.nodes) for window in staircase.windows)
     if in_windows + len(staircase.unused) != nodes or len(running) + len(pending) != jobs:
-        raise SystemExit("nodes or jobs were lost on the way")
+        raise SystemExit("nodes or jobs are missing in the result")
     total = statistics.median(map(sum, zip(parse_seconds, find_seconds, strict=True)))
     return {
         "nodes": nodes,
@@ -208,14 +208,14 @@ def measure(nodes: int, jobs: int, form: str, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small cluster, once")
+    parser.add_argument("--quick", action="store_true", help="small cluster, one repetition")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     sizes = [(1000, 500)] if arguments.quick else [(1000, 500), (10_000, 5_000)]
     repeats = 1 if arguments.quick else arguments.repeats
     rows = [measure(nodes, jobs, form, repeats) for nodes, jobs in sizes for form in ("text", "json")]
-    report("One look at a batch system", rows, (), arguments.json)
+    report("One poll of a batch system", rows, (), arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How long a window-aware decision takes, and how far from the bound it ends.
+"""Time of a window-aware decision, and its gap to the bound.
 
-Run with ``--quick`` for a look, ``--json FILE`` to keep the rows. Trainers scale to 64 nodes: odd instances have
+Use ``--quick`` for a short run, ``--json FILE`` to save the rows. Trainers scale to 64 nodes: odd instances have
 equal trainers with the curve that BFTrainer (arXiv 2106.12091) measured for ShuffleNet on Summit, rounded; even ones
-have trainers whose rate grows by a factor 1.55-1.98 a doubling. Growing costs 18 s, shrinking 12 s. Windows close
-after 10 s to 4 hours, evenly on a logarithmic scale; the horizon is 120, 600 or 3600 s; seven in ten trainers run.
-The gap is (bound - objective) / bound, with the bound that the solver itself proves. ``count model`` is how much less
-the count model's counts are worth, given the nodes that close last: what ignoring the closings costs.
+have trainers whose rate grows by a factor 1.55-1.98 per doubling. Growing costs 18 s, shrinking 12 s. Windows close
+after 10 s to 4 hours, evenly on a logarithmic scale; the horizon is 120, 600 or 3600 s; seven in ten trainers are
+running. The gap is (bound - objective) / bound, with the bound proven by the solver itself. ``count model`` is the
+relative loss in value of the count model's counts on the latest-closing nodes: the cost of ignoring the closings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HORIZONS = (120.0, 600.0, 3600.0)
 
 @dataclass(frozen=True)
 class Size:
-    """One line of the table, and what it has to keep to."""
+    """One row of the table, and its limits."""
 
     trainers: int
     nodes: int
@@ -52,7 +52,7 @@ SIZES = [
 
 
 def instance(seed: int, size: Size) -> WindowInstance:
-    """Make a problem, the same for the same seed."""
+    """Make a problem, reproducible from the seed."""
     rng = np.random.default_rng(seed)
     trainers, nodes, classes = size.trainers, size.nodes, size.classes
     counts = np.arange(min(64, nodes) + 1)
@@ -79,7 +79,7 @@ def instance(seed: int, size: Size) -> WindowInstance:
 
 
 def _held(rng: np.random.Generator, free: Counts, trainers: int, most: int) -> Counts:
-    """Give seven trainers in ten up to twice their share, from classes in any order."""
+    """Give seven in ten trainers up to twice their share, from classes in random order."""
     current = np.zeros((trainers, len(free)), dtype=np.int64)
     free, share = free.copy(), max(1, int(2 * free.sum() / trainers))
     for row in rng.permutation(trainers)[: 7 * trainers // 10]:
@@ -92,7 +92,7 @@ def _held(rng: np.random.Generator, free: Counts, trainers: int, most: int) -> C
 
 
 def blind(case: WindowInstance) -> Counts:
-    """Decide counts as if no window closed before the horizon, on the held nodes, and place them by closing."""
+    """Decide the counts as if no window closed before the horizon, then assign nodes by closing."""
     sizes = np.where(case.is_offered, 0, case.sizes)
     open_ = WindowInstance(
         **{name: getattr(case, name) for name in ("rates", "up", "down", "start", "checkpoint", "horizon")},
@@ -109,7 +109,7 @@ def blind(case: WindowInstance) -> Counts:
 
 
 def measure(size: Size, repeats: int) -> dict[str, Any]:
-    """Solve `repeats` instances; one line of the table."""
+    """Solve `repeats` instances; return one row of the table."""
     times, gaps, blinds = [], [], []
     for seed in range(repeats):
         case = instance(seed, size)
@@ -142,9 +142,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few instances")
     parser.add_argument("--repeats", type=int, default=None, help="instances of each size (default 20; quick 4)")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows there")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args()
-    measure(SIZES[0], 2)  # load what is loaded on first use
+    measure(SIZES[0], 2)  # warm-up: imports on first use
     rows = [measure(size, options.repeats or (4 if options.quick else 20)) for size in SIZES]
     report("Window-aware decisions", rows, ["highspy", "numpy"], options.json)
     return 0

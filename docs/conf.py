@@ -16,7 +16,7 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
-autodoc_typehints = "none"  # the NumPy-style docstrings tell the types that matter
+autodoc_typehints = "none"  # the NumPy-style docstrings state the relevant types
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
 

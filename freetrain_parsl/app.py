@@ -1,4 +1,4 @@
-"""``@training_app``: makes a Parsl app of a training function."""
+"""``@training_app``: turns a training function into a Parsl app."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["TrainingApp", "training_app"]
 
 @dataclass(frozen=True)
 class _Options:
-    """Everything that a call may override; see `training_app`."""
+    """The options that a call may override; see `training_app`."""
 
     min_nodes: int = 1
     max_nodes: int = 1
@@ -47,9 +47,9 @@ class _Options:
 
 
 class TrainingApp(AppBase):
-    """A training function that Parsl runs in holes; made by `training_app`.
+    """A training function that Parsl runs on idle nodes; created by `training_app`.
 
-    Calling it returns a Parsl ``AppFuture`` for the function's return value. The plain function stays at ``.func``.
+    Calling it returns a Parsl ``AppFuture`` for the function's return value. The plain function is ``.func``.
     """
 
     def __init__(
@@ -76,17 +76,15 @@ class TrainingApp(AppBase):
         self.__wrapped__ = func
         self._options = options
         self._curve = ScalingCurve.of(options.scaling)
-        self.request(
-            options.name or "checked-at-decoration"
-        )  # a description that cannot run is refused where it stands
+        self.request(options.name or "checked-at-decoration")  # raises at the decorator if the description is invalid
 
     def options(self, **changes: Any) -> TrainingApp:
-        """Return the same app with some of the decorator's arguments changed, for one call or more.
+        """Return a copy of the app with some of the decorator's arguments changed.
 
         Raises
         ------
         InvalidTrainer
-            An argument is unknown, or the description cannot run.
+            An argument is unknown, or the description is invalid.
 
         Examples
         --------
@@ -106,12 +104,12 @@ class TrainingApp(AppBase):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> AppFuture:
-        """Submit the training; its arguments are those of the function after ``session``.
+        """Submit the training; the arguments are those of the function without ``session``.
 
         Raises
         ------
         TypeError
-            The function does not take these arguments.
+            The function does not accept these arguments.
         """
         from freetrain_parsl.executor.executor import SPECIFICATION_KEY
 
@@ -136,12 +134,12 @@ class TrainingApp(AppBase):
         )
 
     def check_arguments(self, *args: Any, **kwargs: Any) -> None:
-        """Check the arguments of a call, without one for ``session``.
+        """Check the arguments of a call, excluding ``session``.
 
         Raises
         ------
         TypeError
-            The function does not take them.
+            The function does not accept them.
         """
         signature = inspect.signature(self.func)
         session, *others = signature.parameters.values()
@@ -154,12 +152,12 @@ class TrainingApp(AppBase):
             raise TypeError(f"{self.__name__}(): {error}; the arguments after the session are: {taken}") from None
 
     def request(self, name: str, code: Code | None = None, call: str = "") -> TrainingRequest:
-        """Describe a training of this app to the executor.
+        """Return the description of one training of this app, for the executor.
 
         Parameters
         ----------
         name
-            The training's.
+            Name of the training.
         code, call
             See `SessionOptions`.
         """
@@ -185,7 +183,7 @@ class TrainingApp(AppBase):
         )
 
     def _call_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Name a call by function and arguments: with its code, that is how a second run finds its checkpoints."""
+        """Derive a name from function and arguments; with the code's digest, later runs find checkpoints by it."""
         try:
             key = id_for_memo([list(args), kwargs, self._options.seed])
         except ValueError:
@@ -240,45 +238,45 @@ def training_app(
     data_flow_kernel: DataFlowKernel | None = None,
     **options: Any,
 ) -> TrainingApp | Callable[[Callable[..., Any]], TrainingApp]:
-    """Make a Parsl app of a training function.
+    """Turn a training function into a Parsl app.
 
-    The function's first parameter is the `TrainingSession`; the others are the call's. It runs on as many nodes as
-    the planner gives it, is moved, shrunk and resumed as windows open and close, and its future resolves to its
-    return value when the whole training is done.
+    The function's first parameter is the `TrainingSession`; the others are the arguments of the call. The training
+    runs on as many nodes as the planner assigns to it; it is moved, resized and resumed as windows open and close. Its
+    future resolves to the function's return value when the whole training is done.
 
     Parameters
     ----------
     function
         The training function, when the decorator is used without parentheses.
     min_nodes, max_nodes
-        It runs on none, or on a number of nodes within these bounds. Default: one node.
+        Bounds on the number of nodes while the training runs. Default: one node.
     scaling
-        Samples per second against number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file. Default: each
-        doubling keeps 90 % of its efficiency.
+        Samples per second as a function of the number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file.
+        Default: each doubling keeps 90 % of the efficiency.
     priority
         Weight for objectives that use one.
     samples, epochs
-        Work in all. With `epochs`, ``session.epochs()`` needs no argument. Neither is needed: the session tells the
-        planner as soon as it knows.
+        Total work. With `epochs`, ``session.epochs()`` needs no argument. Both are optional: the session reports the
+        total to the planner once it is known.
     rescale_costs
-        Seconds of training that a change of nodes costs. Default: the executor's.
+        Cost of a change of nodes, in seconds of training. Default: the executor's.
     seed
-        Of everything random in the training.
+        Seed of all random numbers of the training.
     checkpoint_interval
-        Between periodic checkpoints. Default: the executor's.
+        Time between periodic checkpoints. Default: the executor's.
     name
-        Names the training and its checkpoints. Default: derived from function, arguments and code, so that a call of
-        edited code begins anew.
+        Name of the training and its checkpoints. Default: derived from function, arguments and code, so that a call
+        of edited code starts over.
     on_code_change
-        What becomes of a training whose newest checkpoint was written by other code: ``"refuse"`` ends it with
-        `CodeChanged`, ``"resume"`` goes on from it, ``"restart"`` sets the old checkpoints aside and begins anew.
+        What to do if the newest checkpoint was written by different code: ``"refuse"`` raises `CodeChanged`,
+        ``"resume"`` resumes from it, ``"restart"`` sets the old checkpoints aside and starts over.
     executors, cache, data_flow_kernel
-        As in Parsl's ``python_app``; there must be one FreeTrainExecutor among the executors.
+        As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 
     Raises
     ------
     InvalidTrainer
-        The description cannot run, e.g. ``min_nodes`` exceeds ``max_nodes``, or the function's first parameter is not
+        The description is invalid, e.g. ``min_nodes`` exceeds ``max_nodes``, or the function has no first parameter
         for the session.
 
     Examples

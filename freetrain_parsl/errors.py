@@ -1,31 +1,31 @@
-"""Every error that FreeTrain raises on purpose.
+"""The exceptions that FreeTrain raises.
 
 ::
 
     FreeTrainError
     ├── UsageError              the caller's input is wrong; nothing was started or written
-    │   ├── InvalidTrainer      a training app's own description (nodes, curve, work, …)
+    │   ├── InvalidTrainer      the description of a training app (nodes, curve, work, …)
     │   ├── InvalidSettings     an executor, planner or cluster setting
-    │   ├── InvalidInput        a file that was given: a curve, a job log, a campaign
+    │   ├── InvalidInput        an input file: a curve, a job log, a campaign
     │   └── CommandNotFound     a command of the batch system is not on PATH
-    ├── PlanningError           a policy broke its contract
+    ├── PlanningError           a policy violated its contract
     ├── CheckpointError
-    │   ├── DamagedCheckpoint   a checkpoint's bytes are not what was written
+    │   ├── DamagedCheckpoint   a checkpoint is corrupted
     │   ├── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
-    │   ├── CodeChanged         it is intact, but was written by other code
+    │   ├── CodeChanged         it is intact, but was written by different code
     │   ├── ForeignCheckpoint   another user owns it, or could have changed it
-    │   └── StorageUnavailable  its directory is full, over quota, gone, failing  (retry helps)
+    │   └── StorageUnavailable  its directory is full, over quota, missing or failing  (retry helps)
     ├── TrainingError           a training ended for a reason that is not the user's own exception
-    │   ├── TrainingInterrupted the run ended before the training, by no fault of its own (resuming helps)
+    │   ├── TrainingInterrupted the run ended before the training, for an external reason (resuming helps)
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
-    │   ├── PeerFailed            another member of the process group is gone           (retry helps)
-    │   ├── NonFiniteLoss       the loss is not a number any more
-    │   └── TooManyRestarts     members keep crashing without reaching a further step
+    │   ├── PeerFailed          another member of the process group has failed          (retry helps)
+    │   ├── NonFiniteLoss       the loss is NaN or infinite
+    │   └── TooManyRestarts     members keep crashing without reaching a new step
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
-        ├── UnreadableAnswer    it answered, but with something that cannot be read   (retry may help)
+        ├── UnreadableAnswer    its output cannot be parsed                           (retry may help)
         └── ClusterGone         the embedded cluster is not running
 
-``transient`` says whether doing the same again can help. Messages are one line: what, where, how to mend it.
+``transient`` indicates whether a retry can help. Each message is one line: what failed, where, and the remedy.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = [
 
 
 class FreeTrainError(Exception):
-    """Root of the tree: ``except FreeTrainError`` catches what this package raises on purpose."""
+    """Base class of all exceptions that this package raises."""
 
     transient: ClassVar[bool] = False
 
@@ -74,7 +74,7 @@ class UsageError(FreeTrainError, ValueError):
 
 
 class InvalidTrainer(UsageError):
-    """A training app describes itself in a way that cannot be run."""
+    """The description of a training app is invalid: it could never run."""
 
 
 class InvalidSettings(UsageError):
@@ -82,15 +82,15 @@ class InvalidSettings(UsageError):
 
 
 class InvalidInput(UsageError):
-    """A file that was given cannot be used; the message names the file and the line."""
+    """An input file cannot be used; the message names the file and the line."""
 
 
 class CommandNotFound(UsageError):
-    """A command of the batch system is not on PATH; the message says where to run instead."""
+    """A command of the batch system is not on PATH; the message states where to run instead."""
 
 
 class PlanningError(FreeTrainError):
-    """A policy returned an allocation that breaks its contract."""
+    """A policy returned an allocation that violates its contract."""
 
 
 class CheckpointError(FreeTrainError):
@@ -98,7 +98,7 @@ class CheckpointError(FreeTrainError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint's bytes are not those that were written."""
+    """A checkpoint is corrupted: its bytes are not those that were written."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -114,14 +114,14 @@ class ForeignCheckpoint(CheckpointError):
 
 
 class StorageUnavailable(CheckpointError):
-    """The checkpoint directory cannot be used for now: full, over quota, read-only, not mounted, failing.
+    """The checkpoint directory is temporarily unusable: full, over quota, read-only, not mounted or failing.
 
     Parameters
     ----------
     message
-        What could not be done.
+        The operation that failed.
     condition
-        The condition of the directory alone; the message if it is not known.
+        The condition of the directory alone. Default: `message`.
     """
 
     transient = True
@@ -132,31 +132,31 @@ class StorageUnavailable(CheckpointError):
 
 
 class TrainingError(FreeTrainError):
-    """A training ended for a reason that is not an exception of the user's own function."""
+    """A training ended for a reason other than an exception of the user's function."""
 
 
 class TrainingInterrupted(TrainingError):
-    """The run ended before the training did: its driver failed, lost its worker pools, or was shut down.
+    """The run ended before the training: the driver failed, lost its worker pools, or was shut down.
 
-    The training itself did nothing wrong. Run again, it goes on from its newest checkpoint.
+    The training itself is not at fault. When run again, it resumes from its newest checkpoint.
     """
 
     transient = True
 
 
 class TrainingCancelled(TrainingError, CancelledError):
-    """A training was cancelled by `FreeTrainExecutor.cancel`; run again, it goes on from its newest checkpoint."""
+    """A training was cancelled by `FreeTrainExecutor.cancel`; run again, it resumes from its newest checkpoint."""
 
 
 class PeerFailed(TrainingError):
-    """Another member of the process group is gone, and the survivors cannot go on in place.
+    """Another member of the process group has failed, and the survivors cannot continue in place.
 
     Parameters
     ----------
     message
         What happened.
     unreachable
-        Pairs of ranks that do not reach each other over the network, where that is the reason.
+        Pairs of ranks that cannot reach each other over the network, if that is the reason.
     """
 
     transient = True
@@ -167,11 +167,11 @@ class PeerFailed(TrainingError):
 
 
 class NonFiniteLoss(TrainingError):
-    """The loss of a training is infinite or not a number: it cannot come to anything."""
+    """The loss of a training is NaN or infinite, so that continuing is pointless."""
 
 
 class TooManyRestarts(TrainingError):
-    """A training's processes keep crashing without reaching a further step, though nobody took their nodes."""
+    """A training's processes keep crashing without reaching a new step, although their nodes were not taken."""
 
 
 class BatchSystemError(FreeTrainError):
@@ -181,16 +181,16 @@ class BatchSystemError(FreeTrainError):
 
 
 class UnreadableAnswer(BatchSystemError, ValueError):
-    """The batch system answered with something that cannot be read."""
+    """The output of the batch system cannot be parsed."""
 
 
 class ClusterGone(BatchSystemError):
-    """The embedded cluster is not running (any more)."""
+    """The embedded cluster is not running, or has stopped."""
 
     transient = False
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Make the end of a message that refuses a word: the nearest of the known ones, or nothing."""
+    """Return a suggestion to append to an error message: the known word closest to `word`, or an empty string."""
     near = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,7 +1,7 @@
-"""Run the test-suite in its parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
+"""Run the test suite in parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
 
-What needs no daemons keeps every core busy, the quick tests first; tests with daemons wait most of the time and go two
-at a time; those that measure how long others wait go alone. ``python -m pytest`` runs the same tests one by one.
+Tests without daemons use all cores, the quick ones first; tests with daemons wait most of the time and run two at a
+time; those that measure delays run alone. ``python -m pytest`` runs the same tests one by one.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import time
 
 import pytest
 
-# Part -> how many tests at a time, at most.
+# Part -> maximum number of concurrent tests.
 PARTS = {"quick": 4, "slow": 4, "daemons": 2, "alone": 1}
 NOTHING, FAILED = int(pytest.ExitCode.NO_TESTS_COLLECTED), int(pytest.ExitCode.TESTS_FAILED)
 
 
 def arguments_of(part: str, cores: int) -> list[str]:
-    """Give pytest's arguments for a part; a worker a core, and none for one core."""
+    """Return pytest's arguments for a part; one worker per core, none for one core."""
     workers = min(PARTS[part], cores)
     return ["--part", part] + (["-n", str(workers), "--dist", "load", "--maxschedchunk", "1"] if workers > 1 else [])
 
 
 def verdict(codes: list[int]) -> int:
-    """Make one exit code of the parts': a part without any test is no failure, unless all are."""
+    """Combine the exit codes of the parts: a part without tests is not a failure, unless all are."""
     return next((code for code in codes if code not in (0, NOTHING)), 0 if 0 in codes else NOTHING)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts one after another, also after a failed test, but not after an interruption or a wrong option."""
+    """Run the parts in sequence, even after a failed test, but not after an interruption or a usage error."""
     codes: list[int] = []
     for part in PARTS:
         begin = time.monotonic()

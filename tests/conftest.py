@@ -1,4 +1,4 @@
-"""The suite's parts, and a real Slurm on the loopback, one for all tests that want it."""
+"""The suite's parts, and a real Slurm on the loopback, shared by all tests that need it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tests.__main__ import PARTS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # names, separated by commas, of what must be there: then a test may not skip
+REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # comma-separated requirements whose absence is a failure instead of a skip
 
-# How long examples take depends on what else the machine does, so no time fails a test.
+# The duration of examples depends on the load of the machine, so there is no deadline.
 settings.register_profile("suite", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers that share the cores must not take all of them each
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what chooses a part of the suite, beside `-m` and `-k`."""
+    """Add the option that selects a part of the suite, in addition to `-m` and `-k`."""
     parser.addoption("--part", choices=PARTS, help="run only the tests of this part (see tests/__main__.py)")
 
 
 def part_of(item: pytest.Item) -> str:
-    """Tell to which part a test belongs: by its marks."""
+    """Return the part of a test by its marks."""
     if item.get_closest_marker("alone"):
         return "alone"
     if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))):
@@ -40,7 +40,7 @@ def part_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of other parts."""
+    """Deselect the tests of other parts."""
     if part := config.getoption("--part"):
         config.hook.pytest_deselected(items=[item for item in items if part_of(item) != part])
         items[:] = [item for item in items if part_of(item) == part]
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_of_the_tests() -> Iterator[None]:
-    """Keep embedded clusters apart from the user's and from those of other workers; short, since sockets lie there."""
+    """Separate embedded clusters from the user's and those of other workers; short, because it contains sockets."""
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield
@@ -56,7 +56,7 @@ def runtime_of_the_tests() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm_is_here() -> None:
-    """Skip without Slurm, and say what is missing; fail instead where it is required."""
+    """Skip with the missing requirements without Slurm; fail if it is required."""
     missing = LoopbackSlurm.missing()
     if missing is not None and "slurm" in os.environ.get(REQUIRED, "").split(","):
         pytest.fail(missing)
@@ -66,7 +66,7 @@ def slurm_is_here() -> None:
 
 @pytest.fixture(scope="session")
 def shared_cluster(slurm_is_here) -> Iterator[LoopbackSlurm]:
-    """Bring up the cluster: eight nodes, the first two of them fast, and a scheduler that looks every second."""
+    """Start the cluster: eight nodes, the first two with the feature `fast`, and a scheduler pass every second."""
     small = LoopbackPartition("small", nodes="node[01-04]", tier=100, extra="MaxTime=30")
     graceless = LoopbackPartition("graceless", preempt="cancel")
     with LoopbackSlurm(
@@ -81,7 +81,7 @@ def shared_cluster(slurm_is_here) -> Iterator[LoopbackSlurm]:
 
 @pytest.fixture
 def cluster(shared_cluster, monkeypatch) -> Iterator[LoopbackSlurm]:
-    """Give the cluster to one test, empty, with this process as one of its clients."""
+    """Provide the cluster to one test, empty, with this process as a client."""
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, shared_cluster.environment[name])
     yield shared_cluster

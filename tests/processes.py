@@ -1,4 +1,4 @@
-"""Processes that the tests start: as a terminal would start them, and found again by a mark in their environment."""
+"""Processes started by the tests: as in a terminal, and found by a mark in their environment."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ MARK = "FREETRAIN_TEST_MARK"
 
 
 def hear_ctrl_c() -> None:
-    """Undo what a shell does to background jobs, of which these tests may be one: they do not hear SIGINT."""
+    """Restore SIGINT, which shells ignore for background jobs, such as these tests may be."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:
-    """Find the living processes that have inherited this mark."""
+    """Find the live processes that have inherited this mark."""
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and alive(process):
                 yield process
-        except psutil.Error:  # noqa: PERF203 - each process may vanish by itself
+        except psutil.Error:  # noqa: PERF203 - any process may end in between
             continue
 
 
 def alive(process: psutil.Process) -> bool:
-    """Tell whether a process runs; a zombie does not."""
+    """Return whether a process is running; zombies are not."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def command_line(process: psutil.Process) -> str:
-    """Get the command of a process; nothing if it has ended meanwhile."""
+    """Return the command of a process; empty if it has ended in the meantime."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""A small file system of a test's own, which can be filled."""
+"""A small file system for one test, which can be filled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """Mount an empty file system of that size; skip where this user may not."""
+    """Mount an empty file system of a given size; skip without the permission."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(path)]
     if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
@@ -28,7 +28,7 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Write a file that takes all the room that is left."""
+    """Write a file that uses all remaining space."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(4096)):
             pass

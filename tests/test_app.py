@@ -1,4 +1,4 @@
-"""``@training_app``: what it refuses, and where; running it is tested with the executor."""
+"""``@training_app``: its errors and their locations; running it is tested with the executor."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_options_refuse_what_the_decorator_refuses(changes: dict) -> None:
 
 
 class Kernel(DataFlowKernel):
-    """Stands for Parsl's DataFlowKernel: takes what is submitted."""
+    """A fake of Parsl's DataFlowKernel that records submissions."""
 
     def __init__(self) -> None:
         self.requests = []
@@ -130,7 +130,7 @@ class Kernel(DataFlowKernel):
 
 
 def called(function, *args, seed=0, name=None, **kwargs):
-    """Return the request that a call makes."""
+    """Return the request made by a call."""
     kernel = Kernel()
     training_app(data_flow_kernel=kernel, seed=seed, name=name)(function)(*args, **kwargs)
     return kernel.requests[0]
@@ -153,7 +153,7 @@ def test_names_follow_from_function_arguments_and_seed_so_that_a_second_run_find
 
 
 def test_edited_code_has_another_name_that_tells_the_same_call() -> None:
-    """So a call of edited code begins anew, and finds what it began with before."""
+    """A call of edited code starts over, and can find the checkpoints of the earlier code."""
     before, after = called(train, lr=0.1), called(edited, lr=0.1)
     assert before.name != after.name
     assert before.options.call == after.options.call

@@ -1,4 +1,4 @@
-"""What README and documentation show is true: code runs, links lead somewhere, commands exist."""
+"""README and documentation are correct: code runs, links are valid, commands exist."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
-SECONDS = 600  # a hang; each script takes less than a minute on a machine with a core a node
+SECONDS = 600  # counts as hung; each script takes less than a minute on a machine with one core per node
 
 # "<!-- runnable: FILE [cluster|pytest] -->" before a code block: the tests save it as FILE and run it.
 # The files of a page are in one directory, so that they can import each other.
 _RUNNABLE = re.compile(
     r"<!-- runnable: (\S+)(?: (cluster|pytest))? -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
-# "<!-- runnable: shell -->": lines of the block that begin with "$ " are run, those below are what they print, with
-# whatever figures; "…" stands for lines left out. The blocks of a page are run in order, in one directory.
+# "<!-- runnable: shell -->": lines of the block that begin with "$ " are run, those below are their output, with any
+# figures; "…" stands for omitted lines. The blocks of a page are run in order, in one directory.
 _SHELL = re.compile(r"<!-- runnable: shell -->\n```\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -59,14 +59,14 @@ SCRIPTS = [script for page in PAGES for script in scripts(page)]
 
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
-    """Commands of a page's shell blocks, each with the pieces of output that the page shows."""
+    """Return the commands of a page's shell blocks, each with the parts of its output shown on the page."""
     blocks = _SHELL.findall(page.read_text(encoding="utf-8"))
     parts = [part.partition("\n") for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part]
     return [(command, shown.split("…\n")) for command, _, shown in parts]
 
 
 def without_figures(output: str) -> str:
-    """Output as its words alone: figures, and the widths that depend on them, may differ."""
+    """Reduce output to its words: figures, and column widths that depend on them, may differ."""
     return re.sub(r"\s+", " ", re.sub(r"-?\d[\d.,]*", "#", output.replace("\N{NO-BREAK SPACE}", " "))).strip()
 
 
@@ -77,15 +77,15 @@ def named(script: Script):
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """Where a reader would work; clusters of the tests stay apart from the user's."""
-    runtime = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))  # short: a socket's path is limited
+    """Make a reader's working directory; the tests' clusters are separate from the user's."""
+    runtime = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))  # short: socket paths are limited
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     yield tmp_path
     shutil.rmtree(runtime)
 
 
 def run(arguments: list[str], directory: Path) -> str:
-    """Run a command in a directory and return what it printed; what hangs is ended with all its processes."""
+    """Run a command in a directory and return its output; after a timeout, kill it with all its processes."""
     process = subprocess.Popen(
         arguments,
         cwd=directory,
@@ -111,7 +111,7 @@ def write_page(page: Path, directory: Path) -> None:
 
 @pytest.mark.parametrize("script", [named(script) for script in SCRIPTS if script.file != "look.py"])
 def test_code_in_the_docs_runs(script, directory):
-    """Every block that is marked as runnable runs; those on the cluster print the loss of three trainings."""
+    """Every block marked as runnable runs; those on the cluster print the loss of three trainings."""
     write_page(script.page, directory)
     if script.kind == "pytest":
         run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", script.file], directory)
@@ -129,7 +129,7 @@ SHELL_PAGES = [page for page in PAGES if commands(page)]
 
 @pytest.mark.parametrize("page", SHELL_PAGES, ids=lambda page: page.stem)
 def test_commands_in_the_docs_run(page, directory, monkeypatch):
-    """Every command of a block that is marked as shell succeeds and prints what the page shows."""
+    """Every command of a block marked as shell succeeds and prints the output shown on the page."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for command, shown in commands(page):
         output = without_figures(run(["bash", "-c", command], directory))
@@ -138,7 +138,7 @@ def test_commands_in_the_docs_run(page, directory, monkeypatch):
 
 
 def test_readme_and_tutorial_have_code_that_runs():
-    """The pages that a newcomer reads are among those whose code is executed."""
+    """The introductory pages are among those whose code is executed."""
     pages = {script.page.name for script in SCRIPTS}
     assert {"README.md", "tutorial.md"} <= pages
     assert "idle-nodes.md" in {page.name for page in SHELL_PAGES}
@@ -146,7 +146,7 @@ def test_readme_and_tutorial_have_code_that_runs():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_internal_links_lead_somewhere(page):
-    """A relative link names a file of the repository."""
+    """Relative links point to files of the repository."""
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     links = [link for link in _LINK.findall(text) if not link.startswith(("http://", "https://", "#"))]
     broken = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
@@ -182,7 +182,7 @@ def test_command_page_is_complete():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_docs_exist(page):
-    """`freetrain VERB` and `make TARGET` are only written of verbs and targets that there are."""
+    """`freetrain VERB` and `make TARGET` only refer to existing verbs and targets."""
     text = page.read_text(encoding="utf-8")
     verbs = set(re.findall(r"(?:`|\$ )freetrain ([a-z]+)", text))
     targets = set(re.findall(r"(?:`|\$ )make ([a-z]+)", text))
@@ -192,7 +192,7 @@ def test_commands_in_the_docs_exist(page):
 
 
 def test_journal_page_is_complete():
-    """The journal's page has every kind of record with its fields, and no other."""
+    """The journal's page lists exactly the kinds of records, with their fields."""
     from freetrain_parsl.protocol.journal import KINDS
 
     page = (DOCS / "reference" / "journal.md").read_text(encoding="utf-8")
@@ -205,7 +205,7 @@ def test_journal_page_is_complete():
 
 
 def test_the_life_of_a_training_is_drawn_as_it_is():
-    """The table of phases has those of the state machine, each with those that may follow."""
+    """The table of phases lists those of the state machine, each with its successors."""
     from freetrain_parsl.executor.control.training.states import TRANSITIONS
 
     page = (DOCS / "explanation" / "life-of-a-training.md").read_text(encoding="utf-8")
@@ -215,7 +215,7 @@ def test_the_life_of_a_training_is_drawn_as_it_is():
 
 
 def test_error_page_is_complete():
-    """The errors' page has every error of the tree with its `transient`, and no other."""
+    """The errors' page lists exactly the errors of the tree, with their `transient`."""
     from freetrain_parsl import errors
 
     page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
@@ -234,7 +234,7 @@ def _documented(page: Path, heading: str) -> set[str]:
 
 
 def test_settings_page_is_complete():
-    """The settings' page has every setting of planner, executor and default policy, and no other."""
+    """The settings' page lists exactly the settings of planner, executor and default policy."""
     page = DOCS / "howto" / "choose-settings.md"
     parameters = {
         "The planner": PlannerSettings,
@@ -246,7 +246,7 @@ def test_settings_page_is_complete():
 
 
 def test_options_page_is_complete():
-    """The page on training apps has every option of the decorator, and every verb of the session."""
+    """The page on training apps lists all options of the decorator, and all methods of the session."""
     page = DOCS / "howto" / "write-a-training-app.md"
     options = {item.name for item in fields(_Options)}
     assert _documented(page, "Options, for all calls or for one") == options | {
@@ -254,6 +254,6 @@ def test_options_page_is_complete():
         "cache",
         "data_flow_kernel",
     }
-    verbs = page.read_text(encoding="utf-8").split("## The session's verbs")[1].split("## Recipes")[0]
+    verbs = page.read_text(encoding="utf-8").split("## The session's methods")[1].split("## Recipes")[0]
     for name in (name for name in dir(TrainingSession) if not name.startswith("_")):
         assert re.search(rf"`{name}\b", verbs), name

@@ -1,4 +1,4 @@
-"""The suite in parts: each test is in one of them, and the exit code is that of the whole."""
+"""The suite in parts: each test is in exactly one part, and the exit code covers all parts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_measures_runs_alone_on_any_machine():
 
 
 def test_marks_tell_the_part():
-    """`alone` counts before `cluster`, `slurm` and `hosts`; then `slow`; a test without these marks is quick."""
+    """`alone` takes precedence over `cluster`, `slurm` and `hosts`; then `slow`; a test without these is quick."""
 
     def part(*marks):
         return part_of(SimpleNamespace(get_closest_marker=lambda name: name in marks))

@@ -1,4 +1,4 @@
-"""`import freetrain_parsl`: what it offers, and what it costs."""
+"""`import freetrain_parsl`: its public names and its import cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAVY = ("torch", "highspy", "sklearn", "matplotlib", "numpy")
 
 
 def _statement_names() -> set[str]:
-    """Names that the package's own ``if TYPE_CHECKING`` block imports, for type checkers."""
+    """Return the names imported by the package's ``if TYPE_CHECKING`` block, for type checkers."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
     return {
@@ -30,7 +30,7 @@ def _statement_names() -> set[str]:
 
 
 def test_public_names_are_sorted_and_unique():
-    """`__all__` is in order of name, each once."""
+    """`__all__` is sorted, without duplicates."""
     assert freetrain_parsl.__all__ == sorted(set(freetrain_parsl.__all__))
 
 
@@ -43,14 +43,14 @@ def test_public_names_are_complete():
 
 @pytest.mark.parametrize("name", sorted(freetrain_parsl._HOMES))
 def test_public_name_is_documented_and_lives_where_the_table_says(name):
-    """Each name can be had, has a docstring, and comes from the module that the table names."""
+    """Each name can be imported, has a docstring, and comes from the module in the table."""
     value = getattr(freetrain_parsl, name)
     assert inspect.getdoc(value)
     assert value.__module__ == freetrain_parsl._HOMES[name]
 
 
 def test_unknown_name_is_an_attribute_error():
-    """A misspelt name is refused as Python does it, so that `hasattr` and `from … import` work."""
+    """A misspelt name raises Python's usual error, so that `hasattr` and `from … import` work."""
     with pytest.raises(AttributeError, match="no attribute 'train_app'"):
         _ = freetrain_parsl.train_app
 
@@ -67,10 +67,10 @@ def test_import_loads_nothing_heavy():
 
 
 def test_decorator_loads_neither_torch_nor_the_solver():
-    """A script that only decorates and submits does not wait for torch or HiGHS to be imported."""
+    """A script that only decorates and submits does not import torch or HiGHS."""
     assert not _modules_after("from freetrain_parsl import training_app") & {"torch", "highspy"}
 
 
 def test_package_is_typed():
-    """The marker for type checkers is there."""
+    """The marker for type checkers exists."""
     assert (PACKAGE / "py.typed").is_file()

@@ -1,4 +1,4 @@
-"""The repository as a whole: versions agree, imports run one way, nothing is forgotten."""
+"""The repository as a whole: versions agree, imports are layered, nothing is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "freetrain_parsl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Room -> rooms of the package that it may import at run time. Every room may import errors and itself.
+# Subpackage -> subpackages that it may import at run time. Each may import errors and itself.
 ROOMS = {
     "planning": set(),
     "protocol": set(),
@@ -45,7 +45,7 @@ ROOMS = {
     },
 }
 
-# Room -> packages from outside that it may import, of those that are heavy or tie it to something.
+# Subpackage -> external packages that it may import, of those that are heavy or create a dependency.
 OUTSIDE = {
     "planning": {"numpy", "highspy", "yaml"},
     "protocol": set(),
@@ -57,7 +57,7 @@ OUTSIDE = {
 
 
 def room_of(module: Path) -> str:
-    """Name the room of a module; the top level's own modules have none."""
+    """Return the subpackage of a module; top-level modules have none."""
     parts = module.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ""
 
@@ -67,7 +67,7 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def imports(module: Path) -> set[str]:
-    """Names of the modules that a module imports when it runs, inside functions too."""
+    """Return the names of the modules that a module imports at run time, including inside functions."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(module.read_text(encoding="utf-8"))]
     while waiting:
@@ -97,7 +97,7 @@ def packages_imported(module: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", sorted(ROOMS))
 def test_imports_run_one_way(room):
-    """A room imports only the rooms below it."""
+    """A subpackage imports only those below it."""
     modules = [module for module in MODULES if room_of(module) == room]
     assert modules
     wrong = {m.name: extra for m in modules if (extra := rooms_imported(m) - ROOMS[room])}
@@ -106,32 +106,32 @@ def test_imports_run_one_way(room):
 
 @pytest.mark.parametrize("room", sorted(OUTSIDE))
 def test_rooms_keep_to_their_packages(room):
-    """The planner is pure, training knows no Parsl, windows and storage need the standard library only."""
+    """The planner is pure, training does not import Parsl, windows and storage use only the standard library."""
     modules = [module for module in MODULES if room_of(module) == room]
     wrong = {str(m.relative_to(ROOT)): extra for m in modules if (extra := packages_imported(m) - OUTSIDE[room])}
     assert wrong == {}
 
 
 def test_cluster_knows_parsl_in_its_provider_only():
-    """The embedded cluster is a batch system: no torch in it, and Parsl only at its door."""
+    """The embedded cluster is a batch system: it does not import torch, and imports Parsl only in its provider."""
     cluster = [module for module in MODULES if room_of(module) == "cluster"]
     assert [m.name for m in cluster if "parsl" in packages_imported(m)] == ["provider.py"]
     assert [m.name for m in cluster if "torch" in packages_imported(m)] == []
 
 
 def test_every_room_has_a_place_in_the_order():
-    """A new room must say here what it may import."""
+    """A new subpackage must list its allowed imports here."""
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert rooms == ROOMS.keys()
 
 
 def test_versions_agree():
-    """The package, its metadata and nobody else tell the version."""
+    """The version is defined only in the package and its metadata."""
     assert freetrain_parsl.__version__ == version("freetrain-parsl")
 
 
 def test_changelog_has_an_unreleased_section():
-    """What changes next has a place to be told."""
+    """The changelog has a section for the next changes."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     first = re.search(r"^## \[(.+?)\]", text, re.MULTILINE)
     assert first is not None
@@ -146,7 +146,7 @@ def _pins() -> dict[str, str]:
 
 
 def test_constraints_pin_what_is_required():
-    """Every direct dependency, those of the dev extra too, has one exact version without a local label."""
+    """Every direct dependency, including the dev extra, has one exact version without a local label."""
     needed = {
         re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", line)[0]).lower()
         for line in requires("freetrain-parsl")
@@ -158,7 +158,7 @@ def test_constraints_pin_what_is_required():
 
 
 def test_licence_is_apache_2():
-    """The licence that pyproject names is there in full."""
+    """The full text of the licence named in pyproject is present."""
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text

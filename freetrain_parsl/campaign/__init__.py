@@ -1,1 +1,1 @@
-"""Campaigns: many trainings described in a file, run at a site described in another."""
+"""Campaigns: many trainings defined in one file, run at a site defined in another."""

@@ -1,4 +1,4 @@
-"""Finding the training apps that a campaign names, here and later on the nodes."""
+"""Find the training apps that a campaign names, here and later on the nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["LoadedApp", "check_arguments", "load_app"]
 
 
 class LoadedApp:
-    """A training app and where Python finds it.
+    """A training app and its location.
 
     Parameters
     ----------
@@ -47,12 +47,12 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
     reference
         ``module:function``, or ``path.py:function`` with the path relative to `directory`.
     directory
-        Of the campaign file; its modules are found too.
+        Directory of the campaign file; modules in it can be imported too.
 
     Raises
     ------
     InvalidInput
-        There is no such module or function, its import fails, or it is no ``@training_app``.
+        The module or function does not exist, cannot be imported, or is not a ``@training_app``.
     """
     from freetrain_parsl.app import TrainingApp
 
@@ -76,26 +76,26 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
             f"its training apps: {', '.join(there) or 'none'}"
         )
     if not isinstance(app, TrainingApp):
-        raise InvalidInput(f"{reference} is no training app: decorate it with @training_app")
+        raise InvalidInput(f"{reference} is not a training app: decorate it with @training_app")
     return LoadedApp(reference, app, import_path)
 
 
 def check_arguments(app: TrainingApp, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the app's function would not take.
+    """Reject arguments that the app's function does not accept.
 
     Raises
     ------
     InvalidInput
-        It names the argument, and those that there are.
+        It lists the argument and the valid ones.
     """
     signature = inspect.signature(app.func)
     session, *others = signature.parameters or [""]
     takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
     for name in arguments:
         if not name.isidentifier():
-            raise InvalidInput(f"argument {name!r} is no name of a parameter in Python")
+            raise InvalidInput(f"argument {name!r} is not a valid Python parameter name")
         if name == session:
-            raise InvalidInput(f"argument {name!r} is the training session, which FreeTrain gives")
+            raise InvalidInput(f"argument {name!r} is the training session, which FreeTrain supplies")
         if name not in others and not takes_any:
             known = ", ".join(others) or "none"
             raise InvalidInput(f"the app takes no argument {name!r}{did_you_mean(name, others)}; it takes: {known}")
@@ -109,10 +109,10 @@ def _find(path: Path) -> Path:
     try:
         file = path.resolve()
         found = file.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, links that lead in a circle
+    except (OSError, RuntimeError) as error:  # the name is too long, or symbolic links form a loop
         raise InvalidInput(f"{str(path)[:80]!r}…: {getattr(error, 'strerror', None) or error}") from None
     if not found:
-        raise InvalidInput(f"there is no file {file}")
+        raise InvalidInput(f"no such file: {file}")
     return file
 
 

@@ -1,4 +1,4 @@
-"""A campaign: the trainings of one run, read from a YAML file and checked as a whole before anything is submitted."""
+"""A campaign: the trainings of one run, read from a YAML file and validated before anything is submitted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Campaign", "CampaignTraining"]
 
-_MOST_TRAININGS = 10_000  # a slip in a grid, not a wish
-_MOST_NODES = 1_000_000  # more than any machine has
+_MOST_TRAININGS = 10_000  # more is probably an error in a grid
+_MOST_NODES = 1_000_000  # more than any cluster has
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class CampaignTraining:
     Parameters
     ----------
     name
-        Unique in the campaign; names its checkpoints too.
+        Unique in the campaign; also names its checkpoints.
     app
         The app, with the campaign's options.
     arguments
-        What it is called with.
+        Its arguments.
     """
 
     name: str
@@ -46,22 +46,22 @@ class CampaignTraining:
 
 @dataclass(frozen=True)
 class Campaign:
-    """A campaign file that was read and checked; its apps are imported.
+    """A validated campaign file, with its apps imported.
 
     Parameters
     ----------
     name
-        For people.
+        Display name.
     file
-        As it was named.
+        Path as given.
     text
-        The file's text, as it was.
+        Original text of the file.
     variables
-        What ``${NAME}`` stood for in it.
+        Values of ``${NAME}`` in it.
     trainings
-        In the file's order.
+        In file order.
     import_paths
-        Directories that the nodes must find the apps' modules in.
+        Directories from which the nodes import the apps' modules.
     """
 
     name: str
@@ -85,14 +85,14 @@ class Campaign:
         Raises
         ------
         InvalidInput
-            It cannot be read, an app cannot be imported, or something in it cannot be; file and line are named.
+            It cannot be read, an app cannot be imported, or a value is invalid; the message gives file and line.
         """
         file = Path(path)
         return cls.parse(read_text(file, "campaign file"), str(file), file.absolute().parent, variables or Variables())
 
     @classmethod
     def parse(cls, text: str, file: str, directory: Path, variables: Variables) -> Campaign:
-        """Read the text of a campaign file that is, or was, in `directory`; `file` is its name in messages."""
+        """Parse the text of a campaign file from `directory`; `file` is its name in messages."""
         top = Section.parse(text, file, variables)
         name = top.text("name") or Path(file).stem
         sections = top.sections("trainings")
@@ -109,7 +109,7 @@ class Campaign:
                     )
                 trainings[training.name] = training
                 if len(trainings) > _MOST_TRAININGS:
-                    raise section.refusal(f"with it these are more than {_MOST_TRAININGS} trainings")
+                    raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings")
         return cls(
             name=name,
             file=file,
@@ -121,7 +121,7 @@ class Campaign:
 
 
 def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp]) -> Iterator[CampaignTraining]:
-    """Read one item of the list: a training, or as many as its grid and its repeats make."""
+    """Read one list item: a training, or all trainings of its grid and repeats."""
     reference = section.required("app", "path.py:function")
     if reference not in apps:
         apps[reference] = section.checked(load_app, reference, directory, key="app")
@@ -135,7 +135,7 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
     )
     section.done()
     if math.prod(map(len, grid.values())) * repeat > _MOST_TRAININGS:
-        raise section.refusal(f"these are more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
+        raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
     first_seed = options.get("seed", 0)
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
@@ -148,7 +148,7 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
 
 
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:
-    """Read the options of the training app; those that the file does not give stay as the app has them."""
+    """Read the options of the training app; the app's own values are the defaults."""
     options: dict[str, Any] = {
         "min_nodes": section.count("min_nodes", most=_MOST_NODES),
         "max_nodes": section.count("max_nodes", most=_MOST_NODES),
@@ -165,7 +165,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
     if isinstance(scaling, str):
         scaling = directory / section.checked(user_path, scaling, key="scaling")
     elif scaling is not None and not isinstance(scaling, dict):
-        raise section.refusal("is a mapping of nodes to samples per second, or a file", "scaling")
+        raise section.refusal("must be a mapping of nodes to samples per second, or a file", "scaling")
     options["scaling"] = scaling
     return {key: value for key, value in options.items() if value is not None}
 
@@ -176,12 +176,12 @@ def _read_grid(section: Section, arguments: Mapping[str, Any]) -> dict[str, list
         if not (isinstance(values, list) and values):
             raise section.refusal(f"{name!r} should be a list of values", "grid")
         if name in arguments:
-            raise section.refusal(f"{name!r} is among the arguments already", "grid")
+            raise section.refusal(f"{name!r} is already an argument", "grid")
     return grid
 
 
 def _default_name(reference: str, grid: Mapping[str, object], repeat: int) -> str:
-    """Name trainings after their app's file, and the values that tell them apart."""
+    """Name trainings after their app's file and the values in which they differ."""
     place, _, function = reference.rpartition(":")
     first = (Path(place).stem if "/" in place or place.endswith(".py") else place.rpartition(".")[2]) or function
     return "-".join([first, *(f"{name}{{{name}}}" for name in grid), *(["{repeat}"] if repeat > 1 else [])])

@@ -1,7 +1,7 @@
-"""One driver a run directory: a lock while it lives, and how others tell whether it lives.
+"""One driver per run directory: a lock while it is alive, and checks by other processes whether it is.
 
-The lock holds on one host, and on shared file systems that pass locks on. Where they do not, the driver's host and
-heartbeat in the store tell.
+The lock works on one host, and on shared file systems that propagate locks. Elsewhere, the driver's host and
+heartbeat in the store are used.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 __all__ = ["BEAT", "DriverState", "driver_lock", "driver_state", "is_silent", "own_identity"]
 
-BEAT = 2.0  # seconds between signs of life, and looks for requests
-_SILENT = 60.0  # seconds without one after which a driver on another host counts as dead
-_SURE = 5 * BEAT  # seconds for which it is watched before somebody takes its place
+BEAT = 2.0  # seconds between heartbeats, and between checks for requests
+_SILENT = 60.0  # seconds without a heartbeat after which a driver on another host counts as dead
+_SURE = 5 * BEAT  # seconds for which it is watched before another driver replaces it
 
 
 class DriverState(str, Enum):
-    """What became of a driver; the value is the sentence that people read."""
+    """State of a driver; the value is shown to the user."""
 
     ALIVE = "runs"
-    ENDED = "has ended in order"
+    ENDED = "has ended cleanly"
     DEAD = "has died"
-    NONE = "was never there"
+    NONE = "was never started"
 
 
 def own_identity() -> tuple[str, int, int]:
     """Return host, process id and start of this process."""
     info = process_info(os.getpid())
-    assert info is not None, "a process sees itself"
+    assert info is not None, "a process can inspect itself"
     return platform.node(), info.pid, info.started
 
 
 def driver_state(driver: DriverRecord | None, clock: Callable[[], float] = time.time) -> DriverState:
-    """Tell whether a driver lives: by its process on this host, by its heartbeat on another.
+    """Return whether a driver is alive: by its process on this host, by its heartbeat on another.
 
-    The clocks of two hosts differ, and are stepped: who is about to take its place asks `is_silent`.
+    Clocks of two hosts differ and may be stepped: a driver that is about to replace it uses `is_silent`.
     """
     if driver is None:
         return DriverState.NONE
@@ -67,10 +67,10 @@ def is_silent(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Tell whether nobody drives a run, whatever the clocks of both hosts show.
+    """Return whether a run has no live driver, regardless of clock differences between hosts.
 
     A driver on another host whose last heartbeat is old, or in the future, by this host's clock is watched: if it
-    gives a sign of life it lives. One of the future must be silent for as long as counts as dead.
+    sends a heartbeat it is alive. If the last one is in the future, it is watched for the whole timeout.
     """
     driver = store.last_driver()
     state = driver_state(driver, clock)
@@ -94,16 +94,16 @@ def driver_lock(directory: Path) -> Iterator[None]:
     Raises
     ------
     InvalidInput
-        Another process holds it.
+        Another process holds the lock.
     """
     file = os.open(directory / "driver.lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidInput(f"another driver has {directory}; 'freetrain status {directory}' tells which") from None
+            raise InvalidInput(f"another driver runs {directory}; 'freetrain status {directory}' shows which") from None
         except OSError:
-            pass  # a file system without locks: the caller has looked at the heartbeat
+            pass  # a file system without locks: the caller has checked the heartbeat
         yield
     finally:
         os.close(file)

@@ -1,4 +1,4 @@
-"""Names of trainings, made of a template such as ``lr{lr:.0e}-{repeat}``."""
+"""Names of trainings, made from a template such as ``lr{lr:.0e}-{repeat}``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["NameTemplate"]
 
 _LONGEST_NAME = 128
 _LONGEST_TEMPLATE = 1000
-# Alignment, sign, width and precision of at most two digits, type: nothing that looks into a value or fills memory.
+# Alignment, sign, width and precision of at most two digits, type: no attribute access, no large output.
 _FORMAT = re.compile(r"(?:[<>=^])?[-+ ]?0?[0-9]{0,2}(?:\.[0-9]{1,2})?[a-zA-Z%]?")
 
 
 class NameTemplate:
-    """A text with ``{value}`` or ``{value:format}`` in it. Unlike `str.format` it does not look into values.
+    """A template with ``{value}`` or ``{value:format}`` fields. Unlike `str.format`, it allows no attribute access.
 
     Parameters
     ----------
     template
-        The text; ``{{`` and ``}}`` stand for braces.
+        The template; ``{{`` and ``}}`` are literal braces.
     known
-        The values that it may use.
+        The allowed fields.
 
     Raises
     ------
     InvalidInput
-        It uses something else.
+        The template is invalid.
     """
 
     def __init__(self, template: str, known: Collection[str]) -> None:
@@ -49,12 +49,12 @@ class NameTemplate:
                 raise self._refusal()
 
     def fill(self, values: Mapping[str, object]) -> str:
-        """Put values in; characters that a name may not have become ``_``.
+        """Substitute values; characters not allowed in a name become ``_``.
 
         Raises
         ------
         InvalidInput
-            A value cannot be written in its format.
+            A value cannot be formatted as specified.
         """
         name = ""
         for literal, field, spec, _ in self._parts:
@@ -65,7 +65,7 @@ class NameTemplate:
                 name += format(values[field], spec or "")
             except (ValueError, TypeError, OverflowError):
                 raise InvalidInput(
-                    f"{self._template!r}: {str(values[field])[:80]!r} cannot be written in the format {spec!r}"
+                    f"{self._template!r}: {str(values[field])[:80]!r} cannot be formatted with {spec!r}"
                 ) from None
         return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:_LONGEST_NAME]
 
@@ -73,5 +73,5 @@ class NameTemplate:
         known = ", ".join(f"{{{value}}}" for value in self._known)
         return InvalidInput(
             f"{self._template[:_LONGEST_NAME]!r} cannot be filled; a name may use {known}, "
-            "with a plain format such as ':.2f' if need be"
+            "optionally with a plain format such as ':.2f'"
         )

@@ -1,4 +1,4 @@
-"""Jobs that a driver left in the queue when it was killed: found by their names, and ended."""
+"""Find jobs left in the queue by a killed driver, by their names, and cancel them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["remove_orphans"]
 
-_PERIOD = 2.0  # seconds between looks for jobs that were told to end
-_PATIENCE = 300.0  # a job that saves its work ends within its grace
+_PERIOD = 2.0  # seconds between polls of cancelled jobs
+_PATIENCE = 300.0  # a job that saves its work ends within its grace period
 
 
 def remove_orphans(
@@ -28,26 +28,26 @@ def remove_orphans(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, str]:
-    """End the jobs that earlier drivers of a run have left, and wait until they are gone.
+    """Cancel the jobs that earlier drivers of a run have left, and wait until they are gone.
 
     Parameters
     ----------
     site
         Where they were submitted.
     store
-        Knows how their names begin.
+        Has the prefixes of their names.
     tell
-        Takes a line for each thing that is done.
+        Called with a line of output for each action.
 
     Returns
     -------
     dict of str to str
-        Job id -> name of those that were ended.
+        Job id -> name of the cancelled jobs.
 
     Raises
     ------
     BatchSystemError
-        The batch system does not answer, or the jobs do not end.
+        The batch system does not respond, or the jobs do not end.
     """
     prefixes = store.job_prefixes()
     if not prefixes or not site.outlives_driver:
@@ -60,13 +60,13 @@ def remove_orphans(
     orphans = _find(source, prefixes)
     if not orphans:
         return {}
-    tell(f"ending jobs that were left in the queue: {', '.join(f'{job} ({name})' for job, name in orphans.items())}")
+    tell(f"cancelling jobs left in the queue: {', '.join(f'{job} ({name})' for job, name in orphans.items())}")
     source.cancel(list(orphans))
     end = clock() + _PATIENCE
     while left := _find(source, prefixes):
         if clock() > end:
             raise BatchSystemError(
-                f"jobs {', '.join(left)} were told to end and are still there after {_PATIENCE:.0f} s; "
+                f"jobs {', '.join(left)} were cancelled and are still there after {_PATIENCE:.0f} s; "
                 "ask the site's administrators"
             )
         sleep(_PERIOD)

@@ -1,4 +1,4 @@
-"""From a site to Parsl's provider, and to the window source of the same batch system."""
+"""Make Parsl's provider and the window source for a site's batch system."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path |
 
 
 def make_window_source(site: Site) -> WindowSource:
-    """See `Site.window_source`. No provider is made: that of Slurm runs `sacct` when it is."""
+    """See `Site.window_source`. No provider is made: Slurm's runs `sacct` in its constructor."""
     if site.system == "local":
         from freetrain_parsl.cluster.client import ClusterClient
         from freetrain_parsl.cluster.window_source import LocalWindowSource
@@ -88,7 +88,7 @@ def make_window_source(site: Site) -> WindowSource:
             exclusive=site.node.exclusive,
             cpus_per_node=site.node.cores,
             gpus_per_node=site.node.gpus or None,
-            # As the provider will ask for it, in whole GiB; in MiB, as Slurm counts.
+            # As requested by the provider, in whole GiB; converted to MiB, Slurm's unit.
             memory_per_node=None if site.node.memory is None else math.ceil(site.node.memory / 2**30) * 1024,
         )
     from freetrain_parsl.windows.pbs.source import PbsWindowSource
@@ -103,7 +103,7 @@ def make_window_source(site: Site) -> WindowSource:
 
 
 def driver_address(interface: str, file: str) -> str:
-    """Find the address of a network interface of this host, IPv4 if it has one.
+    """Return the address of a network interface of this host, preferably IPv4.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def _launcher(site: Site) -> Launcher:
 
 
 def _select_options(site: Site) -> str:
-    """Ask for the node's GPUs and memory, unless the file's own select options do."""
+    """Request the node's GPUs and memory, unless the file's own select options do."""
     options = [str(site.block.get("select_options", ""))]
     if site.node.gpus and "ngpus=" not in options[0]:
         options.append(f"ngpus={site.node.gpus}")
@@ -142,7 +142,7 @@ def _select_options(site: Site) -> str:
 
 
 def _export_paths(paths: Sequence[Path]) -> str:
-    """Let Python on the nodes find modules where the driver does."""
+    """Let Python on the nodes import modules from the same directories as the driver."""
     if not paths:
         return ""
     joined = shlex.quote(os.pathsep.join(map(str, paths)))

@@ -1,4 +1,4 @@
-"""Lengths of time and amounts of memory, as people write them in a file."""
+"""Parse durations and amounts of memory."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _MOST_BYTES = 2**60
 
 
 def parse_duration(text: str) -> timedelta:
-    """Read ``90s``, ``10 min``, ``2 h``, ``1 day``, ``HH:MM:SS`` or ``days-HH:MM:SS``.
+    """Parse ``90s``, ``10 min``, ``2 h``, ``1 day``, ``HH:MM:SS`` or ``days-HH:MM:SS``.
 
     Raises
     ------
     InvalidInput
-        It is written otherwise; a number alone is refused too, since nobody can tell its unit.
+        The format is invalid, or a unit is missing.
     """
     if match := _CLOCK.fullmatch(text):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -53,23 +53,23 @@ def parse_duration(text: str) -> timedelta:
     elif (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in _SECONDS:
         total = float(match[1]) * _SECONDS[match[2].lower()]
     else:
-        raise InvalidInput(f"a length of time is written like '90s', '10 min', '2 h' or 'HH:MM:SS', got {text[:80]!r}")
+        raise InvalidInput(f"a duration must be written like '90s', '10 min', '2 h' or 'HH:MM:SS', got {text[:80]!r}")
     if total > _LONGEST.total_seconds():
-        raise InvalidInput(f"a length of time may be up to {_LONGEST.days} days, got {text!r}")
+        raise InvalidInput(f"a duration may be up to {_LONGEST.days} days, got {text!r}")
     return timedelta(seconds=total)
 
 
 def parse_memory(text: str) -> int:
-    """Read ``512 GB`` or ``64GiB``, in bytes.
+    """Parse ``512 GB`` or ``64GiB``, in bytes.
 
     Raises
     ------
     InvalidInput
-        It is written otherwise.
+        The format is invalid.
     """
     units = {unit.lower(): factor for unit, factor in _BYTES.items()}
     if (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in units:
         amount = round(float(match[1]) * units[match[2].lower()])
         if amount <= _MOST_BYTES:
             return amount
-    raise InvalidInput(f"an amount of memory is written like '512 GB' or '64 GiB', up to 1 EiB, got {text[:80]!r}")
+    raise InvalidInput(f"an amount of memory must be written like '512 GB' or '64 GiB', up to 1 EiB, got {text[:80]!r}")

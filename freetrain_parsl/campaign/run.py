@@ -1,4 +1,4 @@
-"""The run of a campaign: prepared, driven, and gone on with after a stop or a crash."""
+"""Prepare and drive the run of a campaign, and resume it after a stop or a crash."""
 
 from __future__ import annotations
 
@@ -40,54 +40,54 @@ if TYPE_CHECKING:
 
 __all__ = ["CampaignRun", "find_run", "preflight", "run_directories"]
 
-_PERIOD = 0.25  # seconds between looks at futures and signals
+_PERIOD = 0.25  # seconds between polls of futures and signals
 _RUN_NAME = "freetrain-run-"
 
 
 def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
-    """Refuse what can never run, before anything is submitted.
+    """Reject settings that can never run, before anything is submitted.
 
-    A disk that is full is refused too, unless trainings that wait for it are gone on with.
+    A full disk is rejected too, unless the run is resumed with trainings that wait for space.
 
     Raises
     ------
     UsageError, BatchSystemError
-        The batch system's commands are missing, there is no such partition, the disk is full, …
+        The batch system's commands are missing, the partition does not exist, the disk is full, …
     """
     directory = site.checkpoint_dir or run_dir / "checkpoints"
     try:
         check_writable(directory)
     except StorageUnavailable as error:
         if not resuming:
-            raise InvalidInput(f"{error}; make room there, or name another place in checkpoints.directory") from error
+            raise InvalidInput(f"{error}; free some space, or set another checkpoints.directory") from error
     free = 0 if not directory.exists() else shutil.disk_usage(directory).free
     if free < site.least_free and not resuming:
         raise InvalidInput(
             f"{directory}: {free / 1e6:,.0f} MB are free, fewer than the {site.least_free / 1e6:,.0f} MB that site "
-            f"{site.name} wants for checkpoints; name another place in its checkpoints.directory"
+            f"{site.name} requires for checkpoints; set another checkpoints.directory"
         )
     if site.outlives_driver:
         site.window_source().check(least_walltime(site.planner_settings))
 
 
 def find_run(directory: Path | None) -> Path:
-    """Return a run directory as it was named, or the newest one here.
+    """Return the given run directory, or the newest one in the current directory.
 
     Raises
     ------
     InvalidInput
-        There is none.
+        No run directory was found.
     """
     if directory is not None:
         return directory
     found = run_directories()
     if not found:
-        raise InvalidInput(f"there is no {_RUN_NAME}… here; name the run directory")
+        raise InvalidInput(f"there is no {_RUN_NAME}… here; give the run directory")
     return max(found, key=lambda run: (RunStore(run).fact("created"), run.name))
 
 
 def run_directories() -> list[Path]:
-    """List the run directories here that were not named by the user."""
+    """List the run directories here that have default names."""
     return [file.parent for file in sorted(Path().glob(f"{_RUN_NAME}*/{DATABASE}"))]
 
 
@@ -100,7 +100,7 @@ class CampaignRun:
     store
         Its state.
     site, campaign
-        As they were when the run was made.
+        As they were when the run was created.
     """
 
     store: RunStore
@@ -112,12 +112,12 @@ class CampaignRun:
 
     @classmethod
     def create(cls, campaign: Campaign, site: Site, directory: Path | None = None) -> CampaignRun:
-        """Make the run directory, private to the user; nothing is submitted.
+        """Create the run directory, private to the user; submit nothing.
 
         Raises
         ------
         InvalidInput
-            The directory is in use or cannot be made.
+            The directory is in use or cannot be created.
         UsageError, BatchSystemError
             See `preflight`.
         """
@@ -127,14 +127,16 @@ class CampaignRun:
         try:
             run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             if any(run_dir.iterdir()):
-                raise InvalidInput(f"--run-dir {run_dir} is not empty; name a new one, or 'freetrain resume' that one")
+                raise InvalidInput(
+                    f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
+                )
             run_dir.chmod(0o700)
         except OSError as error:
-            raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; name a directory that can be made") from None
+            raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
         try:
             preflight(site, run_dir)
         except BaseException:
-            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # what the preflight itself has made
+            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # created by the preflight
             if made:
                 run_dir.rmdir()
             raise
@@ -155,28 +157,28 @@ class CampaignRun:
     def reopen(
         cls, directory: Path, config: Path | None = None, on_code_change: OnCodeChange | None = None
     ) -> CampaignRun:
-        """Read a run directory; campaign and site are those that the run was made with.
+        """Open a run directory, with the campaign and site of its creation.
 
         Parameters
         ----------
         directory
             The run directory.
         config
-            Another site file to go on with.
+            Another site file.
         on_code_change
-            What becomes of trainings whose code has changed; ``None``: what the campaign says.
+            What to do with trainings whose code has changed; ``None``: as set in the campaign.
 
         Raises
         ------
         InvalidInput
-            It is no run directory, or its campaign cannot be read any more: an app is gone, for example.
+            It is not a run directory, or its campaign can no longer be loaded, for example because an app is missing.
         """
         store = RunStore(directory.absolute())
         variables = Variables(store.fact("variables"))
         file = Path(store.fact("campaign_file"))
         campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
         if {training.name for training in campaign.trainings} != {item.name for item in store.trainings()}:
-            raise InvalidInput(f"{directory}: its trainings are not those of its campaign; it was tampered with")
+            raise InvalidInput(f"{directory}: its trainings do not match its campaign; it was tampered with")
         if on_code_change is not None:
             trainings = (
                 replace(training, app=training.app.options(on_code_change=on_code_change))
@@ -193,16 +195,16 @@ class CampaignRun:
     def drive(
         self, *, tell: Callable[[str], None], show: Callable[[RunState, float], None], resuming: bool = False
     ) -> str:
-        """Run the trainings that are not finished until all are, or until somebody stops us.
+        """Run the unfinished trainings until all are finished, or until the run is stopped.
 
-        Ctrl-C, SIGTERM, SIGHUP and a request to stop end the run in order: trainings save, jobs are withdrawn.
+        Ctrl-C, SIGTERM, SIGHUP and a stop request end the run cleanly: trainings save, jobs are withdrawn.
 
         Parameters
         ----------
         tell
-            Takes lines about what is done.
+            Called with lines of output.
         show
-            Takes the state of the run, and the seconds since it began, several times a second.
+            Called several times per second with the state of the run and the seconds since its start.
         resuming
             Whether earlier drivers may have left jobs.
 
@@ -214,7 +216,7 @@ class CampaignRun:
         Raises
         ------
         InvalidInput
-            Another driver runs.
+            Another driver is running.
         """
         refuse_living_driver(self.store)
         with driver_lock(self.directory):
@@ -225,7 +227,7 @@ class CampaignRun:
             try:
                 driver = self.store.begin_driver(*own_identity())
             except sqlite3.OperationalError as error:
-                raise InvalidInput(f"{self.directory} cannot be written: {error}; make room there") from error
+                raise InvalidInput(f"{self.directory} cannot be written: {error}; free some space") from error
             how = "failed"
             try:
                 with _signals() as caught:
@@ -236,14 +238,14 @@ class CampaignRun:
         return how
 
     def _tell_retries(self, tell: Callable[[str], None]) -> None:
-        """Say which trainings were interrupted and are tried again, and which are left out."""
+        """Report which interrupted trainings are retried, and which trainings are left out."""
         trainings = self.store.trainings()
         for item in trainings:
             if item.state == "waiting" and item.error:
-                tell(f"trying {item.name} again, which was interrupted: {' '.join(item.error.split())[:300]}")
-        for state, option in (("failed", "--retry-failed, or --retry NAME,"), ("cancelled", "--retry NAME")):
+                tell(f"retrying {item.name}, which was interrupted: {' '.join(item.error.split())[:300]}")
+        for state, option in (("failed", "--retry-failed or --retry NAME"), ("cancelled", "--retry NAME")):
             if names := [item.name for item in trainings if item.state == state]:
-                tell(f"left out, {state}: {_some(names)}; {option} tries again")
+                tell(f"left out, {state}: {_some(names)}; {option} retries them")
         self.store.forget_interruptions()
 
     def _drive(
@@ -278,7 +280,7 @@ class CampaignRun:
             if how != "finished":
                 tell("stopping: trainings save their work, jobs are withdrawn")
         with self._kept(tell):
-            for name, future in self._futures.items():  # what has ended while we were leaving
+            for name, future in self._futures.items():  # ended during the shutdown
                 if future.done() and not isinstance(future.exception(), TrainingInterrupted):
                     self._keep(name, future, run)
         with self._kept(tell):
@@ -305,7 +307,7 @@ class CampaignRun:
                 with self._kept(tell):
                     self._collect(run.refresh())
                     self._cancel_requested(cancel)
-                    # Of a training whose future is done the reason is kept already.
+                    # If its future is done, the reason is stored already.
                     current = [item for item in _unfinished(run) if item.name in self._futures]
                     self.store.beat(
                         driver,
@@ -322,21 +324,21 @@ class CampaignRun:
             time.sleep(_PERIOD)
 
     def _cancel_requested(self, cancel: Callable[[Future[Any]], bool]) -> None:
-        """Cancel the trainings that somebody has asked for; one that Parsl has not submitted yet is asked again."""
+        """Carry out cancel requests; try again later for a training that Parsl has not submitted yet."""
         for name in self.store.cancellations():
             if name in self._futures and name not in self._cancelled and cancel(self._futures[name]):
                 self._cancelled.add(name)
 
     def _collect(self, run: RunState) -> None:
-        """Keep what the futures that are done hold."""
+        """Store the outcomes of completed futures."""
         for name, future in list(self._futures.items()):
             if not future.done():
                 continue
             self._keep(name, future, run)
-            del self._futures[name]  # not before it is kept
+            del self._futures[name]  # only after it is stored
 
     def _keep(self, name: str, future: Future[Any], run: RunState) -> None:
-        """Keep what a future that is done holds, and what the journal remarks about its training."""
+        """Store the outcome of a completed future, and the journal's remark on its training."""
         error = future.exception()
         if error is None:
             told = run.trainings.get(name)
@@ -344,36 +346,36 @@ class CampaignRun:
         elif isinstance(error, TrainingCancelled):
             self.store.cancel(name)
         else:
-            # Neither the site's refusals nor the driver's own end is the training's failure, and changed code is a
-            # question to the user: resume goes on with it.
+            # A rejection by the site or the end of the driver is not a failure of the training, and changed code is
+            # for the user to decide: resume continues it.
             final = not isinstance(error, (BatchSystemError, TrainingInterrupted, CodeChanged))
             self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
 
     @contextmanager
     def _kept(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Go on if the run's state cannot be written for now, on a full disk for example, and say so once."""
+        """Continue if the run's state cannot be written for now, e.g. because the disk is full; report it once."""
         try:
             yield
         except sqlite3.OperationalError as error:
             if not self._unwritable:
-                tell(f"the state of the run cannot be written: {error}; it is kept and tried again: {self.directory}")
+                tell(f"the state of the run cannot be written to {self.directory}: {error}; retrying")
             self._unwritable = True
         else:
             self._unwritable = False
 
 
 def read_site(store: RunStore) -> Site:
-    """Return the site that a run was made with, without its campaign."""
+    """Return the site that a run was created with, without its campaign."""
     return Site.parse(store.fact("site_text"), store.fact("site_file"), Variables(store.fact("variables")))
 
 
 def refuse_living_driver(store: RunStore) -> None:
-    """Refuse a run that somebody drives.
+    """Reject a run that has a live driver.
 
     Raises
     ------
     InvalidInput
-        It tells who.
+        It names the driver.
     """
     driver = store.last_driver()
     if driver is not None and not is_silent(store):
@@ -393,7 +395,7 @@ def _unfinished(run: RunState) -> Iterator[Any]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect the signals that end a run; a handler only notes them, the loop acts."""
+    """Collect the signals that end a run; handlers only record them, the loop acts."""
     caught: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""A site: how a `FreeTrainExecutor` is made for one machine, read from a YAML file."""
+"""A site: the settings of a `FreeTrainExecutor` for one cluster, read from a YAML file."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["NodeShape", "Site", "shipped_sites"]
 SYSTEMS = ("local", "slurm", "pbs")
 LAUNCHERS = ("srun", "mpiexec", "mpirun", "single")
 
-_MANNERS = ("max_pending_blocks",)  # settings of the planner that stand among the manners in a file
+_MANNERS = ("max_pending_blocks",)  # planner settings in the file's ``manners`` section
 _NAME = r"[A-Za-z0-9._:@%-]{1,255}"
 _MOST_SLOTS = 1024
-_MOST_EMBEDDED = 10_000  # nodes of an embedded cluster: they are processes of one machine
+_MOST_EMBEDDED = 10_000  # nodes of an embedded cluster, which are processes on one host
 _LEAST_FREE = 256 * 10**6  # bytes
 
 
 @dataclass(frozen=True)
 class NodeShape:
-    """What a block asks of each node; ``None`` where it does not say.
+    """Resources that a block requests on each node; ``None`` if not set.
 
     Parameters
     ----------
@@ -45,15 +45,15 @@ class NodeShape:
     memory
         Bytes.
     slots
-        Trainings that run on it side by side: its accelerators, or 1.
+        Trainings that run on it concurrently: its accelerators, or 1.
     accelerators
-        How many, or their names, one a slot.
+        Number or names, one per slot.
     exclusive
         Whether blocks take whole nodes.
     python
-        The nodes' Python, by path or by a name that is on PATH after ``worker_init``; ``None``: the driver's.
+        Python of the nodes, a path or a name on PATH after ``worker_init``; ``None``: the driver's.
     container
-        What it runs in.
+        Container in which it runs.
     """
 
     cores: int | None = None
@@ -68,34 +68,34 @@ class NodeShape:
 
 @dataclass(frozen=True)
 class Site:
-    """A site file that was read and checked. Nothing was asked of the batch system yet.
+    """A validated site file. The batch system has not been queried yet.
 
     Parameters
     ----------
     name
-        For people, and part of no file name.
+        Display name, not used in file names.
     system
         ``local`` (the embedded cluster), ``slurm`` or ``pbs``.
     file
-        As it was named.
+        Path as given.
     text
-        The file's text, as it was.
+        Original text of the file.
     variables
-        What ``${NAME}`` stood for in it.
+        Values of ``${NAME}`` in it.
     block
-        Keys of the section of that name: what a job asks for.
+        Keys of the ``block`` section: the resource request of a job.
     node
-        What a block asks of each node.
+        Resources requested on each node.
     planner_settings
-        What is assumed of the site.
+        Settings of the planner.
     executor_settings
         The other arguments of `FreeTrainExecutor`.
     driver_interface
-        Network interface of this host at which the nodes reach the driver; ``None``: found out by trying.
+        Network interface of this host at which the nodes reach the driver; ``None``: determined by trying.
     checkpoint_dir
         ``None``: in the run directory.
     least_free
-        Bytes that must be free where checkpoints go.
+        Bytes that must be free in the checkpoint directory.
     """
 
     name: str
@@ -118,21 +118,21 @@ class Site:
         Parameters
         ----------
         path
-            The file, or the name of one that is shipped, such as ``polaris``.
+            The file, or the name of a shipped one, such as ``polaris``.
         variables
             Values for ``${NAME}``; default: the environment.
 
         Raises
         ------
         InvalidInput
-            It cannot be read, or says what cannot be; file and line are named.
+            It cannot be read, or a value is invalid; the message gives file and line.
         """
         file = _find(Path(path))
         return cls.parse(read_text(file, "site file"), str(file), variables or Variables())
 
     @classmethod
     def parse(cls, text: str, file: str, variables: Variables) -> Site:
-        """Read the text of a site file; `file` is its name in messages."""
+        """Parse the text of a site file; `file` is its name in messages."""
         top = Section.parse(text, file, variables)
         name = top.text("site") or Path(file).stem
         system = top.choice("system", SYSTEMS)
@@ -170,7 +170,7 @@ class Site:
 
     @property
     def outlives_driver(self) -> bool:
-        """Whether the batch system runs on when the driver ends: all but an embedded cluster of the driver's own."""
+        """Whether the batch system outlives the driver: all except the driver's own embedded cluster."""
         return self.system != "local" or "cluster" in self.block
 
     def provider(self, import_paths: Sequence[Path] = (), run_dir: Path | None = None) -> ExecutionProvider:
@@ -179,26 +179,26 @@ class Site:
         Parameters
         ----------
         import_paths
-            Directories that the nodes, too, must find modules in.
+            Directories from which the nodes import modules.
         run_dir
-            For an embedded cluster of the driver's own.
+            Used by the driver's own embedded cluster.
 
         Raises
         ------
         UsageError
-            Parsl refuses the keys.
+            Parsl rejects the keys.
         """
         from freetrain_parsl.campaign.providers import make_provider
 
         return make_provider(self, import_paths, run_dir)
 
     def window_source(self) -> WindowSource:
-        """Make what asks the site's batch system, without Parsl.
+        """Make the window source of the site's batch system, without Parsl.
 
         Raises
         ------
         ClusterGone
-            It is an embedded cluster, and not running.
+            It is an embedded cluster that is not running.
         """
         from freetrain_parsl.campaign.providers import make_window_source
 
@@ -207,21 +207,21 @@ class Site:
     def executor(
         self, *, run_dir: Path | None = None, run_id: str | None = None, import_paths: Sequence[Path] = ()
     ) -> FreeTrainExecutor:
-        """Make the executor; it is Parsl's to start.
+        """Make the executor; Parsl starts it.
 
         Parameters
         ----------
         run_dir
-            Checkpoints go there unless the site says otherwise.
+            Default location of checkpoints.
         run_id
-            Part of the names of its jobs.
+            Part of its job names.
         import_paths
-            Directories that the nodes, too, must find modules in.
+            Directories from which the nodes import modules.
 
         Raises
         ------
         UsageError, CheckpointError
-            It refuses the settings.
+            It rejects the settings.
         """
         from freetrain_parsl.campaign.providers import driver_address
         from freetrain_parsl.executor.executor import FreeTrainExecutor
@@ -249,7 +249,7 @@ class Site:
 
 
 def shipped_sites() -> dict[str, Path]:
-    """Find the site files that come with the package: beside it in a checkout, inside it when installed."""
+    """Find the shipped site files: next to the package in a checkout, inside it when installed."""
     package = Path(__file__).parents[1]
     for directory in (package.parent / "configs", package / "configs"):
         if (directory / "local.yaml").is_file():
@@ -258,7 +258,7 @@ def shipped_sites() -> dict[str, Path]:
 
 
 def _find(path: Path) -> Path:
-    """Take a path as it is, and a bare name as that of a shipped file."""
+    """Resolve a path, or the bare name of a shipped file."""
     path = user_path(str(path))
     try:
         exists = path.exists()
@@ -269,19 +269,19 @@ def _find(path: Path) -> Path:
     shipped = shipped_sites()
     if str(path) not in shipped:
         raise InvalidInput(
-            f"there is no file {path}, and no shipped site of that name{did_you_mean(str(path), shipped)}; "
+            f"no such file: {path}, and no shipped site of that name{did_you_mean(str(path), shipped)}; "
             f"shipped: {', '.join(shipped) or 'none'}"
         )
     return shipped[str(path)]
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """Keep the keys that the file has: what it does not say is the product's own default."""
+    """Keep only the keys set in the file: the others have the package's own defaults."""
     return {key: value for key, value in values.items() if value is not None}
 
 
 def _read_block(section: Section, system: str) -> dict[str, Any]:
-    """Read what a job asks for; the keys are those of the batch system."""
+    """Read the resource request of a job; the keys depend on the batch system."""
     block = _given(worker_init=section.text("worker_init"))
     if system == "local":
         block |= _given(
@@ -290,7 +290,7 @@ def _read_block(section: Section, system: str) -> dict[str, Any]:
             grace=section.duration("grace"),
         )
         if "cluster" in block and len(block.keys() & {"nodes", "grace"}):
-            raise section.refusal("a cluster that is named has its own nodes and grace; leave these out", "cluster")
+            raise section.refusal("a named cluster has its own nodes and grace; remove these", "cluster")
     else:
         words = {
             "slurm": ("partition", "account", "qos", "constraint", "gres", "scheduler_options", "windows_in"),
@@ -305,7 +305,7 @@ def _read_block(section: Section, system: str) -> dict[str, Any]:
         if system == "pbs":
             block |= _given(launcher_bind=section.text("launcher_bind"), preemptible=section.flag("preemptible"))
             if "launcher_bind" in block and block.get("launcher", "mpiexec") != "mpiexec":
-                raise section.refusal("belongs to the launcher mpiexec", "launcher_bind")
+                raise section.refusal("requires the launcher mpiexec", "launcher_bind")
         prefix = {"slurm": "#SBATCH", "pbs": "#PBS"}[system]
         for line in filter(None, map(str.strip, block.get("scheduler_options", "").splitlines())):
             if not line.startswith(f"{prefix} "):
@@ -315,18 +315,18 @@ def _read_block(section: Section, system: str) -> dict[str, Any]:
 
 
 def _name(section: Section, key: str) -> str | None:
-    """Read an address or an interface; it becomes part of the command that starts the workers."""
+    """Read an address or interface, which becomes part of the command that starts the workers."""
     value = section.text(key)
     if value is not None and not re.fullmatch(_NAME, value):
-        raise section.refusal(f"is an address or a name of letters, digits and '.:_-@%', got {value[:80]!r}", key)
+        raise section.refusal(f"must be an address or a name of letters, digits and '.:_-@%', got {value[:80]!r}", key)
     return value
 
 
 def _word(section: Section, key: str) -> str | None:
-    """Read a value that Parsl puts into a script or a command line as it is: nothing may come after it."""
+    """Read a value that Parsl inserts into a script or command line unquoted: it must not inject anything."""
     value = section.text(key)
     if key != "scheduler_options" and value is not None and not re.fullmatch(r"[^\s;$`\"'\\<>]+", value):
-        raise section.refusal(f"may hold no blanks and nothing special to a shell, got {value!r}", key)
+        raise section.refusal(f"must not contain blanks or shell metacharacters, got {value!r}", key)
     return value
 
 
@@ -344,7 +344,7 @@ def _read_node(section: Section, system: str) -> NodeShape:
     elif isinstance(names, int) and not isinstance(names, bool) and 0 <= names <= _MOST_SLOTS:
         accelerators = names
     elif names is not None:
-        raise section.refusal("is a number, or a list of their names in quotes, such as ['0.0', '0.1']", "accelerators")
+        raise section.refusal("must be a number, or a list of names in quotes, such as ['0.0', '0.1']", "accelerators")
     number = accelerators if isinstance(accelerators, int) else len(accelerators)
     slots = section.count("slots", most=_MOST_SLOTS)
     if slots is not None and number and slots > number:
@@ -364,7 +364,7 @@ def _read_node(section: Section, system: str) -> NodeShape:
 
 
 def _names_accelerator(name: object) -> bool:
-    """Whether it can be a device's name, such as ``0.1`` or a UUID, in the command that starts the workers."""
+    """Return whether it is a valid device name, such as ``0.1`` or a UUID, in the command that starts the workers."""
     return isinstance(name, str | int) and re.fullmatch(_NAME, str(name)) is not None
 
 
@@ -397,7 +397,7 @@ def _read_container(section: Section) -> Container | None:
 
 
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
-    """Read planner, manners and trainings: the arguments of planner and executor."""
+    """Read the sections planner, manners and trainings: the arguments of planner and executor."""
     planner, manners, trainings = top.section("planner"), top.section("manners"), top.section("trainings")
     values: dict[str, Any] = {}
     for item in fields(PlannerSettings):
@@ -432,7 +432,7 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
 
 
 def read_costs(section: Section) -> RescaleCosts:
-    """Read ``up``, ``down`` and ``start``, each a length of time."""
+    """Read the durations ``up``, ``down`` and ``start``."""
     durations = {item.name: section.duration(item.name) for item in fields(RescaleCosts)}
     section.done()
     return RescaleCosts(**{name: value.total_seconds() for name, value in durations.items() if value is not None})

@@ -1,7 +1,7 @@
 """The state of a campaign's run: one SQLite file in the run directory, read and written from any shell.
 
-Kept with a rollback journal, not a write-ahead log: the driver may be on one login node and ``freetrain status`` on
-another, and a write-ahead log works on one host only. There is little to write: a heartbeat every few seconds.
+It uses a rollback journal, not a write-ahead log: the driver may be on one login node and ``freetrain status`` on
+another, and a write-ahead log works on one host only. Writes are rare: a heartbeat every few seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CREATE TABLE driver (         -- one row for each process that has driven the ca
     id INTEGER PRIMARY KEY,
     host TEXT NOT NULL,
     pid INTEGER NOT NULL,
-    started INTEGER NOT NULL, -- of the process, clock ticks since the host's boot: tells it from a later one of its id
+    started INTEGER NOT NULL, -- of the process, clock ticks since the host's boot: distinguishes reused ids
     since REAL NOT NULL,      -- seconds since the epoch, here and below
     heartbeat REAL NOT NULL,
     ended REAL,               -- NULL while it runs, and for ever if it was killed
@@ -66,7 +66,7 @@ CREATE TABLE request (        -- from other shells
 
 @dataclass(frozen=True)
 class DriverRecord:
-    """A process that drives, or drove, the campaign; see the table of that name."""
+    """A process that drives, or drove, the campaign; see the table ``driver``."""
 
     id: int
     host: str
@@ -82,7 +82,7 @@ class DriverRecord:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How a training of the campaign stands; see the table of that name."""
+    """The state of a training of the campaign; see the table ``training``."""
 
     name: str
     state: str
@@ -98,19 +98,19 @@ class TrainingRecord:
 
 
 class RunStore:
-    """The database of one run. Every call is one short transaction of its own connection, so any process may call.
+    """The database of one run. Each call is one short transaction on its own connection, from any process.
 
     Parameters
     ----------
     directory
         The run directory.
     clock
-        Seconds since the epoch.
+        Returns seconds since the epoch.
 
     Raises
     ------
     InvalidInput
-        There is no campaign in the directory.
+        The directory contains no campaign.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
@@ -119,10 +119,10 @@ class RunStore:
         self._clock = clock
         try:
             found = self._path.is_file()
-        except OSError as error:  # of another user, or a name that is too long
+        except OSError as error:  # belongs to another user, or its name is too long
             raise InvalidInput(f"{shown(directory)}: {error.strerror or error}") from None
         if not found:
-            raise InvalidInput(f"{shown(directory)} is no run directory of 'freetrain run': it has no {DATABASE}")
+            raise InvalidInput(f"{shown(directory)} is not a run directory of 'freetrain run': it has no {DATABASE}")
         try:
             version = self._one("PRAGMA user_version")[0]
         except sqlite3.Error as error:
@@ -138,7 +138,7 @@ class RunStore:
         trainings: Sequence[str],
         clock: Callable[[], float] = time.time,
     ) -> RunStore:
-        """Make the database of a new run, private to the user, complete or not at all."""
+        """Create the database of a new run atomically, private to the user."""
         path = directory / DATABASE
         aside = path.with_suffix(".new")
         os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -156,16 +156,16 @@ class RunStore:
         aside.rename(path)
         return cls(directory, clock)
 
-    # What does not change.
+    # Constants of the run.
 
     def fact(self, key: str) -> Any:
-        """Return one of the facts that the run was created with."""
+        """Return one of the constants with which the run was created."""
         return json.loads(self._one("SELECT value FROM fact WHERE key = ?", key)[0])
 
     # Drivers.
 
     def begin_driver(self, host: str, pid: int, started: int) -> int:
-        """Enter this process as the driver, and forget what earlier ones were asked or left running.
+        """Register this process as the driver, and clear requests and running states of earlier drivers.
 
         Returns
         -------
@@ -184,7 +184,7 @@ class RunStore:
         return cursor.lastrowid
 
     def describe_driver(self, driver: int, job_prefix: str, journal: Path) -> None:
-        """Note how the names of its jobs begin, before the first is submitted, and where its journal is."""
+        """Record the prefix of its job names, before the first is submitted, and the path of its journal."""
         self._write("UPDATE driver SET job_prefix = ?, journal = ? WHERE id = ?", job_prefix, str(journal), driver)
 
     def beat(
@@ -193,7 +193,7 @@ class RunStore:
         trainings: Mapping[str, tuple[str, float | None, Sequence[str]]],
         remarks: Mapping[str, str] | None = None,
     ) -> None:
-        """Give a sign of life, and tell how the trainings stand.
+        """Record a heartbeat and the state of the trainings.
 
         Parameters
         ----------
@@ -202,7 +202,7 @@ class RunStore:
         trainings
             Name -> state, share done, nodes.
         remarks
-            Name -> what the user should know of a training; those not named have nothing to tell.
+            Name -> remark for the user; trainings without a remark are omitted.
         """
         now = self._clock()
         rows = [
@@ -218,24 +218,24 @@ class RunStore:
             )
 
     def end_driver(self, driver: int, how: str) -> None:
-        """Note that the driver ends in order; what ran waits from now on."""
+        """Record that the driver ends cleanly; running trainings become waiting."""
         with self._transaction() as database:
             database.execute("UPDATE driver SET ended = ?, how = ? WHERE id = ?", (self._clock(), how, driver))
             database.execute("UPDATE training SET state = 'waiting', nodes = '[]' WHERE state = 'running'")
 
     def last_driver(self) -> DriverRecord | None:
-        """Return the driver that came last."""
+        """Return the last driver."""
         row = self._rows("SELECT * FROM driver ORDER BY id DESC LIMIT 1")
         return DriverRecord(*row[0]) if row else None
 
     def job_prefixes(self) -> list[str]:
-        """Return how the names of all its drivers' jobs begin."""
+        """Return the prefixes of the job names of all its drivers."""
         return [row[0] for row in self._rows("SELECT DISTINCT job_prefix FROM driver WHERE job_prefix IS NOT NULL")]
 
     # Trainings.
 
     def trainings(self) -> list[TrainingRecord]:
-        """Return all trainings in the campaign's order."""
+        """Return all trainings in campaign order."""
         rows = self._rows(
             "SELECT name, state, share, nodes, result, result_is_json, error, remark FROM training ORDER BY position"
         )
@@ -269,7 +269,7 @@ class RunStore:
         return trainings[name]
 
     def finish(self, name: str, result: object, remark: str = "") -> None:
-        """Keep the result of a training, as JSON if it can be, else as Python shows it, and what to remark on it."""
+        """Store the result of a training, as JSON if possible, else as its repr, and a remark."""
         try:
             text, plain = json.dumps(result, allow_nan=False), True
         except (TypeError, ValueError):
@@ -281,14 +281,14 @@ class RunStore:
         )  # fmt: skip
 
     def fail(self, name: str, error: str, *, final: bool) -> None:
-        """Note why a training failed; one that did not fail by itself is not `final`: it waits to be resumed."""
+        """Record why a training failed; if the cause is external it is not `final`, and waits to be resumed."""
         self._write(
             "UPDATE training SET state = ?, nodes = '[]', error = ?, updated = ? WHERE name = ?",
             "failed" if final else "waiting", error, self._clock(), name,
         )  # fmt: skip
 
     def cancel(self, name: str) -> None:
-        """Note that a training was cancelled, if it had not ended before."""
+        """Record that a training was cancelled, unless it had ended before."""
         self._write(
             "UPDATE training SET state = 'cancelled', nodes = '[]', error = NULL, updated = ? "
             "WHERE name = ? AND state IN ('waiting', 'running')",
@@ -296,55 +296,55 @@ class RunStore:
         )  # fmt: skip
 
     def retry_failed(self) -> None:
-        """Let the trainings that failed wait again."""
+        """Set all failed trainings to waiting."""
         self._write("UPDATE training SET state = 'waiting', error = NULL WHERE state = 'failed'")
 
     def retry(self, name: str) -> None:
-        """Let a training that failed or was cancelled wait again; one that waits is no error.
+        """Set a failed or cancelled training to waiting; a waiting one is not an error.
 
         Raises
         ------
         InvalidInput
-            There is none of that name, or it has finished.
+            No training has that name, or it has finished.
         """
         if self.training(name).state == "finished":
-            raise InvalidInput(f"{name} has finished; there is nothing to try again")
+            raise InvalidInput(f"{name} has finished; there is nothing to retry")
         self._write(
             "UPDATE training SET state = 'waiting', error = NULL WHERE name = ? AND state IN ('failed', 'cancelled')",
             name,
         )
 
     def forget_interruptions(self) -> None:
-        """Forget why trainings that wait were interrupted: they are tried again."""
+        """Clear the errors of waiting trainings, which are retried."""
         self._write("UPDATE training SET error = NULL WHERE state = 'waiting'")
 
     # Requests.
 
     def request_stop(self) -> None:
-        """Ask the driver, whichever process that is, to save everything and end."""
+        """Request the driver, in whichever process, to save everything and end."""
         self._write("INSERT INTO request (kind, time) VALUES ('stop', ?)", self._clock())
 
     def request_cancel(self, name: str) -> None:
-        """Ask the driver to end one training, with its state saved.
+        """Request the driver to save and end one training.
 
         Raises
         ------
         InvalidInput
-            There is no such training, or it has ended.
+            The training does not exist, or it has ended.
         """
         state = self.training(name).state
         if state not in ("waiting", "running"):
-            again = "" if state == "finished" else f"; go on with it: freetrain resume {self.directory} --retry {name}"
+            again = "" if state == "finished" else f"; to continue it: freetrain resume {self.directory} --retry {name}"
             raise InvalidInput(f"{name} has ended already: {state}{again}")
         self._write("INSERT INTO request (kind, time) VALUES (?, ?)", f"cancel {name}", self._clock())
 
     def cancellations(self) -> list[str]:
-        """Return the trainings that the present driver was asked to cancel."""
+        """Return the trainings with a cancel request to the current driver."""
         rows = self._rows("SELECT DISTINCT kind FROM request WHERE kind LIKE 'cancel %'")
         return [row[0].removeprefix("cancel ") for row in rows]
 
     def stop_requested(self) -> bool:
-        """Whether anybody has asked the present driver to stop."""
+        """Return whether the current driver has a stop request."""
         return bool(self._rows("SELECT 1 FROM request WHERE kind = 'stop' LIMIT 1"))
 
     # SQLite.

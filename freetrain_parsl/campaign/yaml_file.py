@@ -1,7 +1,7 @@
-"""Reading YAML strictly: every refusal names file, line and key; nothing is guessed, nothing is ignored.
+"""Strict YAML reader: every error names file, line and key; nothing is guessed or ignored.
 
-Scalars are kept as they are written until a getter says what they should be, so that ``00:10:00`` is not 600 and
-``no`` not false. Free values (arguments of a training) follow YAML 1.2: ``1e-3`` is a number.
+Scalars stay text until a getter converts them to the expected type, so that ``00:10:00`` is not 600 and ``no`` is not
+false. Free values (arguments of a training) follow YAML 1.2: ``1e-3`` is a number.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ __all__ = ["Section", "Variables", "user_path"]
 T = TypeVar("T")
 
 _VARIABLE = re.compile(r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line feed and tab may stay
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line feed and tab are allowed
 _LONGEST_KEY = 200
 _LONGEST_PATH = 4096  # bytes, of Linux
 _LONGEST_COUNT = 300
-_MOST = 10**15  # of a count that states no limit of its own
+_MOST = 10**15  # default limit of a count
 
-# Keys of earlier versions.
+# Renamed keys of earlier versions.
 _RENAMED = {"silence": "heartbeat_timeout", "loss_timeout": "peer_timeout"}
 
 
 class Variables:
-    """What ``${NAME}`` stands for in a file: what ``--set`` gave, else the environment, else ``${NAME:-default}``.
+    """Values of ``${NAME}`` in a file: from ``--set``, else the environment, else ``${NAME:-default}``.
 
     Parameters
     ----------
     given
         From the command line; case does not matter.
     environment
-        Asked next; default: of this process.
+        Used next; default: that of this process.
 
     Attributes
     ----------
     used : dict of str to str
-        What was looked up and what it was, so that a later driver finds the same.
+        Values looked up so far, so that a later driver uses the same.
     """
 
     def __init__(self, given: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None) -> None:
@@ -63,12 +63,12 @@ class Variables:
 
     @classmethod
     def parse(cls, settings: Iterable[str]) -> Self:
-        """Read the words of the command line, each ``name=value``.
+        """Parse command-line settings, each ``name=value``.
 
         Raises
         ------
         InvalidInput
-            One has no ``=``.
+            A setting has no ``=``.
         """
         given = {}
         for setting in settings:
@@ -79,7 +79,7 @@ class Variables:
         return cls(given)
 
     def value(self, name: str, default: str | None) -> str | None:
-        """Look a variable up; ``None`` if it has no value."""
+        """Look up a variable; ``None`` if it has no value."""
         self._asked.add(name.upper())
         value = self._given.get(name.upper(), self._environment.get(name) or default)
         if value is not None:
@@ -87,12 +87,12 @@ class Variables:
         return value
 
     def refuse_unused(self) -> None:
-        """Refuse a ``--set`` that no file asked for.
+        """Reject a ``--set`` variable that no file uses.
 
         Raises
         ------
         InvalidInput
-            It names the variables that there are.
+            It lists the variables in use.
         """
         for name in self._given:
             if name not in self._asked:
@@ -104,12 +104,12 @@ class Variables:
 
 
 def user_path(text: str) -> Path:
-    """Turn a path as the user wrote it into a path, with ``~`` replaced.
+    """Convert user input to a path, with ``~`` expanded.
 
     Raises
     ------
     InvalidInput
-        There is no such user, or the text can be no path.
+        The user does not exist, or the text is not a valid path.
     """
     if "\0" in text:
         raise InvalidInput("a path cannot hold a zero byte")
@@ -122,9 +122,9 @@ def user_path(text: str) -> Path:
 
 
 class Section:
-    """A mapping in a YAML file, with getters that say what each key should be.
+    """A mapping in a YAML file, with a getter for each expected type.
 
-    Getters return ``None`` for a key that is absent or empty. `done` refuses the keys that nobody asked for.
+    Getters return ``None`` for a key that is absent or empty. `done` rejects keys that no getter has read.
     """
 
     def __init__(self, file: str, title: str, node: yaml.MappingNode | None, line: int, variables: Variables) -> None:
@@ -138,12 +138,12 @@ class Section:
             if not (isinstance(key, yaml.ScalarNode) and _is_word(key.value)):
                 raise InvalidInput(f"{file}:{key.start_mark.line + 1}: a key must be a word")
             if key.value in self._nodes:
-                raise InvalidInput(f"{file}:{key.start_mark.line + 1}: {self._named(key.value)} is there twice")
+                raise InvalidInput(f"{file}:{key.start_mark.line + 1}: {self._named(key.value)} is duplicated")
             self._nodes[key.value] = value
 
     @classmethod
     def parse(cls, text: str, file: str, variables: Variables) -> Section:
-        """Read the text of a whole file.
+        """Parse the text of a whole file.
 
         Raises
         ------
@@ -152,56 +152,56 @@ class Section:
         """
         node = compose(text, file)
         if not isinstance(node, yaml.MappingNode):
-            raise InvalidInput(f"{file}:1: it should be a list of 'key: value', one a line")
+            raise InvalidInput(f"{file}:1: must be a list of 'key: value', one per line")
         return cls(file, "", node, 1, variables)
 
     def where(self, key: str | None = None) -> str:
-        """Name the file and the line of a key, or of the section."""
+        """Return file and line of a key, or of the section."""
         node = self._nodes.get(key) if key is not None else None
         return f"{self._file}:{self._line if node is None else node.start_mark.line + 1}"
 
     def refusal(self, message: str, key: str | None = None) -> InvalidInput:
-        """Make the error that says what is wrong where."""
+        """Make an error with the location and the problem."""
         named = f"{self._named(key)}: " if key is not None else (f"{self._title}: " if self._title else "")
         return InvalidInput(f"{self.where(key)}: {named}{' '.join(message.splitlines())}")
 
     def checked(self, make: Callable[..., T], *arguments: Any, key: str | None = None, **named: Any) -> T:
-        """Call `make`, and say where in the file it went wrong if it refuses."""
+        """Call `make`, and add the location in the file to its error."""
         try:
             return make(*arguments, **named)
         except UsageError as error:
             raise self.refusal(str(error), key) from None
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not empty."""
+        """Return whether the key is present and not empty."""
         self._known.add(key)
         node = self._nodes.get(key)
         return node is not None and node.tag != NULL
 
     def text(self, key: str) -> str | None:
-        """Return a text, just as it is written; without control characters other than line feeds and tabs."""
+        """Return a text unchanged; control characters other than line feeds and tabs are errors."""
         node = self._scalar(key, "a text")
         if node is None:
             return None
         text = self._resolved(node)
         if match := _CONTROL.search(text):
-            raise self.refusal(f"holds the control character {match[0]!r}; remove it", key)
+            raise self.refusal(f"contains the control character {match[0]!r}; remove it", key)
         return text
 
     def path(self, key: str) -> Path | None:
-        """Return a path, with ``~`` replaced."""
+        """Return a path, with ``~`` expanded."""
         value = self.text(key)
         return None if value is None else self.checked(user_path, value, key=key)
 
     def required(self, key: str, example: str) -> str:
-        """Return a text that must be there."""
+        """Return a required text."""
         value = self.text(key)
         if not value:
             raise self.refusal(f"is missing; give it like '{key}: {example}'", key)
         return value
 
     def choice(self, key: str, choices: Iterable[str]) -> str | None:
-        """Return one of a few words."""
+        """Return one of the allowed words."""
         value, words = self.text(key), list(choices)
         if value is not None and value not in words:
             raise self.refusal(
@@ -242,7 +242,7 @@ class Section:
         return None if value is None else words[value.lower()]
 
     def duration(self, key: str, *, positive: bool = False) -> timedelta | None:
-        """Return a length of time; with `positive`, one that is longer than zero."""
+        """Return a duration; with `positive`, zero is an error."""
         value = self.text(key)
         duration = None if value is None else self.checked(parse_duration, value, key=key)
         if positive and duration is not None and duration <= timedelta(0):
@@ -255,7 +255,7 @@ class Section:
         return None if value is None else self.checked(parse_memory, value, key=key)
 
     def section(self, key: str) -> Section:
-        """Return a mapping; one without keys if it is absent."""
+        """Return a mapping; an empty one if it is absent."""
         if not self.has(key):
             return Section(self._file, self._named(key), None, self._line, self._variables)
         node = self._nodes[key]
@@ -277,20 +277,20 @@ class Section:
         ]
 
     def value(self, key: str) -> Any:
-        """Return whatever stands there: numbers, texts, lists, mappings."""
+        """Return a free value: number, text, list or mapping."""
         return self._plain(self._nodes[key], key) if self.has(key) else None
 
     def values(self) -> dict[str, Any]:
-        """Return all keys with whatever stands there."""
+        """Return all keys with their free values."""
         return {key: self.value(key) for key in self._nodes}
 
     def done(self) -> None:
-        """Refuse a key that no getter has asked for.
+        """Reject a key that no getter has read.
 
         Raises
         ------
         InvalidInput
-            It names the key's line, and the known key that is nearest.
+            It names the key's line, and the nearest known key.
         """
         for key in self._nodes:
             if key not in self._known:
@@ -311,7 +311,7 @@ class Section:
         return node
 
     def _resolved(self, node: yaml.ScalarNode) -> str:
-        """Put the values of variables into a scalar."""
+        """Substitute variables in a scalar."""
 
         def replace(match: re.Match[str]) -> str:
             if match["escaped"]:
@@ -334,10 +334,10 @@ class Section:
         return resolved
 
     def _plain(self, node: yaml.Node, key: str) -> Any:
-        """Construct a free value, with variables put in."""
+        """Construct a free value, with variables substituted."""
         if isinstance(node, yaml.ScalarNode):
             resolved = self._resolved(node)
-            # What a variable stands for may be a number.
+            # The value of a variable may be a number.
             tag = node.tag if resolved == node.value or node.style is not None else resolve_tag(resolved)
             return self.checked(construct, tag, resolved, key=key)
         if isinstance(node, yaml.SequenceNode):
@@ -348,7 +348,7 @@ class Section:
             if not isinstance(word, str | int | float):
                 raise self.refusal("keys must be words or numbers", key)
             if word in plain:
-                raise self.refusal(f"the key {_brief(str(word))} is there twice", key)
+                raise self.refusal(f"the key {_brief(str(word))} is duplicated", key)
             plain[word] = self._plain(item, key)
         return plain
 

@@ -1,6 +1,6 @@
-"""The ``freetrain`` command; one module a verb.
+"""The ``freetrain`` command; one module per verb.
 
-This module imports next to nothing, so that Ctrl-C is answered while the verbs are still being imported.
+This module imports almost nothing, so that Ctrl-C works while the verbs are still being imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 def main() -> None:
     """Run the command line.
 
-    A mistake of the user's is one line on standard error and exit code 2. An interruption is exit code 130.
+    Usage errors print one line to standard error and exit with code 2; an interruption exits with code 130.
     """
     with _exit_if_interrupted():
         from freetrain_parsl.cli.commands import app
@@ -44,8 +44,8 @@ def main() -> None:
 def _exit_if_interrupted() -> Iterator[None]:
     """End the process at once on Ctrl-C.
 
-    An exception would not do: extension modules turn a KeyboardInterrupt raised while they are imported into an
-    ImportError. While modules are imported there is nothing to clean up.
+    An exception is not enough: extension modules turn a KeyboardInterrupt raised during their import into an
+    ImportError. There is nothing to clean up during imports.
     """
 
     def leave(_number: int, _frame: Any) -> None:
@@ -53,7 +53,7 @@ def _exit_if_interrupted() -> Iterator[None]:
         os._exit(_INTERRUPTED)
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # it is ignored (a job in the background), or another program's
+    if before is not signal.default_int_handler:  # ignored (background job) or set by another program
         yield
         return
     signal.signal(signal.SIGINT, leave)

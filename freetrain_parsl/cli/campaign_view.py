@@ -1,4 +1,4 @@
-"""What the verbs on campaigns share: the live view, the table at the end, and the JSON document."""
+"""Code shared by the campaign verbs: the live view, the final table, and the JSON document."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from freetrain_parsl.report.run import FailedStarts, TrainingState
 
 RunDirectory = Annotated[
-    Path | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory. Default: the newest here.")
+    Path | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory. Default: newest in the current directory.")
 ]
 
 _STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim", "cancelled": "dim"}
 _LONGEST_ERROR = 800
-_FRAME_LINES = 8  # of the live view, beside one a training
+_FRAME_LINES = 8  # lines of the live view besides one per training
 
 
 class LiveView:
-    """Shows a run while it goes on: redrawn in a terminal, else a line for each change.
+    """Shows a run in progress: redrawn in a terminal, otherwise one line per change.
 
     Parameters
     ----------
     console
-        Where to.
+        Output console.
     title
-        Stands above it.
+        Heading.
     """
 
     def __init__(self, console: Console, title: str) -> None:
@@ -56,7 +56,7 @@ class LiveView:
 
     @contextmanager
     def opened(self) -> Iterator[LiveView]:
-        """Take the terminal, and give it back."""
+        """Take over the terminal, and release it at the end."""
         with self._live:
             yield self
 
@@ -92,7 +92,7 @@ class LiveView:
                 self.tell(f"{elapsed:7.1f} s  {training.name:14} {line}{done}")
 
     def _fitting(self, run: RunState) -> tuple[list[TrainingState], Text | None]:
-        """Choose the trainings that the terminal has room for, those that run first; say how many are left out."""
+        """Choose the trainings that fit the terminal, running ones first, and count the omitted ones."""
         trainings = list(run.trainings.values())
         room = max(1, self._console.size.height - _FRAME_LINES)
         if len(trainings) <= room:
@@ -113,7 +113,7 @@ def _windows_line(run: RunState) -> Text:
 
 
 def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False) -> None:
-    """Drive a run to its end, and tell what came of it; raises typer.Exit with the exit code."""
+    """Drive a run to its end and print the outcome; raise typer.Exit with the exit code."""
     console = Console(stderr=as_json)
     console.print(f"run directory: {run.directory}", highlight=False, soft_wrap=True)
     view = LiveView(console, run.campaign.name)
@@ -129,12 +129,12 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
         failed = sum(item.state == "failed" for item in trainings)
         console.print(f"{left} of {len(trainings)} trainings are not finished, {failed} of them failed", style="bold")
     if how in ("interrupted", "stopped"):
-        view.tell(f"freetrain: {how}; everything was saved and stopped. Go on: freetrain resume {run.directory}")
+        view.tell(f"freetrain: {how}; everything was saved and stopped. To continue: freetrain resume {run.directory}")
     raise typer.Exit(130 if how == "interrupted" else 1 if left else 0)
 
 
 def trainings_of(store: RunStore) -> list[TrainingRecord]:
-    """Return the trainings as they are: what a dead driver ran does not run any more."""
+    """Return the current trainings; those that a dead driver was running count as waiting."""
     trainings = store.trainings()
     if driver_state(store.last_driver()) is not DriverState.DEAD:
         return trainings
@@ -142,7 +142,7 @@ def trainings_of(store: RunStore) -> list[TrainingRecord]:
 
 
 def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:
-    """Print a row for each training, then a line for each error: whole, for it may name a path or a command."""
+    """Print one row per training, then each error on an unwrapped line: it may contain a path or a command."""
     console.print(_table(trainings))
     for item in trainings:
         if item.error:
@@ -155,7 +155,7 @@ def _table(trainings: list[TrainingRecord]) -> Table:
     for column in ("training", "state"):
         table.add_column(column, header_style="dim", no_wrap=True)
     table.add_column("done", header_style="dim", justify="right", no_wrap=True)
-    table.add_column("result, or where it runs", header_style="dim", overflow="fold")
+    table.add_column("result, or nodes", header_style="dim", overflow="fold")
     for item in trainings:
         done = "" if item.share is None else f"{item.share:.0%}"
         table.add_row(Text(item.name), Text(item.state, style=_STYLES[item.state]), done, Text(_detail(item)))
@@ -171,7 +171,7 @@ def _outcome(item: TrainingRecord) -> str:
         return _first_line(item.error).partition(":")[0]  # its type
     if item.state == "finished":
         result = item.result
-        if isinstance(result, dict):  # a training's metrics: the plain ones say most
+        if isinstance(result, dict):  # metrics of a training: show the scalar ones
             plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
             return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
         return _short(result)
@@ -219,7 +219,7 @@ def summary(store: RunStore) -> dict[str, Any]:
 
 
 def ago(seconds: float) -> str:
-    """Say how long ago something was, in people's units."""
+    """Format an age in a readable unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
@@ -227,26 +227,26 @@ def ago(seconds: float) -> str:
 
 
 def failed_starts_of(store: RunStore) -> FailedStarts | None:
-    """Return what the journal of the last driver tells of blocks that cannot start."""
+    """Return the failed block starts recorded in the last driver's journal."""
     driver = store.last_driver()
     if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
         return None
     try:
         return RunState(Path(driver.journal)).refresh().failed_starts
-    except sqlite3.Error:  # on another host, perhaps, whose write-ahead log cannot be read from here
+    except sqlite3.Error:  # the write-ahead log of another host cannot be read here
         return None
 
 
 def driver_line(store: RunStore, clock: float | None = None) -> str:
-    """Say in one line what the driver of a run does."""
+    """Describe the state of a run's driver in one line."""
     driver = store.last_driver()
     state = driver_state(driver)
     if driver is None:
-        return f"nobody has driven it yet: freetrain resume {store.directory}"
+        return f"no driver has run yet: freetrain resume {store.directory}"
     now = time.time() if clock is None else clock
     who = f"driver on {driver.host}, process {driver.pid},"
     if driver.ended is not None:
         return f"{who} {state.value} ({driver.how}) {ago(now - driver.ended)}"
-    last = f"last sign of life {ago(now - driver.heartbeat)}"
-    hint = "" if state is DriverState.ALIVE else f"; go on with: freetrain resume {store.directory}"
+    last = f"last heartbeat {ago(now - driver.heartbeat)}"
+    hint = "" if state is DriverState.ALIVE else f"; to continue: freetrain resume {store.directory}"
     return f"{who} {state.value}; {last}{hint}"

@@ -14,15 +14,15 @@ from freetrain_parsl.cli.sources import errors_in_one_line
 
 __all__ = ["cancel"]
 
-_PERIOD = 0.5  # seconds between looks at the training
+_PERIOD = 0.5  # polling interval, seconds
 
 
 def cancel(
     run_dir: Path = typer.Argument(metavar="RUN_DIR", help="Run directory."),
     name: str = typer.Argument(metavar="NAME", help="Name of the training, as in freetrain status."),
-    timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait until it has ended."),
+    timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for it to end."),
 ) -> None:
-    """Cancel one training: its state is saved, its nodes go to the others, and resume leaves it out unless named."""
+    """Cancel one training: its state is saved, its nodes go to the others, and resume skips it unless named."""
     console = Console()
     with errors_in_one_line("cancel"):
         store = RunStore(run_dir.absolute())
@@ -35,15 +35,15 @@ def cancel(
                 if driver_state(store.last_driver()) is not DriverState.ALIVE:
                     store.cancel(name)
                 elif time.monotonic() > end:
-                    console.print(f"{name} was asked to end, and has not after {timeout:g} s", highlight=False)
+                    console.print(f"{name} did not stop within {timeout:g} s", highlight=False)
                     raise typer.Exit(1)
                 else:
                     time.sleep(_PERIOD)
         if training.state != "cancelled":
-            console.print(f"{name} had ended before: {training.state}", highlight=False)
+            console.print(f"{name} had already ended: {training.state}", highlight=False)
             raise typer.Exit(1)
         console.print(
-            f"{name} is cancelled; its checkpoints are kept. Go on with it: "
+            f"{name} is cancelled; its checkpoints are kept. To continue it: "
             f"freetrain resume {store.directory} --retry {name}",
             highlight=False,
             soft_wrap=True,

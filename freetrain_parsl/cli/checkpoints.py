@@ -1,4 +1,4 @@
-"""``freetrain checkpoints``: what is saved, whether it is intact, and what may go."""
+"""``freetrain checkpoints``: list, verify and prune saved checkpoints."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["checkpoints"]
 
 Place = Annotated[
     Path,
-    typer.Argument(metavar="[DIR]", help="A run's directory, or that of its checkpoints, or of one training's in it."),
+    typer.Argument(metavar="[DIR]", help="A run directory, its checkpoint directory, or that of one training in it."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
-TrainingOption = Annotated[str | None, typer.Option("--training", metavar="NAME", help="Only this training's.")]
+TrainingOption = Annotated[str | None, typer.Option("--training", metavar="NAME", help="Only for this training.")]
 
 checkpoints = typer.Typer(
     help="Show, verify or remove checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -36,7 +36,7 @@ checkpoints = typer.Typer(
 
 @checkpoints.command()
 def ls(directory: Place = Path(), json: JsonOption = False) -> None:
-    """Show all checkpoints. Sizes are compared, bytes are not: that is what `verify` is for."""
+    """Show all checkpoints. Only file sizes are checked; use `verify` to check the contents."""
     from freetrain_parsl.storage.catalogue import find_trainings, list_checkpoints
 
     with errors_in_one_line("checkpoints ls"):
@@ -46,7 +46,7 @@ def ls(directory: Place = Path(), json: JsonOption = False) -> None:
 
 @checkpoints.command()
 def verify(directory: Place = Path(), json: JsonOption = False) -> None:
-    """Read all checkpoints against their checksums; exit code 1 if any is damaged."""
+    """Verify all checkpoints against their checksums; exit code 1 if any is damaged."""
     from freetrain_parsl.storage.catalogue import find_trainings, list_checkpoints
 
     with errors_in_one_line("checkpoints verify"):
@@ -59,16 +59,16 @@ def verify(directory: Place = Path(), json: JsonOption = False) -> None:
 @checkpoints.command()
 def prune(
     directory: Place = Path(),
-    keep: Annotated[int, typer.Option(metavar="N", help="Intact checkpoints of each training that stay.")] = 0,
+    keep: Annotated[int, typer.Option(metavar="N", help="Number of intact checkpoints to keep per training.")] = 0,
     training: TrainingOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
 ) -> None:
     """Remove checkpoints that are older than the newest N intact ones of their training."""
     from freetrain_parsl.storage.catalogue import choose_training, find_trainings, removable
 
     with errors_in_one_line("checkpoints prune"):
         if keep < 1:
-            raise UsageError("say how many checkpoints of each training stay: --keep 2, at least 1")
+            raise UsageError("give the number of checkpoints to keep per training, at least 1, e.g. --keep 2")
         trainings = choose_training(find_trainings(directory), training)
         doomed = [(owner, old) for name, owner in trainings.items() for old in removable(name, owner, keep)]
         _remove(doomed, dry_run=dry_run)
@@ -82,7 +82,7 @@ def _remove(doomed: Iterable[tuple[CheckpointDirectory, Listed]], *, dry_run: bo
         typer.echo(f"{'would remove' if dry_run else 'removed'} {old.entry.path}")
         count += 1
         size += old.manifest.get("bytes") or 0
-    typer.echo(f"{count} checkpoints, {_bytes(size)}, {'would go' if dry_run else 'removed'}")
+    typer.echo(f"{count} checkpoints, {_bytes(size)}, {'would be removed' if dry_run else 'removed'}")
 
 
 def _show(found: list[Listed], question: str, *, json: bool) -> None:

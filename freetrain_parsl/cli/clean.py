@@ -1,4 +1,4 @@
-"""``freetrain clean``: ends the jobs that a dead driver has left in the queue."""
+"""``freetrain clean``: cancels the jobs that a dead driver has left in the queue."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["clean"]
 
 
 def clean(run_dir: RunDirectory = None) -> None:
-    """End jobs of a run that nobody drives any more; its files and checkpoints stay."""
+    """Cancel the remaining jobs of a run without a driver; its files and checkpoints are kept."""
     with errors_in_one_line("clean"):
         store = RunStore(find_run(run_dir).absolute())
         refuse_living_driver(store)
         with driver_lock(store.directory):
             orphans = remove_orphans(read_site(store), store, typer.echo)
-        typer.echo(f"{len(orphans)} jobs were left and are ended now" if orphans else "no job was left")
+        typer.echo(f"cancelled {len(orphans)} remaining jobs" if orphans else "no remaining jobs")

@@ -22,7 +22,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="freetrain",
-    help="Train neural networks in the nodes that a cluster leaves idle.",
+    help="Train neural networks on the idle nodes of a cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

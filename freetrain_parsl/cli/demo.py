@@ -1,4 +1,4 @@
-"""``freetrain demo``: real trainings in the holes of a busy embedded cluster, watched live."""
+"""``freetrain demo``: real trainings on the idle nodes of a busy embedded cluster, shown live."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DELAY_TOLERANCE = 1.0  # seconds; a real batch system's own scheduling cycle is
 
 @dataclass(frozen=True)
 class _Entry:
-    """A training of the demo: an app, its bounds on nodes, and what it is called with."""
+    """A training of the demo: an app, its bounds on nodes, and its arguments."""
 
     name: str
     app: str
@@ -59,19 +59,19 @@ _CAMPAIGN = (
 
 def demo(
     nodes: int = typer.Option(8, help="Virtual nodes of the embedded cluster."),
-    seed: int = typer.Option(2, help="Of the main queue: the same seed is the same queue."),
-    policy: str = typer.Option("milp", help="How nodes are shared out: milp, window or equal-share."),
+    seed: int = typer.Option(2, help="Seed of the main queue."),
+    policy: str = typer.Option("milp", help="Allocation policy: milp, window or equal-share."),
     job_log: Path | None = typer.Option(
         None,
         help="Main queue from a job log in Standard Workload Format (.swf, .swf.gz) instead of a generated one.",
     ),
-    compression: float = typer.Option(1000.0, help="Seconds of the job log that pass in one second."),
-    log_start: float = typer.Option(0.0, help="Hour of the job log at which to begin."),
-    time_limit: float = typer.Option(600.0, help="Seconds after which the demo gives up."),
-    run_dir: Path | None = typer.Option(None, help="Where everything goes. Default: a new ./freetrain-run-<time>."),
+    compression: float = typer.Option(1000.0, help="Seconds of the job log per second."),
+    log_start: float = typer.Option(0.0, help="Hour of the job log at which to start."),
+    time_limit: float = typer.Option(600.0, help="Seconds after which the demo is aborted."),
+    run_dir: Path | None = typer.Option(None, help="Directory for all files. Default: a new ./freetrain-run-<time>."),
     json_file: Path | None = typer.Option(None, "--json", help="Write the figures to this file."),
 ) -> None:
-    """Run seven trainings in the holes of a busy little cluster, and show what they made of them."""
+    """Run seven trainings on the idle nodes of a small busy cluster, and show how much they used."""
     from freetrain_parsl.planning.policies import resolve_policy
 
     console = Console()
@@ -110,9 +110,9 @@ def _new_run_directory(wanted: Path | None) -> Path:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--run-dir {directory}: {error.strerror}; name a directory that can be made") from None
+        raise UsageError(f"--run-dir {directory}: {error.strerror}; choose another directory") from None
     if any(directory.iterdir()):
-        raise UsageError(f"--run-dir {directory} is not empty; name a new one")
+        raise UsageError(f"--run-dir {directory} is not empty; give a new one")
     return directory.absolute()
 
 
@@ -124,7 +124,7 @@ def _workload(
     if time_limit <= 0:
         raise InvalidSettings(f"--time-limit must be positive, got {time_limit:g}")
     if job_log is None:
-        # Jobs of a quarter of a minute: many holes in the first minute and a half.
+        # Jobs of 15 s: many windows in the first 90 s.
         return generate_workload(
             nodes=nodes, duration=_QUEUE_LENGTH, seed=seed, load=0.85, mean_run=timedelta(seconds=12)
         )
@@ -140,7 +140,7 @@ def _workload(
 
 
 def _apps_directory() -> Path:
-    """Find the example apps: beside the package in a checkout, inside it when installed."""
+    """Find the example apps: next to the package in a checkout, inside it when installed."""
     package = Path(__file__).parents[1]
     for directory in (package.parent / "apps", package / "apps"):
         if (directory / "digits.py").is_file():
@@ -150,7 +150,7 @@ def _apps_directory() -> Path:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the demo in order, as Ctrl-C does."""
+    """Make SIGTERM end the demo cleanly, as Ctrl-C does."""
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -209,7 +209,7 @@ def _run(
 
 
 def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -> FreeTrainExecutor:
-    """Everything scaled to holes of seconds instead of minutes."""
+    """Return settings scaled to windows of seconds instead of minutes."""
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.planning.model import RescaleCosts
     from freetrain_parsl.planning.policies import POLICIES, Policy
@@ -239,7 +239,7 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
 
 
 def _load_apps() -> dict[str, Any]:
-    """Import the example apps here, and let the nodes find them too."""
+    """Import the example apps here, and make them importable on the nodes."""
     directory = str(_apps_directory())
     sys.path.insert(0, directory)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
@@ -253,7 +253,7 @@ def _watch(
     nodes: Callable[[], dict[str, Any]],
     time_limit: float,
 ) -> None:
-    """Show the run until every future is done or the time is up."""
+    """Show the run until all futures are done or the time limit is reached."""
     from freetrain_parsl.executor.control.clock import SteadyClock
     from freetrain_parsl.report.live import live_view
 
@@ -272,7 +272,7 @@ def _watch(
 
 
 def _tell_changes(console: Console, run: RunState, told: dict[str, str], elapsed: float) -> None:
-    """Without a terminal: one line for each training whose nodes or state have changed."""
+    """Print one line per training whose nodes or state have changed (without a terminal)."""
     for training in run.trainings.values():
         line = f"{training.state} on {', '.join(training.nodes) or 'no nodes'}"
         if told.get(training.name) != line:
@@ -317,5 +317,5 @@ def _report(
         table.add_row(name, value)
     console.print(table)
     picture = directory / "timeline.png"
-    draw_timeline(run, history, picture, title="Nodes over time: main jobs grey, trainings in colours")
+    draw_timeline(run, history, picture, title="Nodes over time: main jobs grey, trainings coloured")
     console.print(f"timeline: {picture}")

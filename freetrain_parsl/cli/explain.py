@@ -1,4 +1,4 @@
-"""``freetrain explain``: which windows are used, and why the others are not."""
+"""``freetrain explain``: shows which windows are used, and why the others are not."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def explain(
     constraint: ConstraintOption = None,
     cluster: ClusterOption = None,
     all_: Annotated[
-        bool, typer.Option("--all", help=f"All reasons of nodes in no window, not the first {_REASONS_SHOWN} only.")
+        bool, typer.Option("--all", help=f"Show all reasons why nodes are in no window, not just {_REASONS_SHOWN}.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of sentences.")] = False,
 ) -> None:
-    """Say of every window whether it would be used now, and why not. Submits nothing."""
+    """Show for every window whether it would be used now, and if not, why. Submits nothing."""
     with errors_in_one_line("explain"):
         variables = read_variables(set_)
         options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
@@ -74,7 +74,7 @@ def explain(
 
 
 def runs_here() -> Iterator[str]:
-    """Say of the run directories here whose driver lives if its blocks cannot start."""
+    """Report the run directories here whose driver is alive but whose blocks cannot start."""
     for directory in run_directories():
         try:
             failed = failed_starts_of(RunStore(directory.absolute()))
@@ -98,7 +98,7 @@ def explanation_figures(answer: Answer) -> dict[str, Any]:
 
 
 def print_explanation(console: Console, answer: Answer, title: str, most: int | None) -> None:
-    """Print a sentence a window, then why nodes are in none: the `most` frequent reasons."""
+    """Print one sentence per window, then the `most` frequent reasons why nodes are in no window."""
     when = time.strftime("%H:%M:%S", time.localtime(answer.survey.time))
     verdicts = answer.explanation.verdicts
     number = {0: "no windows", 1: "1 window"}.get(len(verdicts), f"{len(verdicts)} windows")
@@ -111,7 +111,7 @@ def print_explanation(console: Console, answer: Answer, title: str, most: int | 
 
 
 def verdict_sentence(verdict: Verdict, now: float) -> str:
-    """Say what becomes of a window."""
+    """Describe the use of a window."""
     window = verdict.window
     lasts = ", no end known" if window.closes is None else f" × {format_span(window.closes - now)}"  # noqa: RUF001 - a product
     head = f"window of {_nodes(len(window.nodes))}{lasts} ({compress_hosts(window.nodes)})"
@@ -123,7 +123,7 @@ def verdict_sentence(verdict: Verdict, now: float) -> str:
 
 
 def unused_lines(unused: Mapping[str, str], most: int | None) -> list[str]:
-    """Group nodes by why they are in no window, most nodes first."""
+    """Group nodes by the reason why they are in no window, most nodes first."""
     if not unused:
         return []
     groups: defaultdict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""``freetrain plan``: which blocks would be submitted now, who would train in them, and what that gains."""
+"""``freetrain plan``: shows the blocks that would be submitted now, their trainings, and the gain."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plan(
 
 
 def plan_figures(answer: Answer) -> dict[str, Any]:
-    """Describe the plan for JSON; times in seconds, points in time since the epoch."""
+    """Describe the plan for JSON; times in seconds, timestamps since the epoch."""
     preview = answer.explanation.plan
     blocks = [
         {
@@ -99,7 +99,7 @@ def plan_figures(answer: Answer) -> dict[str, Any]:
 
 
 def print_plan(console: Console, answer: Answer, title: str) -> None:
-    """Print the blocks, a row each, and what they gain together."""
+    """Print one row per block, and their total gain."""
     plan, now = answer.explanation.plan, answer.survey.time
     when = time.strftime("%H:%M:%S", time.localtime(now))
     if plan.requests:
@@ -113,13 +113,13 @@ def print_plan(console: Console, answer: Answer, title: str) -> None:
         console.print(f"{title}: nothing would be submitted at {when}", **_PLAIN)
     if left := sum(bool(verdict.why) for verdict in answer.explanation.verdicts):
         windows = "1 window is" if left == 1 else f"{left} windows are"
-        console.print(f"{windows} not used, or not wholly: freetrain explain tells why", **_PLAIN)
+        console.print(f"{windows} unused or only partly used: freetrain explain shows why", **_PLAIN)
     for note in notes_view(answer.notes):
         console.print(note)
 
 
 def plan_table(plan: Preview, now: float, *, narrow: bool = False) -> Table:
-    """Draw the blocks, a row each."""
+    """Draw the blocks, one row each."""
     with_samples = any(share.samples is not None for shares in plan.shares for share in shares)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("nodes", justify="right")

@@ -1,4 +1,4 @@
-"""What ``freetrain plan`` and ``freetrain explain`` share: one survey, and the planner's answer to it."""
+"""Code shared by ``freetrain plan`` and ``freetrain explain``: one survey, and the planner's decision on it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 CampaignArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[CAMPAIGN]", help="Campaign file. Default: one training that takes any number of nodes."),
+    typer.Argument(metavar="[CAMPAIGN]", help="Campaign file. Default: one training on any number of nodes."),
 ]
 
-_JOBS = "freetrain."  # how the names of all our blocks' jobs begin
-_WITHOUT_CAMPAIGN = "no campaign given: for one training that takes any number of nodes"
+_JOBS = "freetrain."  # prefix of the job names of all our blocks
+_WITHOUT_CAMPAIGN = "no campaign given: assuming one training on any number of nodes"
 _STAND_IN = "any"
 _TICK = 1e-6  # seconds
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the batch system and then the planner said.
+    """A survey of the batch system and the planner's decision on it.
 
     Parameters
     ----------
     survey
-        The batch system's part.
+        State of the batch system.
     explanation
-        The planner's.
+        The planner's decision.
     notes
-        What was assumed, one line each.
+        Assumptions, one line each.
     """
 
     survey: Survey
@@ -51,16 +51,16 @@ class Answer:
 
 
 def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables) -> Answer:
-    """Ask the batch system once, and the planner what it would do now.
+    """Query the batch system once, and ask the planner what it would do now.
 
     Parameters
     ----------
     chosen
-        The batch system, and what is assumed of it.
+        The batch system and its settings.
     campaign
-        Path of the campaign file, if there is one.
+        Path of the campaign file, if any.
     variables
-        Of the command line; those that no file asks for are refused.
+        Given on the command line; unused ones are rejected.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
         notes.append(_WITHOUT_CAMPAIGN)
         trainers = [_stand_in(survey, chosen.costs)]
     else:
-        # Submitted just before, in the file's order: first come, first served among equals.
+        # All count as submitted just now, in the order of the file: ties are first come, first served.
         ages = range(len(requests), 0, -1)
         trainers = [
             request.trainer(chosen.costs, survey.time - age * _TICK)
@@ -95,7 +95,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     if survey.nodes is not None:
         notes += [
             f"training {trainer.name} needs {trainer.min_nodes} nodes at the same time, but there are only "
-            f"{survey.nodes}: it would be refused"
+            f"{survey.nodes}: it would be rejected"
             for trainer in trainers
             if trainer.min_nodes > survey.nodes
         ]
@@ -109,7 +109,7 @@ def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]
 
 
 def _stand_in(survey: Survey, costs: RescaleCosts) -> Trainer:
-    """Make a training that uses whatever there is: every node is worth the same to it."""
+    """Make a training that can use any number of nodes, each with the same value."""
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
 
@@ -119,11 +119,11 @@ def _stand_in(survey: Survey, costs: RescaleCosts) -> Trainer:
 
 
 def _our_jobs(source: WindowSource) -> tuple[int, list[str]]:
-    """Count the blocks of ours that wait; their nodes are in no window, as those of anybody's jobs."""
+    """Count our pending blocks; like the nodes of any job, theirs are in no window."""
     jobs = set(source.find_jobs(_JOBS))
     if not jobs:
         return 0, []
-    # Blocks belong to a driver: a look at them must not be taken for its own survey, which may clear up after them.
+    # Blocks belong to a driver: this query must not pass for the driver's own survey, which may clean up after them.
     look: Callable[[], BatchState] | None = getattr(source, "state", None)
     if look is not None:
         state = look()
@@ -133,4 +133,4 @@ def _our_jobs(source: WindowSource) -> tuple[int, list[str]]:
         states = [status.state for status in source.survey(sorted(jobs)).blocks.values()]
         pending = sum(state in (BlockState.PENDING, BlockState.HELD) for state in states)
         running = states.count(BlockState.RUNNING)
-    return pending, [f"blocks of yours: {running} running, {pending} waiting; their nodes are in no window"]
+    return pending, [f"your blocks: {running} running, {pending} waiting; their nodes are in no window"]

@@ -1,4 +1,4 @@
-"""``freetrain replay``: what the idle nodes of a recorded log would have trained."""
+"""``freetrain replay``: estimates what the idle nodes of a recorded log would have trained."""
 
 from __future__ import annotations
 
@@ -42,51 +42,51 @@ def replay(
     trainers: Annotated[
         str | None, typer.Option(metavar="SPEC", help="hpo:N, mixed:N, or a list (.yaml, .csv).")
     ] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="How nodes are shared out.")] = "milp",
+    policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="Allocation policies.")] = "milp",
     knowledge: Annotated[
-        str, typer.Option(metavar="NAME[,NAME]", help="Told of closings: none, estimated or perfect.")
+        str, typer.Option(metavar="NAME[,NAME]", help="Knowledge of closings: none, estimated or perfect.")
     ] = "none",
-    cost: Annotated[str, typer.Option(metavar="NAME", help="paper, or full: starts are charged too.")] = "paper",
+    cost: Annotated[str, typer.Option(metavar="NAME", help="Costs: paper, or full (also charges starts).")] = "paper",
     start_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="What a start costs, with --cost full. Default: 30.")
+        float | None, typer.Option(metavar="SECONDS", help="Cost of a start, with --cost full. Default: 30.")
     ] = None,
     horizon: Annotated[
-        str, typer.Option(metavar="SECONDS", help="How far decisions look ahead: seconds, or adaptive.")
+        str, typer.Option(metavar="SECONDS", help="Look-ahead of decisions: seconds, or adaptive.")
     ] = "adaptive",
     objective: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What policies maximise. Default: what suits the trainers.")
+        str | None, typer.Option(metavar="NAME", help="What policies maximise. Default: depends on the trainers.")
     ] = None,
     curves: Annotated[str, typer.Option(metavar="NAME", help="Scaling curves: known, or learned.")] = "known",
     concurrent: Annotated[
         int | None, typer.Option(metavar="N", help="Trainers in a decision, first come, first served. Default: all.")
     ] = None,
     rescale_seconds: Annotated[
-        str | None, typer.Option(metavar="UP,DOWN", help="What a rescale costs, for all trainers.")
+        str | None, typer.Option(metavar="UP,DOWN", help="Cost of a rescale, for all trainers.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(metavar="N", help="Size of the machine, if the log lacks it.")] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", help="Size of the cluster, if not in the log.")] = None,
     processors_per_node: Annotated[
-        int | None, typer.Option(metavar="N", help="Of an SWF log, which counts processors. Default: as its head says.")
+        int | None, typer.Option(metavar="N", help="Processors per node of an SWF log. Default: from its header.")
     ] = None,
     partition: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of an SWF log: its jobs only. Needs --nodes, its size.")
+        str | None, typer.Option(metavar="NAME", help="Use only this partition of an SWF log. Needs --nodes, its size.")
     ] = None,
     lenient: Annotated[bool, typer.Option("--lenient", help="Skip and count malformed lines of the log.")] = False,
     mask_outages: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Remove 3 hours and more with this share of nodes idle.")
+        float | None, typer.Option(metavar="SHARE", help="Remove 3 hours or more with this share of nodes idle.")
     ] = None,
     node_hour_price: Annotated[
-        float | None, typer.Option(metavar="PRICE", help="Of a node-hour, in any currency.")
+        float | None, typer.Option(metavar="PRICE", help="Price of a node-hour, in any currency.")
     ] = None,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="Also replay with other costs of rescales and starts (16 replays more).")
+        bool, typer.Option("--what-if", help="Also replay with other costs of rescales and starts (16 more replays).")
     ] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page (HTML) to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report to this file.")] = None,
     example: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write example inputs into this folder, and do nothing else.")
+        Path | None, typer.Option(metavar="DIR", help="Only write example inputs into this directory.")
     ] = None,
 ) -> None:
-    """Replay a recorded log, and tell what its idle nodes would have trained."""
+    """Replay a recorded log, and show what its idle nodes would have trained."""
     if example is not None:
         for file in write_example(example):
             typer.echo(file)
@@ -129,7 +129,7 @@ def replay(
     _write(result, json, report)
 
 
-# What was asked for.
+# Options.
 
 
 def _trainers(spec: str, rescale_seconds: str | None) -> TrainerSet:
@@ -145,14 +145,14 @@ def _trainers(spec: str, rescale_seconds: str | None) -> TrainerSet:
 
 
 def _contestants(policies: str, knowledge: str, objective: str, horizon: str) -> list[Contestant]:
-    """List every policy with every knowledge."""
+    """List all combinations of policy and knowledge."""
     _known("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
     names = [_known("--policy", name, POLICIES) for name in _split("--policy", policies)]
     told = [_choice("--knowledge", name, Knowledge) for name in _split("--knowledge", knowledge)]
     ahead = None if horizon == "adaptive" else _seconds("--horizon", horizon)
     contestants = [Contestant(name, item, objective, ahead) for name in names for item in told]
     for one in contestants:
-        one.make()  # what a policy refuses is refused before the log is read
+        one.make()  # reject invalid combinations before the log is read
     return contestants
 
 
@@ -170,14 +170,14 @@ def _check_price(price: float | None) -> None:
 
 
 def _check_targets(inputs: Sequence[Path], targets: Mapping[str, Path | None]) -> None:
-    """Refuse files that could not be written in the end."""
+    """Reject output files that cannot be written, before the work starts."""
     taken = {file.resolve(): "an input" for file in inputs}
     for option, file in targets.items():
         if file is None:
             continue
         folder = file.absolute().parent
         if not folder.is_dir():
-            raise UsageError(f"{option} {file}: there is no directory {folder}; make it, or choose another")
+            raise UsageError(f"{option} {file}: there is no directory {folder}; create it, or choose another")
         if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
             raise UsageError(f"{option} {file}: cannot be written; choose another file")
         if (other := taken.setdefault(file.resolve(), option)) != option:
@@ -185,7 +185,7 @@ def _check_targets(inputs: Sequence[Path], targets: Mapping[str, Path | None]) -
 
 
 def _split(option: str, text: str) -> list[str]:
-    """Split a list of names; who comes twice counts once."""
+    """Split a list of names, without duplicates."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise InvalidSettings(f"{option}: no name in {text!r}")
@@ -193,7 +193,7 @@ def _split(option: str, text: str) -> list[str]:
 
 
 def _known(option: str, name: str, known: Iterable[str]) -> str:
-    """Return a name, or refuse it and tell which there are."""
+    """Return a valid name; otherwise raise an error that lists the valid ones."""
     names = sorted(known)
     if name not in names:
         raise InvalidSettings(f"{option}: no {name!r}{did_you_mean(name, names)}; known are {', '.join(names)}")
@@ -212,25 +212,25 @@ def _seconds(option: str, text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """Read a number; NaN for anything else."""
+    """Parse a number; return NaN for anything else."""
     try:
         return float(text)
     except ValueError:
         return math.nan
 
 
-# What is shown and written.
+# Output.
 
 
 def _progress() -> Progress:
-    """Make the bars, on standard error and only if that is a terminal."""
+    """Make the progress bars, on standard error and only if it is a terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _teller(progress: Progress) -> OnProgress:
-    """Keep a bar for each thing that is done; at 0 it only shows that something is."""
+    """Return a callback that updates one progress bar per task; at 0 the bar is indeterminate."""
     tasks: dict[str, TaskID] = {}
 
     def tell(doing: str, share: float) -> None:
@@ -258,7 +258,7 @@ def _show(result: Mapping[str, Any]) -> None:
             typer.echo(
                 f"freetrain: warning: policy {entry['policy']!r}, closings {entry['knowledge']}: "
                 f"{entry['refused']:,} of {entry['refused'] + entry['solves']:,} decisions refused, the last good "
-                f"allocation stayed; the first: {entry['first_refusal']}",
+                f"allocation was kept; the first: {entry['first_refusal']}",
                 err=True,
             )
 

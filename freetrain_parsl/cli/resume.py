@@ -1,4 +1,4 @@
-"""``freetrain resume``: goes on with a campaign that was stopped, or whose driver died."""
+"""``freetrain resume``: continues a campaign that was stopped, or whose driver died."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ __all__ = ["resume"]
 def resume(
     run_dir: RunDirectory = None,
     config: Path | None = typer.Option(
-        None, metavar="SITE", help="Go on with another site file. Default: the one of the run, as it was."
+        None, metavar="SITE", help="Continue with another site file. Default: the run's original one."
     ),
     retry_failed: bool = typer.Option(
-        False, "--retry-failed", help="Try the trainings that failed again, from their checkpoints."
+        False, "--retry-failed", help="Retry all failed trainings from their checkpoints."
     ),
-    retry: list[str] = typer.Option(
-        [], "--retry", metavar="NAME", help="Try this training again, which failed or was cancelled."
-    ),
+    retry: list[str] = typer.Option([], "--retry", metavar="NAME", help="Retry this failed or cancelled training."),
     on_code_change: str | None = typer.Option(
         None,
         metavar="CHOICE",
-        help="What becomes of trainings whose code has changed: 'refuse', 'resume' from their checkpoints, or "
-        "'restart'. Default: what the campaign says.",
+        help="What to do with trainings whose code has changed: 'refuse', 'resume' from their checkpoints, or "
+        "'restart'. Default: as set in the campaign.",
     ),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
-    """Remove what a dead driver left, then go on with the trainings that are not finished."""
+    """Clean up after a dead driver, then continue the unfinished trainings."""
     with errors_in_one_line("resume"):
         if on_code_change is not None:
             check_on_code_change(on_code_change)

@@ -1,4 +1,4 @@
-"""``freetrain run``: a campaign of trainings, from a file, at a site described in another."""
+"""``freetrain run``: runs the trainings of a campaign file at the site described by a site file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["run"]
 def run(
     campaign: Path = typer.Argument(help="Campaign file: the trainings."),
     config: str = typer.Option(
-        "local", metavar="SITE", help="Site file, or the name of one that is shipped, such as polaris."
+        "local", metavar="SITE", help="Site file, or the name of a shipped one, such as polaris."
     ),
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files."),
-    run_dir: Path | None = typer.Option(None, help="Where everything goes. Default: a new ./freetrain-run-<time>."),
+    run_dir: Path | None = typer.Option(None, help="Directory for all files. Default: a new ./freetrain-run-<time>."),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
-    """Run the trainings of a campaign in the idle nodes of a site."""
+    """Run the trainings of a campaign on the idle nodes of a site."""
     with errors_in_one_line("run"):
         variables = Variables.parse(settings)
         site = Site.load(config, variables)

@@ -1,4 +1,4 @@
-"""Which batch system a verb asks, and with which options: a site file, options of the command line, or what is here."""
+"""Choose the batch system to query, and its options: from a site file, the command line, or what is installed."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
 
 ConfigOption = Annotated[
     str | None,
-    typer.Option("--config", metavar="SITE", help="Site file, or the name of one that is shipped, such as polaris."),
+    typer.Option("--config", metavar="SITE", help="Site file, or the name of a shipped one, such as polaris."),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files.")
 ]
 SystemOption = Annotated[
     str | None,
-    typer.Option("--system", metavar="slurm|pbs|local", help="Batch system to ask. Default: the one that is here."),
+    typer.Option("--system", metavar="slurm|pbs|local", help="Batch system to query. Default: the installed one."),
 ]
-PartitionOption = Annotated[str | None, typer.Option("--partition", metavar="NAME", help="Partition, or queue of PBS.")]
+PartitionOption = Annotated[str | None, typer.Option("--partition", metavar="NAME", help="Partition, or PBS queue.")]
 AccountOption = Annotated[str | None, typer.Option("--account", metavar="NAME", help="Account of the jobs.")]
 QosOption = Annotated[str | None, typer.Option("--qos", metavar="NAME", help="Quality of service (Slurm).")]
 ConstraintOption = Annotated[
     str | None, typer.Option("--constraint", metavar="WORDS", help="Features that nodes must have (Slurm).")
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="NAME|DIR", help="Embedded cluster to ask, if several run.")
+    str | None, typer.Option("--cluster", metavar="NAME|DIR", help="Embedded cluster to query, if several run.")
 ]
 
-_COMMANDS = {"slurm": "sinfo", "pbs": "pbsnodes"}  # whose being on PATH tells that the system is here
+_COMMANDS = {"slurm": "sinfo", "pbs": "pbsnodes"}  # if on PATH, the system is available
 _TITLES = {"slurm": "Slurm", "pbs": "PBS", "local": "the embedded cluster"}
 _OPTIONS = {
     "slurm": ("partition", "account", "qos", "constraint"),
     "pbs": ("partition", "account"),
     "local": ("cluster",),
 }
-_LEAST_INTERVAL = 2.0  # seconds between rounds of queries to a batch system that others use
+_LEAST_INTERVAL = 2.0  # seconds between rounds of queries to a shared batch system
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What the command line says of the batch system; see the options' own help."""
+    """Command-line options about the batch system; see the options' own help."""
 
     config: str | None = None
     system: str | None = None
@@ -64,20 +64,20 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class ChosenSource:
-    """A batch system to ask.
+    """A batch system to query.
 
     Parameters
     ----------
     source
-        What asks it.
+        Window source that queries it.
     title
-        What it is called in headings.
+        Its name in headings.
     settings, policy, costs
-        Of the site, or the defaults; `costs` for trainings that state none.
+        From the site, or the defaults; `costs` for trainings that do not set any.
     least_interval
-        Seconds between rounds of queries, at least.
+        Minimum seconds between rounds of queries.
     remark
-        Why it was this one, where there was a choice.
+        Why this one was chosen, if there were several.
     """
 
     source: WindowSource
@@ -91,7 +91,7 @@ class ChosenSource:
 
 @contextmanager
 def errors_in_one_line(verb: str) -> Iterator[None]:
-    """End a verb that only asks: whatever goes wrong is one line on standard error, and exit code 2."""
+    """End a read-only verb: report any error in one line on standard error, with exit code 2."""
     try:
         yield
     except FreeTrainError as error:
@@ -102,35 +102,35 @@ def errors_in_one_line(verb: str) -> Iterator[None]:
 
 
 def read_variables(settings: list[str] | None) -> Variables:
-    """Read what ``--set`` gave."""
+    """Parse the values of ``--set``."""
     from freetrain_parsl.campaign.yaml_file import Variables
 
     return Variables.parse(settings or ())
 
 
 def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
-    """Choose the batch system: the site's, else the one named, else the one that is here.
+    """Choose the batch system: the site's, else the one named, else the installed one.
 
     Parameters
     ----------
     options
-        Of the command line.
+        From the command line.
     variables
         For the site file.
 
     Raises
     ------
     UsageError
-        Options contradict each other, or no batch system is here.
+        Options contradict each other, or no batch system is available.
     ClusterGone
-        The embedded cluster that was meant does not run.
+        The chosen embedded cluster is not running.
     """
     if options.config is not None:
         return _from_site(options, variables)
     system, remark = _choose_system(options)
     for name in ("partition", "account", "qos", "constraint", "cluster"):
         if getattr(options, name) is not None and name not in _OPTIONS[system]:
-            raise UsageError(f"--{name} is no option for {_TITLES[system]}")
+            raise UsageError(f"--{name} is not an option for {_TITLES[system]}")
     return ChosenSource(
         _make_source(system, options),
         _title(system, options.partition),
@@ -144,7 +144,7 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
 
     for name in ("system", "partition", "account", "qos", "constraint", "cluster"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--{name} and --config: the site file says that; leave one of them out")
+            raise UsageError(f"--{name} and --config: the site file sets this; give only one of them")
     site = Site.load(str(options.config), variables)
     given: dict[str, Any] = {
         name: site.executor_settings[key]
@@ -162,7 +162,7 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
 
 
 def _choose_system(options: SourceOptions) -> tuple[str, str]:
-    """Name the system, and say why this one if others are here too."""
+    """Return the system's name, and why it was chosen if others are available."""
     if options.system is not None:
         if options.system not in _OPTIONS:
             hint = did_you_mean(options.system, _OPTIONS)
@@ -177,7 +177,7 @@ def _choose_system(options: SourceOptions) -> tuple[str, str]:
     if not others:
         return here[0], ""
     choices = " or ".join(f"--system {system}" for system in others)
-    return here[0], f"asked {_TITLES[here[0]]}, since {_COMMANDS[here[0]]} is on PATH; {choices} asks another"
+    return here[0], f"using {_TITLES[here[0]]}, since {_COMMANDS[here[0]]} is on PATH; use {choices} for another"
 
 
 def _embedded_cluster_runs() -> bool:

@@ -1,4 +1,4 @@
-"""``freetrain status``: how a campaign stands, from any shell."""
+"""``freetrain status``: shows the state of a campaign, from any shell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def status(
     run_dir: RunDirectory = None,
     json: bool = typer.Option(False, "--json", help="Print a JSON object instead of a table."),
 ) -> None:
-    """Show the trainings of a run, and whether its driver lives."""
+    """Show the trainings of a run, and whether its driver is alive."""
     with errors_in_one_line("status"):
         store = RunStore(find_run(run_dir).absolute())
         if json:

@@ -1,4 +1,4 @@
-"""``freetrain stop``: lets a campaign save its work and end, from any shell."""
+"""``freetrain stop``: saves and ends a campaign, from any shell."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from freetrain_parsl.cli.sources import errors_in_one_line
 
 __all__ = ["stop"]
 
-_PERIOD = 0.5  # seconds between looks at the driver
+_PERIOD = 0.5  # polling interval, seconds
 
 
 def stop(
     run_dir: RunDirectory = None,
-    timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for the driver's end."),
+    timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for the driver to end."),
 ) -> None:
     """Ask the driver to save all trainings, withdraw its jobs and end; wait until it has."""
     console = Console()
@@ -32,10 +32,10 @@ def stop(
             with console.status("waiting for the driver: trainings save their work, jobs are withdrawn"):
                 while driver_state(store.last_driver()) is DriverState.ALIVE:
                     if time.monotonic() > end:
-                        console.print(f"it was asked, and has not ended after {timeout:g} s", highlight=False)
+                        console.print(f"the driver did not stop within {timeout:g} s", highlight=False)
                         raise typer.Exit(1)
                     time.sleep(_PERIOD)
         console.print(driver_line(store), highlight=False, soft_wrap=True)
         if driver_state(store.last_driver()) is DriverState.DEAD:
-            console.print(f"jobs it may have left are ended by: freetrain clean {store.directory}", highlight=False)
+            console.print(f"to cancel jobs that it may have left: freetrain clean {store.directory}", highlight=False)
             raise typer.Exit(1)

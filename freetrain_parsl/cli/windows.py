@@ -1,4 +1,4 @@
-"""``freetrain windows``: which nodes are idle until when, as ``showbf`` told for Maui and Moab."""
+"""``freetrain windows``: shows which nodes are idle until when, like ``showbf`` of Maui and Moab."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.windows.base import Survey
 
 NARROW = 80
-"""Columns of a terminal below which tables leave out what matters least."""
+"""Terminal width in columns below which tables omit the least important columns."""
 
 
 def windows(
@@ -53,7 +53,7 @@ def windows(
     cluster: ClusterOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
     watch: Annotated[
-        float | None, typer.Option(min=0.2, metavar="SECONDS", help="Ask again this often, until Ctrl-C.")
+        float | None, typer.Option(min=0.2, metavar="SECONDS", help="Repeat at this interval until Ctrl-C.")
     ] = None,
 ) -> None:
     """Show the windows: how many nodes are idle for how long. Submits nothing."""
@@ -64,7 +64,7 @@ def windows(
         variables.refuse_unused()
         if watch is not None and watch < chosen.least_interval:
             raise UsageError(
-                f"--watch {watch:g}: others use {chosen.title} too; ask every {chosen.least_interval:g} s at most"
+                f"--watch {watch:g}: {chosen.title} is shared; the shortest interval is {chosen.least_interval:g} s"
             )
         if chosen.remark:
             typer.echo(chosen.remark, err=True)
@@ -78,7 +78,7 @@ def windows(
 
 
 def _watch(chosen: ChosenSource, interval: float, *, json: bool) -> None:
-    """Ask until Ctrl-C; a batch system that does not answer for a while is told below the last table."""
+    """Query until Ctrl-C; show transient errors of the batch system below the last table."""
     survey = chosen.source.survey()
     try:
         if json:
@@ -120,7 +120,7 @@ def window_row(window: Window) -> dict[str, object]:
 
 
 def window_view(survey: Survey, title: str, width: int) -> Group:
-    """Draw the windows, and below them what was assumed, for a terminal of that many columns."""
+    """Draw the windows, and below them the assumptions, for a terminal of `width` columns."""
     when = time.strftime("%H:%M:%S", time.localtime(survey.time))
     total = sum(len(window.nodes) for window in survey.windows)
     head = Text(f"{title}: {total or 'no'} idle node{'' if total == 1 else 's'} at {when}")
@@ -128,12 +128,12 @@ def window_view(survey: Survey, title: str, width: int) -> Group:
 
 
 def notes_view(notes: Iterable[str]) -> list[Text]:
-    """Draw notes, one a line."""
+    """Draw notes, one per line."""
     return [Text(f"note: {note}", style="dim") for note in notes]
 
 
 def window_table(survey: Survey, *, narrow: bool = False) -> Table:
-    """Draw the windows, largest first; each tells how many nodes are free for as long as it, or longer."""
+    """Draw the windows, largest first; each shows how many nodes are free for at least as long."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("nodes", justify="right")
     table.add_column("time left", justify="right", no_wrap=True)
@@ -158,7 +158,7 @@ def window_table(survey: Survey, *, narrow: bool = False) -> Table:
 
 
 def format_closing(window: Window, now: float) -> str:
-    """Write when a window closes: a time of day, with the date if it is not within a day."""
+    """Format when a window closes: a time of day, with the date if it is more than a day away."""
     if window.closes is None:
         return "not planned" if window.kind is WindowKind.BACKFILL else "any time"
     near = abs(window.closes - now) < 86400
@@ -166,12 +166,12 @@ def format_closing(window: Window, now: float) -> str:
 
 
 def format_hosts(names: Iterable[str]) -> Text:
-    """Write names briefly; a terminal that is too narrow for all may break the line after a comma."""
+    """Format names as a host list; a narrow terminal may break the line after a comma."""
     return Text(compress_hosts(names).replace(",", ", ").rstrip(), overflow="fold")
 
 
 def format_duration(seconds: float) -> str:
-    """Write a length of time as ``[days-]H:MM:SS``."""
+    """Format a duration as ``[days-]H:MM:SS``."""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

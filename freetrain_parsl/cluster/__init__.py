@@ -1,5 +1,5 @@
-"""A small real batch system on one machine, for where there is no other.
+"""The embedded cluster: a small batch system with real jobs on one machine.
 
-``scheduling`` is its pure core, ``daemon`` the process that turns it with real jobs, ``client`` how to reach
-that process, ``provider`` how Parsl does, ``workload`` and ``swf`` the main queue that keeps it busy.
+``scheduling`` is its pure core, ``daemon`` the process that runs it with real jobs, ``client`` the interface to that
+process, ``provider`` Parsl's provider, and ``workload`` and ``swf`` the main queue that keeps it busy.
 """

@@ -1,4 +1,4 @@
-"""What a cluster can tell afterwards: how much was idle and used, and which main jobs were late."""
+"""Accounting of a cluster: idle and used node-seconds, and delays of main jobs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from freetrain_parsl.cluster.workload import MainJob
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_TICKS = 1_000_000  # the simulation counts whole microseconds, so that equal times stay equal
+_TICKS = 1_000_000  # the simulation uses integer microseconds, so that equal times stay equal
 
 
 @dataclass
 class Usage:
-    """Node-seconds so far; numbers of nodes are constant between calls of `advance`."""
+    """Node-seconds so far; numbers of nodes are constant between calls to `advance`."""
 
     time: float = 0.0
     offered: float = 0.0
     """Not held by main jobs."""
     preemptible: float = 0.0
-    """Of these, held by preemptible jobs, until their processes were gone."""
+    """Of these, held by preemptible jobs until their processes were gone."""
 
     def advance(self, now: float, offered: int, preemptible: int) -> None:
-        """Add the time from the last call until `now`, during which these many nodes were so."""
+        """Add the time from the last call until `now` with these numbers of nodes."""
         self.offered += offered * (now - self.time)
         self.preemptible += preemptible * (now - self.time)
         self.time = now
@@ -33,22 +33,22 @@ class Usage:
 
 @dataclass(frozen=True)
 class MainRecord:
-    """A main job as it went; seconds on the cluster's clock.
+    """The record of a main job; seconds on the cluster's clock.
 
     Parameters
     ----------
     id
         The job's id.
     nodes
-        How many nodes it has.
+        Number of its nodes.
     walltime
-        What it asked for.
+        Requested walltime.
     submit
         When it was submitted.
     start, end
-        When it was started and gone; ``None`` if not yet.
+        When it started and ended; ``None`` if not yet.
     planned_run
-        What it was going to run, for as long as it has not ended.
+        Its planned run time, as long as it has not ended.
     """
 
     id: str
@@ -62,9 +62,9 @@ class MainRecord:
 
 @dataclass(frozen=True)
 class Delay:
-    """A main job's start against the same queue without preemptible jobs, seconds.
+    """A main job's start relative to the same queue without preemptible jobs, seconds.
 
-    `start` is ``None`` for a job that still waits though it would have started; its delay is the one so far.
+    `start` is ``None`` for a job that is still pending although it would have started; its delay is that so far.
     """
 
     job_id: str
@@ -75,11 +75,11 @@ class Delay:
 
 
 def delays(records: Sequence[MainRecord], nodes: int, now: float) -> list[Delay]:
-    """Compare main jobs with `simulate` of the same submissions and the run times that they really had.
+    """Compare main jobs with `simulate` for the same submissions and their actual run times.
 
-    Without preemptible jobs this gives exact zeros, because the cluster starts a job at the time of the event
-    that allowed it, and a job's run time includes all that the machine took to start and collect it. Beside
-    preemptible jobs, a delay is what their processes took to vanish, and what followed from that.
+    Without preemptible jobs the delays are exactly zero, because the cluster starts a job at the time of the event
+    that allowed it, and a job's run time includes the overhead of starting and collecting it. With preemptible jobs, a
+    delay is the time that their processes took to end, including its consequences.
     """
 
     def ticks(seconds: float) -> int:

@@ -1,7 +1,7 @@
-"""The life of jobs: turns the pure scheduler with a real clock and real processes.
+"""The life cycle of jobs: runs the pure scheduler with a real clock and real processes.
 
-Everything happens at an event (a request, a child's exit, a timer), at one time `now` a turn: a job that
-starts because another ended starts, on the books, at that very time.
+Everything happens at an event (a request, a child's exit, a timer), with one time `now` per event: a job that starts
+because another one ended is recorded as starting at that time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RECHECK_SECONDS = 0.1  # while a job ends: in case an exit is not told to us
+_RECHECK_SECONDS = 0.1  # while a job ends, in case no signal reports an exit
 _KILL_AGAIN_SECONDS = 0.2
 
 
 class JobState(str, Enum):
-    """What became of a job; the value is what requests answer."""
+    """The state of a job; the value is returned by requests."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -47,7 +47,7 @@ class JobState(str, Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """What a job runs on each of its nodes.
+    """The command that a job runs on each of its nodes.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Command:
     cwd
         Working directory.
     stdout, stderr
-        Files that the output of all nodes is appended to; ``None`` to drop it.
+        Files to which the output of all nodes is appended; ``None`` to discard it.
     """
 
     argv: tuple[str, ...]
@@ -70,7 +70,7 @@ class Command:
 
 @dataclass
 class JobRecord:
-    """A job and what became of it; times are seconds on the cluster's clock."""
+    """A job and its state; times are seconds on the cluster's clock."""
 
     job: Job
     name: str
@@ -84,9 +84,9 @@ class JobRecord:
     nodes: tuple[str, ...] = ()
     exit_codes: dict[str, int] = field(default_factory=dict)
     outcome: JobState | None = None
-    """What it is going to be once its processes are gone; set as soon as it is told to end."""
+    """Its state once its processes are gone; set as soon as the job is terminated."""
     leaders: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """Node -> the process started there; its id is the session's."""
+    """Node -> the process started there; its id is the session id."""
     occupied: set[str] = field(default_factory=set)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class JobRecord:
 
 @dataclass
 class Interval:
-    """A job's stay on a node, seconds on the cluster's clock; `end` is ``None`` while it lasts."""
+    """The interval in which a job holds a node, seconds on the cluster's clock; `end` is ``None`` until it ends."""
 
     node: str
     job: str
@@ -115,13 +115,13 @@ class BatchSystem:
     name
         The cluster's name.
     scheduler
-        Decides; nobody else may turn it.
+        The scheduler; it must not be used by other code.
     grace
         Seconds from SIGTERM to SIGKILL.
     workload
-        The main queue, submitted as time goes by.
+        The main queue, submitted over time.
     loop
-        Whose clock, timers and signal handlers are used.
+        Event loop whose clock, timers and signal handlers are used.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class BatchSystem:
         self._await_workload()
 
     def clock(self) -> float:
-        """Seconds since the cluster started, whole microseconds."""
+        """Return the seconds since the cluster started, in whole microseconds."""
         return round(self._loop.time() - self._zero, 6)
 
     def epoch(self, seconds: float) -> float:
-        """Turn a time of the cluster's clock into seconds since the epoch."""
+        """Convert a time of the cluster's clock to seconds since the epoch."""
         return self._epoch + seconds
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -171,15 +171,15 @@ class BatchSystem:
         nodelist: Sequence[str] | None = None,
         name: str = "",
     ) -> str:
-        """Queue a job and give its id.
+        """Submit a job and return its id.
 
         Raises
         ------
         InvalidSettings
-            No cluster of this kind can ever run it.
+            The cluster can never run it.
         """
         if self._closed:
-            raise InvalidSettings(f"cluster {self.name!r} is shutting down and takes no jobs")
+            raise InvalidSettings(f"cluster {self.name!r} is shutting down and accepts no jobs")
         now = self._tick()
         job_id = str(len(self.records) + 1)
         job = Job(job_id, nodes, walltime, preemptible, None if nodelist is None else tuple(nodelist))
@@ -189,14 +189,14 @@ class BatchSystem:
         return job_id
 
     def cancel(self, job_ids: Sequence[str], reason: str = "cancelled by its owner") -> dict[str, bool]:
-        """End jobs, whatever they do; the answer tells which of them had not ended already."""
+        """Terminate jobs; return which of them had not already ended."""
         now = self._tick()
         known = {job_id: self._cancel(job_id, reason, now) for job_id in job_ids}
         self._turn(now)
         return known
 
     def close(self) -> None:
-        """End all jobs and take no more; `drained` is set once all processes are gone."""
+        """Terminate all jobs and accept no more; `drained` is set once all processes are gone."""
         self._closed = True
         self._workload.clear()
         self.cancel([job_id for job_id, record in self.records.items() if record.end is None], "shutdown")
@@ -204,12 +204,12 @@ class BatchSystem:
             self.drained.set()
 
     def usage_so_far(self) -> Usage:
-        """Give the node-seconds up to now."""
+        """Return the node-seconds up to now."""
         self._tick()
         return self.usage
 
     def windows(self) -> list[tuple[float, float | None, tuple[str, ...]]]:
-        """Group the idle nodes by closing time: (opens, closes, nodes). Those that close now are left out."""
+        """Group the idle nodes by closing time: (opens, closes, nodes). Nodes that close now are omitted."""
         now = self.clock()
         groups: dict[float | None, list[str]] = {}
         for node, closes in self.scheduler.free_until(now).items():
@@ -220,7 +220,7 @@ class BatchSystem:
         ]
 
     def main_records(self) -> list[MainRecord]:
-        """List main jobs in order of submission, without those that were cancelled while they waited."""
+        """List main jobs in order of submission, without those that were cancelled while pending."""
         return [
             MainRecord(
                 record.job.id,
@@ -238,13 +238,13 @@ class BatchSystem:
     # -- events ----------------------------------------------------------------------------------------------
 
     def children_exited(self) -> None:
-        """Collect exit codes; jobs and nodes without processes are free."""
+        """Collect exit codes; release jobs and nodes without processes."""
         now = self._tick()
         for pid, code in processes.reap().items():
             if pid in self._sessions:
                 record, node = self._sessions[pid]
                 record.exit_codes[node] = code
-                record.leaders[node].returncode = code  # reaped here: Popen must not look for it again
+                record.leaders[node].returncode = code  # already reaped: Popen must not wait for it
         self._collect(now)
 
     def _await_workload(self) -> None:
@@ -261,7 +261,7 @@ class BatchSystem:
         self._await_workload()
 
     def _tick(self) -> float:
-        """Begin a turn: close the books on the time since the last one."""
+        """Begin an event: account for the time since the last one."""
         now = self.clock()
         self.usage.advance(now, self.scheduler.offered_count, self.scheduler.preemptible_count)
         return now
@@ -275,7 +275,7 @@ class BatchSystem:
                 elif isinstance(action, Preempt):
                     self._stop(record, JobState.PREEMPTED, f"main job {action.needed_by} needs its nodes", now)
 
-    # -- a job's life ----------------------------------------------------------------------------------------
+    # -- life cycle ------------------------------------------------------------------------------------------
 
     def _start(self, record: JobRecord, action: Start, now: float) -> None:
         job_id = record.job.id
@@ -322,17 +322,17 @@ class BatchSystem:
             return False
         if self.scheduler.withdraw(job_id):
             record.state, record.reason, record.end = JobState.CANCELLED, reason, now
-            logger.info("job %s is withdrawn: %s", job_id, reason)
+            logger.info("job %s was withdrawn: %s", job_id, reason)
         else:
             self._stop(record, JobState.CANCELLED, reason, now)
         return True
 
     def _stop(self, record: JobRecord, outcome: JobState, reason: str, now: float) -> None:
-        """Tell a running job to end; a second reason to end changes nothing."""
+        """Terminate a running job; a second call has no effect."""
         if record.outcome is not None:
             return
         record.outcome, record.reason = outcome, reason
-        logger.info("job %s is told to end: %s (%s)", record.job.id, outcome.value, reason)
+        logger.info("terminating job %s: %s (%s)", record.job.id, outcome.value, reason)
         self.scheduler.ending(record.job.id, now)
         for members in self._members([record]).values():
             processes.terminate(members)
@@ -351,7 +351,7 @@ class BatchSystem:
             record.timers.append(self._loop.call_later(_RECHECK_SECONDS, self._recheck, record))
 
     def _collect(self, now: float) -> None:
-        """Release what has no processes any more, and sweep up what outlived its job's own process."""
+        """Release jobs and nodes without processes, and kill processes that outlived their job's main process."""
         suspects = [
             record
             for record in self._live.values()
@@ -369,12 +369,12 @@ class BatchSystem:
             failed = {node: code for node, code in record.exit_codes.items() if code}
             outcome = JobState.FAILED if failed else JobState.COMPLETED
             reason = "; ".join(f"exit code {code} on {node}" for node, code in failed.items())
-            if occupied:  # left behind by a job whose own processes have ended, as by a batch script
+            if occupied:  # left over after the job's own processes have ended, as after a batch script
                 self._stop(record, outcome, reason, now)
             else:
                 record.outcome, record.reason = outcome, reason
         if occupied and not record.job.preemptible:
-            return  # a main job gives its nodes back all at once, as in the simulation
+            return  # a main job releases all its nodes at once, as in the simulation
         for node in sorted(record.occupied - occupied):
             self.scheduler.released(job_id, node)
             self._intervals.pop((job_id, node)).end = now
@@ -405,7 +405,7 @@ class BatchSystem:
         keys = {
             self._mark(record.job.id, node): (record.job.id, node) for record in records for node in record.occupied
         }
-        sessions = {  # of all jobs, because looking at a process of no known session costs more
+        sessions = {  # of all jobs, because checking a process of an unknown session costs more
             leader.pid: self._mark(record.job.id, node)
             for record in self._live.values()
             for node, leader in record.leaders.items()

@@ -1,4 +1,4 @@
-"""Reaching the embedded cluster, and having one of one's own."""
+"""Client of the embedded cluster, and a context manager that runs one."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_START_SECONDS = 30.0  # Python itself takes seconds to start on a busy machine
+_START_SECONDS = 30.0  # starting Python takes seconds on a busy machine
 
 
 class ClusterClient:
-    """Sends requests to a running embedded cluster. Safe in threads: each request has its own connection.
+    """Sends requests to a running embedded cluster. Thread-safe: each request has its own connection.
 
     Parameters
     ----------
     cluster
-        Its name or directory; ``None`` for the only one that runs.
+        Its name or directory; ``None`` for the only running one.
     timeout
-        How long an answer may take.
+        Maximum time until a response.
 
     Raises
     ------
     ClusterGone
-        No such cluster runs. Every request raises it too, and `BatchSystemError` if the answer does not come
-        in time.
+        The cluster is not running. Every request raises it too, and `BatchSystemError` if there is no response in
+        time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ClusterClient:
         self._socket_path = str(registry.socket_path(self.name))
 
     def ping(self) -> dict[str, Any]:
-        """Give the cluster's ``name``, ``directory``, ``nodes`` (names) and ``time``."""
+        """Return the cluster's ``name``, ``directory``, ``nodes`` (names) and ``time``."""
         answer: dict[str, Any] = self._request("ping")
         return answer
 
@@ -72,26 +72,26 @@ class ClusterClient:
         stdout: str | os.PathLike[str] | None = None,
         stderr: str | os.PathLike[str] | None = None,
     ) -> str:
-        """Queue a job and give its id.
+        """Submit a job and return its id.
 
         Parameters
         ----------
         command
             Program and arguments, started once on every node of the job.
         nodes, walltime
-            What it asks for.
+            Requested number of nodes and walltime.
         preemptible
-            Whether the main queue may drive it out.
+            Whether the main queue may preempt it.
         nodelist
-            Nodes it may run on; preemptible jobs only.
+            Nodes on which it may run; preemptible jobs only.
         name
-            For people.
+            Display name.
         env
             Its environment; ``None`` for that of this process.
         cwd
-            Where it runs; ``None`` for the current directory.
+            Its working directory; ``None`` for the current directory.
         stdout, stderr
-            Files that all its nodes append to; ``None`` to drop the output.
+            Files to which all its nodes append; ``None`` to discard the output.
 
         Raises
         ------
@@ -114,7 +114,7 @@ class ClusterClient:
         return job_id
 
     def cancel(self, job_ids: Iterable[str]) -> dict[str, bool]:
-        """End jobs; the answer tells which had not ended already. Processes may outlast it by the grace."""
+        """Terminate jobs; return which had not already ended. Their processes may continue for the grace."""
         answer: dict[str, bool] = self._request("cancel", jobs=list(job_ids))
         return answer
 
@@ -124,36 +124,36 @@ class ClusterClient:
         return answer
 
     def queue(self) -> dict[str, dict[str, Any]]:
-        """Describe all jobs that wait or run, by id.
+        """Describe all pending and running jobs, by id.
 
         Keys: ``name``, ``kind`` (``main`` or ``preemptible``), ``state`` (`batch.JobState`), ``reason``,
         ``nodes`` (names), ``node_count``, ``walltime`` (s), ``submit``, ``start``, ``end``, ``ends`` (end of
-        the walltime; s since the epoch or ``None``), ``ending`` (told to end, not gone yet), ``exit_codes``
+        the walltime; s since the epoch or ``None``), ``ending`` (terminated, but not gone yet), ``exit_codes``
         (by node), ``stdout``, ``stderr``.
         """
         answer: dict[str, dict[str, Any]] = self._request("queue")
         return answer
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        """Tell who has each node: ``job`` (id or ``None``) and ``kind``, ``idle`` if nobody."""
+        """Return the use of each node: ``job`` (id or ``None``) and ``kind``, which is ``idle`` if unused."""
         answer: dict[str, dict[str, Any]] = self._request("nodes")
         return answer
 
     def expected_starts(self) -> dict[str, dict[str, Any]]:
-        """Give the planned ``start`` (s since the epoch) and ``nodes`` of every waiting main job, by id."""
+        """Return the planned ``start`` (s since the epoch) and ``nodes`` of every pending main job, by id."""
         answer: dict[str, dict[str, Any]] = self._request("expected_starts")
         return answer
 
     def survey(self, job_ids: Iterable[str] = ()) -> dict[str, Any]:
-        """Ask for ``time``, ``windows`` (each ``nodes``, ``opens``, ``closes``) and ``jobs`` at once."""
+        """Query ``time``, ``windows`` (each ``nodes``, ``opens``, ``closes``) and ``jobs`` in one request."""
         answer: dict[str, Any] = self._request("survey", jobs=list(job_ids))
         return answer
 
     def delays(self) -> list[dict[str, Any]]:
         """Compare main jobs with the same queue without preemptible jobs.
 
-        Each has ``job``, ``submit``, ``expected_start``, ``start`` (s since the epoch; ``None`` if it still
-        waits though it would have started) and ``delay`` (s). See `accounting.delays`.
+        Each has ``job``, ``submit``, ``expected_start``, ``start`` (s since the epoch; ``None`` if it is still
+        pending although it would have started) and ``delay`` (s). See `accounting.delays`.
         """
         answer: list[dict[str, Any]] = self._request("delays")
         return answer
@@ -161,18 +161,18 @@ class ClusterClient:
     def usage(self) -> dict[str, float]:
         """Count node-seconds so far: ``idle_node_seconds``, of these ``preemptible_node_seconds``.
 
-        Also ``time`` (s since the epoch) and ``elapsed`` (s), so that two answers can be subtracted.
+        Also ``time`` (s since the epoch) and ``elapsed`` (s), so that two results can be subtracted.
         """
         answer: dict[str, float] = self._request("usage")
         return answer
 
     def history(self) -> list[dict[str, Any]]:
-        """List who had which node: ``node``, ``job``, ``kind``, ``start``, ``end`` (``None`` so far)."""
+        """List the use of nodes over time: ``node``, ``job``, ``kind``, ``start``, ``end`` (``None`` if ongoing)."""
         answer: list[dict[str, Any]] = self._request("history")
         return answer
 
     def shutdown(self) -> None:
-        """Tell the cluster to end, with all its jobs; does not wait for that."""
+        """Shut down the cluster with all its jobs, without waiting."""
         self._request("shutdown")
 
     def _request(self, operation: str, **parameters: Any) -> Any:
@@ -191,7 +191,7 @@ class ClusterClient:
         except OSError as error:
             raise self._no_answer(f"{operation!r} failed: {error}") from error
         if not answer.endswith(b"\n"):
-            raise self._no_answer(f"{operation!r} got half an answer")
+            raise self._no_answer(f"{operation!r} got an incomplete response")
         reply = json.loads(answer)
         if reply["ok"]:
             return reply["result"]
@@ -200,21 +200,21 @@ class ClusterClient:
         raise BatchSystemError(reply["error"])
 
     def _no_answer(self, what: str) -> BatchSystemError:
-        """Tell a cluster that has ended from one that may answer the next time."""
+        """Make the error, depending on whether the cluster has ended or may respond the next time."""
         if any(cluster.name == self.name for cluster in registry.running_clusters()):
             return BatchSystemError(f"cluster {self.name!r}: {what}")
         return ClusterGone(f"cluster {self.name!r} has ended ({what})")
 
 
 class EmbeddedCluster:
-    """Runs an embedded cluster for as long as the ``with`` block lasts, and no longer than this process.
+    """Runs an embedded cluster for the duration of a ``with`` block, and no longer than this process.
 
     Parameters
     ----------
     directory
-        For its log and its queue; made if missing.
+        Directory for its log and queue; created if missing.
     nodes
-        How many nodes.
+        Number of nodes.
     workload
         The main queue; its time begins when the cluster is ready.
     grace
@@ -222,12 +222,12 @@ class EmbeddedCluster:
     margin
         How long before a node is needed its window closes.
     name
-        To find it by; made up if empty.
+        Its name; generated if empty.
 
     Attributes
     ----------
     client : ClusterClient
-        Reaches it, once it was started.
+        Its client, once it has started.
     """
 
     client: ClusterClient
@@ -251,12 +251,12 @@ class EmbeddedCluster:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and wait until it answers.
+        """Start it and wait until it responds.
 
         Raises
         ------
         BatchSystemError
-            It did not start; the message has its last words.
+            It did not start; the message contains the last line of its output.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         queue = self.directory / "workload.json"
@@ -267,7 +267,7 @@ class EmbeddedCluster:
         command += ["--grace", str(self.grace.total_seconds()), "--margin", str(self.margin.total_seconds())]
         command += ["--workload", str(queue), "--parent-pid", str(os.getpid())]
         with errors.open("wb") as stderr:
-            # A session of its own: Ctrl-C reaches us, and we end it in order.
+            # A separate session, so that Ctrl-C reaches only us and we can shut it down properly.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -286,7 +286,7 @@ class EmbeddedCluster:
         self.client = ClusterClient(self.name)
 
     def stop(self) -> None:
-        """End it with all its jobs and wait until no process of it is left; nothing if it does not run."""
+        """Shut it down with all its jobs and wait until its processes are gone; do nothing if it is not running."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -296,10 +296,10 @@ class EmbeddedCluster:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        # Reading the registry clears the entry of a cluster that was killed. A cluster of the same name may
-        # have been the reason why ours did not start.
+        # Reading the registry removes the entry of a killed cluster. A cluster of the same name may be the reason why
+        # ours did not start.
         if self.name not in {info.name for info in registry.running_clusters()}:
-            # More than once: a daemon that is killed may have been about to start another.
+            # Repeatedly: a killed daemon may have been about to start another process.
             give_up = time.monotonic() + 5.0
             while (left := processes.marked(f"{self.name}/")) and time.monotonic() < give_up:
                 processes.kill(left)

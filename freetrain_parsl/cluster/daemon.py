@@ -1,9 +1,9 @@
 """The embedded cluster's process: ``python -m freetrain_parsl.cluster.daemon --dir DIR [--nodes N] …``.
 
-It listens on a Unix socket in a private directory (`registry`). A request is one line of JSON, ``{"op": …,
-…}``, and so is its answer, ``{"ok": true, "result": …}`` or ``{"ok": false, "error": …, "usage": …}``. Times
-in answers are seconds since the epoch. It ends, with all its jobs, at SIGTERM, SIGINT, a ``shutdown``
-request, or when the process that it was started for is gone.
+It listens on a Unix socket in a private directory (`registry`). A request is one line of JSON, ``{"op": …, …}``, and so
+is its response, ``{"ok": true, "result": …}`` or ``{"ok": false, "error": …, "usage": …}``. Times in responses are
+seconds since the epoch. It ends, with all its jobs, on SIGTERM, SIGINT, a ``shutdown`` request, or when the process
+for which it was started is gone.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PARENT_CHECK_SECONDS = 0.5
-_MAX_REQUEST = 16 * 2**20  # bytes; a job's whole environment travels in one
+_MAX_REQUEST = 16 * 2**20  # bytes; a request contains a job's whole environment
 
 
 class Daemon:
-    """Answers requests to a batch system.
+    """Serves requests to a batch system.
 
     Parameters
     ----------
     batch
         The batch system.
     directory
-        Where its log is.
+        Directory of its log.
     """
 
     def __init__(self, batch: BatchSystem, directory: Path) -> None:
@@ -64,13 +64,13 @@ class Daemon:
         }
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of one connection until it closes."""
+        """Serve the requests of a connection until it closes."""
         try:
             while line := await reader.readline():
                 writer.write(json.dumps(self._answer(line)).encode() + b"\n")
                 await writer.drain()
-        except (ConnectionError, ValueError) as error:  # gone, or a line beyond the limit
-            logger.warning("connection given up: %s", error)
+        except (ConnectionError, ValueError) as error:  # closed, or a line above the limit
+            logger.warning("connection closed: %s", error)
         finally:
             writer.close()
 
@@ -218,17 +218,17 @@ def _watch_parent(parent: processes.ProcessInfo | None, daemon: Daemon) -> None:
     if parent is not None and processes.is_running(parent.pid, parent.started):
         asyncio.get_running_loop().call_later(_PARENT_CHECK_SECONDS, _watch_parent, parent, daemon)
     else:
-        logger.info("the process that this cluster was started for is gone")
+        logger.info("the parent process of this cluster is gone")
         daemon.stopping.set()
 
 
 async def run(options: argparse.Namespace) -> None:
-    """Run a cluster until it is told to stop.
+    """Run a cluster until it is stopped.
 
     Raises
     ------
     InvalidSettings
-        A setting is out of range, or the cluster runs already.
+        A setting is out of range, or the cluster is already running.
     """
     loop = asyncio.get_running_loop()
     scheduler = Scheduler(options.nodes, margin=options.margin)
@@ -249,13 +249,13 @@ async def run(options: argparse.Namespace) -> None:
         if options.parent_pid:
             _watch_parent(processes.process_info(options.parent_pid), daemon)
         logger.info("cluster %s of %d nodes is ready", options.name, options.nodes)
-        print("ready", flush=True)  # noqa: T201 - tells the process that started us
+        print("ready", flush=True)  # noqa: T201 - signals the process that started us
         await daemon.stopping.wait()
         logger.info("shutting down")
         server.close()
         batch.close()
         await batch.drained.wait()
-        processes.kill(processes.descendants())  # what hid its session and its environment
+        processes.kill(processes.descendants())  # processes that left their session and changed their environment
         logger.info("all processes are gone")
     finally:
         registry.unregister(options.name)
@@ -265,7 +265,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="freetrain_parsl.cluster.daemon", description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="directory for its log")
-    parser.add_argument("--name", default="", help="name to find it by (default: made up)")
+    parser.add_argument("--name", default="", help="name of the cluster (default: generated)")
     parser.add_argument("--nodes", type=int, default=8, help="number of nodes")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds from SIGTERM to SIGKILL")
     parser.add_argument("--margin", type=float, default=0.0, help="seconds a window closes before its node is needed")
@@ -278,7 +278,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a cluster; 2 if it cannot be started as asked."""
+    """Run a cluster; return 2 if it cannot be started."""
     options = parse(arguments)
     try:
         processes.require_proc()
@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         asyncio.run(run(options))
     except (FreeTrainError, OSError) as error:
-        print(f"the embedded cluster cannot run: {error}", file=sys.stderr)  # noqa: T201 - a program's last words
+        print(f"the embedded cluster cannot run: {error}", file=sys.stderr)  # noqa: T201 - a program's error message
         return 2
     return 0
 

@@ -1,4 +1,4 @@
-"""Sets of nodes as integers, one bit a node: and, or, count of thousands of nodes in a microsecond."""
+"""Sets of nodes as integers with one bit per node: and, or, and count of thousands of nodes in a microsecond."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class NodeNames:
-    """Translates between names of nodes and bits; bit i is the i-th name.
+    """Converts between node names and bits; bit i is the i-th name.
 
     Parameters
     ----------
     nodes
-        The names, or how many nodes: those are called ``n00``, ``n01``, …
+        The names, or the number of nodes, which are then named ``n00``, ``n01``, …
     """
 
     def __init__(self, nodes: int | Sequence[str]) -> None:
@@ -25,7 +25,7 @@ class NodeNames:
             nodes = [f"n{index:0{digits}d}" for index in range(nodes)]
         self.names = tuple(nodes)
         if not self.names or len(set(self.names)) != len(self.names):
-            raise InvalidSettings(f"a cluster needs one or more nodes with different names, got {nodes!r}")
+            raise InvalidSettings(f"a cluster needs one or more nodes with distinct names, got {nodes!r}")
         self.all = (1 << len(self.names)) - 1
         self._index = {name: index for index, name in enumerate(self.names)}
 
@@ -33,7 +33,7 @@ class NodeNames:
         return len(self.names)
 
     def to_names(self, nodes: int) -> tuple[str, ...]:
-        """Names of the nodes in a set, in the cluster's order."""
+        """Return the names of the nodes in a set, in the cluster's order."""
         names = []
         while nodes:
             low = nodes & -nodes
@@ -42,12 +42,12 @@ class NodeNames:
         return tuple(names)
 
     def to_set(self, names: Iterable[str]) -> int:
-        """Set of the nodes of these names.
+        """Return the set of the nodes with these names.
 
         Raises
         ------
         InvalidSettings
-            There is no node of that name.
+            A node does not exist.
         """
         nodes = 0
         for name in names:
@@ -58,7 +58,7 @@ class NodeNames:
 
 
 def take(nodes: int, count: int) -> int:
-    """Take the first `count` nodes of a set; all of them if there are not more."""
+    """Take the first `count` nodes of a set; all of them if there are fewer."""
     if nodes.bit_count() <= count:
         return nodes
     if count <= 0:
@@ -66,7 +66,7 @@ def take(nodes: int, count: int) -> int:
     low, high = (
         count,
         nodes.bit_length(),
-    )  # the shortest prefix that holds `count` bits has a length in between
+    )  # the shortest prefix with `count` bits has a length in between
     while low < high:
         middle = (low + high) // 2
         if (nodes & ((1 << middle) - 1)).bit_count() >= count:
@@ -77,7 +77,7 @@ def take(nodes: int, count: int) -> int:
 
 
 def take_from(count: int, *preferences: int) -> int:
-    """Take `count` nodes from the first set as far as it goes, then from the next; fewer if all are used."""
+    """Take `count` nodes from the sets in order, exhausting each before the next; fewer if all are exhausted."""
     taken = 0
     for nodes in preferences:
         missing = count - taken.bit_count()

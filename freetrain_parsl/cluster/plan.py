@@ -1,9 +1,8 @@
-"""The plan of a batch system: when each waiting job is going to start, and on which nodes.
+"""The plan of a batch system: when each pending job will start, and on which nodes.
 
-Each waiting job, in order of the queue, gets the earliest start at which enough of the same nodes are free
-for its whole requested walltime beside the running jobs and the reservations made before it (conservative
-backfill; Mu'alem and Feitelson, IEEE TPDS 12(6), 2001). Time is cut into slots with one set of free nodes
-each, as Slurm's backfill does.
+Each pending job, in queue order, gets the earliest start at which enough of the same nodes are free for its whole
+requested walltime, given the running jobs and the reservations made before it (conservative backfill; Mu'alem and
+Feitelson, IEEE TPDS 12(6), 2001). Time is divided into slots with one set of free nodes each, as in Slurm's backfill.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A planned start of a waiting job."""
+    """A planned start of a pending job."""
 
     job_id: str
     start: float
@@ -35,14 +34,12 @@ class Plan:
     now
         Start of the first slot, seconds.
     free
-        Set of the nodes that no main job holds now.
+        Set of the nodes not held by main jobs now.
     releases
-        (time, nodes) of the main jobs that run: when they end at the latest. Overdue ones count as ending
-        now.
+        (time, nodes) of the running main jobs: when they end at the latest. Overdue ones count as ending now.
     soft_releases
-        (time, nodes) of the preemptible jobs that run, on nodes of `free`. They delay no reservation; nodes
-        that they leave in time are preferred, and those that they would have to be driven from are taken
-        last.
+        (time, nodes) of the running preemptible jobs, on nodes of `free`. They delay no reservation; nodes that they
+        leave in time are preferred, and those on which they would be preempted are taken last.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Plan:
         self._starts: list[tuple[int, float, float]] = []  # (count, walltime, start) of the jobs planned so far
 
     def reserve(self, job_id: str, count: int, walltime: float) -> Reservation:
-        """Plan a job behind all that were planned before; `count` must not exceed the cluster."""
+        """Plan a job after all previously planned ones; `count` must not exceed the cluster."""
         times, free = self._times, self._free
         first, candidates = self._earliest(count, walltime)
         nodes = self._choose(candidates, count, first)
@@ -81,7 +78,7 @@ class Plan:
         return Reservation(job_id, start, nodes)
 
     def closings(self, nodes: int) -> list[tuple[float | None, int]]:
-        """List when the plan first needs which of `nodes`, earliest first; ``None`` for never."""
+        """List when the plan first needs each of `nodes`, earliest first; ``None`` for never."""
         closings: list[tuple[float | None, int]] = []
         for time, free in zip(self._times, self._free, strict=True):
             closing = nodes & ~free
@@ -93,9 +90,9 @@ class Plan:
         return closings
 
     def _earliest(self, count: int, walltime: float) -> tuple[int, int]:
-        """Find the first slot from which `count` nodes are free for the walltime, and all that are."""
+        """Find the first slot from which `count` nodes are free for the walltime, and the set of all such nodes."""
         times, free, counts = self._times, self._free, self._counts
-        # Reservations only take nodes away, so no job starts before a smaller and shorter one planned earlier.
+        # Reservations only remove nodes, so no job starts before a smaller and shorter one planned earlier.
         smaller = (start for nodes, time, start in self._starts if nodes <= count and time <= walltime)
         first = bisect_left(times, max(smaller, default=times[0]))
         while True:
@@ -118,7 +115,7 @@ class Plan:
         return chosen
 
     def _preferences(self, candidates: int, slot: int) -> Iterator[int]:
-        """Yield those that become free last first, so that those idle now stay out of the reservation."""
+        """Yield the candidates that become free last first, so that nodes idle now are not reserved."""
         rest = candidates
         for before in range(slot - 1, -1, -1):
             yield rest & ~self._free[before]

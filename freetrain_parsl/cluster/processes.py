@@ -1,7 +1,7 @@
-"""Real processes as nodes: start one in a session of its own, find and signal what is left of it.
+"""Real processes as nodes: start a command in a separate session, and find and signal its processes.
 
-A process belongs to the session that was started for a (job, node), or, if it left that session (``setsid``),
-carries the mark of it in its environment. Linux only: it reads ``/proc``.
+A process belongs to the session that was started for a (job, node), or, if it left that session (``setsid``), has its
+mark in the environment. Linux only: it reads ``/proc``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 MARK = "FREETRAIN_CLUSTER_MARK"
-"""Environment variable that tells whose a process is: ``cluster/job/node``."""
+"""Environment variable that marks a process as ``cluster/job/node``."""
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ProcessInfo(NamedTuple):
-    """From ``/proc/PID/stat``; `started` (ticks after boot) tells a process from a later one of its id."""
+    """From ``/proc/PID/stat``; `started` (ticks after boot) distinguishes it from later processes with the same id."""
 
     pid: int
     state: str
@@ -39,12 +39,12 @@ class ProcessInfo(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs; a zombie does not."""
+        """Whether it is still running; a zombie is not."""
         return self.state not in ("Z", "X")
 
 
 def require_proc() -> None:
-    """Refuse a machine without ``/proc``.
+    """Check that the machine has ``/proc``.
 
     Raises
     ------
@@ -56,41 +56,41 @@ def require_proc() -> None:
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of all processes below whose own parent exits, so that each exit is told to us.
+    """Become the parent of all orphaned descendants, so that their exits are reported to this process.
 
     Returns
     -------
     bool
-        Whether the kernel agreed.
+        Whether the kernel supports it.
     """
     refused: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return not refused
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    """Look a process up; ``None`` if there is none of that id."""
+    """Look up a process; ``None`` if it does not exist."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
+    fields = stat[stat.rindex(")") + 2 :].split()  # the preceding name may contain anything
     return ProcessInfo(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
 
 
 def is_running(pid: int, started: int) -> bool:
-    """Whether the process of this id, started at that tick, is still alive."""
+    """Return whether the process with this id and start tick is still alive."""
     info = process_info(pid)
     return info is not None and info.started == started and info.alive
 
 
 def living() -> list[ProcessInfo]:
-    """All processes of this machine that are alive."""
+    """Return all live processes of this machine."""
     infos = (process_info(int(entry.name)) for entry in _PROC.iterdir() if entry.name.isdecimal())
     return [info for info in infos if info is not None and info.alive]
 
 
 def mark_of(pid: int) -> str | None:
-    """Read the mark that a process was started with, if we may see its environment."""
+    """Return the mark with which a process was started, if its environment is readable."""
     try:
         environment = (_PROC / str(pid) / "environ").read_bytes()
     except (OSError, ProcessLookupError):
@@ -103,24 +103,24 @@ def mark_of(pid: int) -> str | None:
 
 
 def descendants() -> list[int]:
-    """All living processes below this one."""
+    """Return all live descendants of this process."""
     everyone = living()
     parents = {info.pid: info.parent for info in everyone}
     return [info.pid for info in everyone if _descends(info.pid, os.getpid(), parents)]
 
 
 def members(sessions: Mapping[int, str]) -> dict[str, list[ProcessInfo]]:
-    """Find the living processes of each (job, node).
+    """Find the live processes of each (job, node).
 
     Parameters
     ----------
     sessions
-        Session id (that of the process started first) -> mark.
+        Session id (that of the first process) -> mark.
 
     Returns
     -------
     dict
-        Mark -> its processes; marks without any are absent.
+        Mark -> its processes; marks without processes are absent.
     """
     wanted = set(sessions.values())
     everyone = living()
@@ -143,7 +143,7 @@ def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 
 
 def marked(prefix: str) -> list[int]:
-    """Living processes of this user whose mark begins with `prefix`."""
+    """Return this user's live processes whose mark begins with `prefix`."""
     return [info.pid for info in living() if (mark_of(info.pid) or "").startswith(prefix)]
 
 
@@ -155,7 +155,7 @@ def spawn(
     stdout: Path | None = None,
     stderr: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, output appended to files (or dropped).
+    """Start a command in a separate session, with its output appended to files or discarded.
 
     Raises
     ------
@@ -177,21 +177,21 @@ def spawn(
 
 
 def terminate(processes: Collection[ProcessInfo]) -> None:
-    """Ask processes to end: each group at once, so that no child forked meanwhile is missed."""
+    """Send SIGTERM to processes, one group at a time, so that no child forked meanwhile is missed."""
     for group in {info.group for info in processes}:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGTERM)
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill processes; those that are gone meanwhile are passed over."""
+    """Kill processes; ignore those already gone."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def reap() -> dict[int, int]:
-    """Collect all children that have exited: process id -> exit code (negative: the signal that did it)."""
+    """Collect all children that have exited: process id -> exit code (negative: the signal that killed it)."""
     exits: dict[int, int] = {}
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Parsl's way to the embedded cluster."""
+"""Parsl provider for the embedded cluster."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _WALLTIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 
 
 def parse_walltime(text: str) -> timedelta:
-    """Read ``[days-]hours:minutes:seconds``, to the fraction of a second.
+    """Parse ``[days-]hours:minutes:seconds``, including fractions of a second.
 
     Raises
     ------
     InvalidSettings
-        It is written otherwise, or is zero.
+        It is malformed or zero.
     """
     match = _WALLTIME.fullmatch(text)
     if match:
@@ -51,7 +51,7 @@ def parse_walltime(text: str) -> timedelta:
         walltime = timedelta(days=int(days), hours=int(hours), minutes=int(minutes), seconds=float(seconds))
         if walltime:
             return walltime
-    raise InvalidSettings(f"a walltime is written HH:MM:SS and is not zero, got {text!r}")
+    raise InvalidSettings(f"a walltime must have the form HH:MM:SS and must not be zero, got {text!r}")
 
 
 class EveryNodeLauncher(Launcher):
@@ -71,7 +71,7 @@ class EveryNodeLauncher(Launcher):
 
 
 class _Connection:
-    """The cluster that copies of one provider share."""
+    """The cluster shared by copies of one provider."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -83,29 +83,29 @@ class _Connection:
 class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
     """Runs blocks as preemptible jobs of an embedded cluster.
 
-    ``nodes_per_block``, ``walltime`` and ``nodelist`` are read at submission, so a shallow copy with other
-    values submits a block of another shape to the same cluster.
+    ``nodes_per_block``, ``walltime`` and ``nodelist`` are read at submission, so a shallow copy with other values
+    submits a block of another shape to the same cluster.
 
     Parameters
     ----------
     cluster : str or None
-        Name or directory of a running cluster; ``None`` to have one of one's own, started at the first use.
+        Name or directory of a running cluster; ``None`` to start a private one at the first use.
     nodes : int
-        Size of one's own cluster.
+        Size of the private cluster.
     workload : sequence of MainJob
-        Main queue of one's own cluster.
+        Main queue of the private cluster.
     cluster_dir : str or None
-        Directory of one's own cluster; ``None`` for ``cluster`` in the script directory.
+        Directory of the private cluster; ``None`` for ``cluster`` in the script directory.
     grace : float
-        Seconds from SIGTERM to SIGKILL in one's own cluster.
+        Seconds from SIGTERM to SIGKILL in the private cluster.
     nodes_per_block : int
-        Nodes a block.
+        Nodes per block.
     walltime : str
-        ``HH:MM:SS`` a block.
+        Walltime per block, ``HH:MM:SS``.
     nodelist : tuple of str or None
-        Nodes that a block may take; ``None`` for any.
+        Nodes that a block may use; ``None`` for any.
     init_blocks, min_blocks, max_blocks, parallelism
-        As for every provider; the strategy's.
+        As for every provider; used by the strategy.
     worker_init : str
         Shell commands before the worker starts.
     launcher : Launcher
@@ -154,12 +154,12 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
 
     @property
     def label(self) -> str:
-        """Name of this kind of provider."""
+        """The name of this kind of provider."""
         return "embedded"
 
     @property
     def driver_address(self) -> str:
-        """Where the nodes, which are all on this machine, reach the driver."""
+        """The address at which the nodes, which are all on this machine, reach the driver."""
         return "127.0.0.1"
 
     @property
@@ -168,14 +168,14 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         return 1
 
     def ensure_started(self) -> ClusterClient:
-        """Reach the cluster, after starting it if it is our own and does not run yet.
+        """Return a client of the cluster; start the cluster first if it is private and not running yet.
 
         Raises
         ------
         ClusterGone
-            The cluster that was named does not run, or `close` was called.
+            The given cluster is not running, or `close` was called.
         BatchSystemError
-            Our own did not start.
+            The private cluster did not start.
         """
         connection = self._connection
         with connection.lock:
@@ -196,13 +196,13 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
             return connection.client
 
     def window_source(self) -> WindowSource:
-        """Return what asks the cluster for its windows."""
+        """Return the window source of the cluster."""
         from freetrain_parsl.cluster.window_source import LocalWindowSource
 
         return LocalWindowSource(self.ensure_started())
 
     def close(self) -> None:
-        """End our own cluster, if there is one, with all that runs in it; then refuse all requests."""
+        """Shut down the private cluster, if any, with all its jobs; all later requests fail."""
         connection = self._connection
         with connection.lock:
             connection.closed = True
@@ -211,14 +211,14 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
             own.stop()
 
     def submit(self, command: str, tasks_per_node: int, job_name: str = "parsl.embedded") -> str:
-        """Queue a block and give its job id.
+        """Submit a block and return its job id.
 
         Raises
         ------
         InvalidSettings
             The cluster can never run it.
         BatchSystemError
-            It did not answer.
+            It did not respond.
         """
         client = self.ensure_started()
         script_dir = Path(self.script_dir or ".").resolve()
@@ -249,14 +249,14 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         return job_id
 
     def status(self, job_ids: Sequence[object]) -> list[JobStatus]:
-        """Ask for the states of jobs, all in one request."""
+        """Query the states of jobs in one request."""
         if not job_ids:
             return []
         jobs = self.ensure_started().jobs([str(job_id) for job_id in job_ids])
         return [_status(jobs.get(str(job_id))) for job_id in job_ids]
 
     def cancel(self, job_ids: Sequence[object]) -> list[bool]:
-        """End jobs, all in one request; true for those that had not ended already."""
+        """Cancel jobs in one request; return true for those that had not already ended."""
         if not job_ids:
             return []
         cancelled = self.ensure_started().cancel([str(job_id) for job_id in job_ids])

@@ -1,7 +1,7 @@
-"""Where running clusters are found: one private directory of this user, in it one directory a cluster.
+"""Registry of running clusters: a private directory of this user with one subdirectory per cluster.
 
-It lies in ``$XDG_RUNTIME_DIR`` or the directory for temporary files, because the path of a Unix socket holds
-107 bytes.
+It is in ``$XDG_RUNTIME_DIR`` or the directory for temporary files, because the path of a Unix socket is limited to 107
+bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ClusterInfo:
     name
         Unique among this user's running clusters.
     directory
-        Where its logs and its jobs' scripts are.
+        Directory of its logs and its jobs' scripts.
     pid, started
-        Its process and when that started (clock ticks after boot).
+        Its process and the start time of that (clock ticks after boot).
     """
 
     name: str
@@ -52,12 +52,12 @@ class ClusterInfo:
 
 
 def runtime_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Give the private directory of this user's clusters, made if missing.
+    """Return the private directory of this user's clusters; create it if missing.
 
     Raises
     ------
     InvalidSettings
-        It belongs to somebody else or others may enter it.
+        It belongs to another user or is accessible to others.
     """
     if base := environment.get("XDG_RUNTIME_DIR"):
         directory = Path(base) / "freetrain"
@@ -67,18 +67,18 @@ def runtime_directory(environment: Mapping[str, str] = os.environ) -> Path:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise InvalidSettings(
-            f"{directory} is not a private directory of yours; remove it or set XDG_RUNTIME_DIR elsewhere"
+            f"{directory} is not a private directory owned by you; remove it or set XDG_RUNTIME_DIR to another one"
         )
     return directory
 
 
 def socket_path(name: str) -> Path:
-    """Give the path of a cluster's socket.
+    """Return the path of a cluster's socket.
 
     Raises
     ------
     InvalidSettings
-        The name is no plain word, or the path is too long for a socket.
+        The name is not a plain word, or the path is too long for a socket.
     """
     if not name or name.startswith(".") or "/" in name or "\0" in name:
         raise InvalidSettings(f"a cluster's name must be a plain word, got {name!r}")
@@ -91,21 +91,21 @@ def socket_path(name: str) -> Path:
 
 
 def new_name() -> str:
-    """Make up a name that no other cluster has."""
+    """Generate a name that no other cluster has."""
     return f"c{secrets.token_hex(4)}"
 
 
 def register(name: str, directory: Path) -> ClusterInfo:
-    """Enter the calling process as a cluster; its socket is to be made at `socket_path`.
+    """Register the calling process as a cluster; its socket must be created at `socket_path`.
 
     Raises
     ------
     InvalidSettings
-        A cluster of this name, or of this directory, runs already.
+        A cluster of this name or directory is already running.
     """
     for other in running_clusters():
         if name == other.name or str(directory) == other.directory:
-            raise InvalidSettings(f"cluster {other.name!r} of {other.directory} runs already (pid {other.pid})")
+            raise InvalidSettings(f"cluster {other.name!r} of {other.directory} is already running (pid {other.pid})")
     own = process_info(os.getpid())
     if own is None:
         raise InvalidSettings("the embedded cluster cannot see its own process in /proc")
@@ -118,28 +118,28 @@ def register(name: str, directory: Path) -> ClusterInfo:
         aside.rename(entry)
     except OSError as error:
         shutil.rmtree(aside)
-        raise InvalidSettings(f"cluster {name!r} is just being started by somebody else") from error
+        raise InvalidSettings(f"cluster {name!r} is being started by another process") from error
     return info
 
 
 def unregister(name: str) -> None:
-    """Take a cluster's entry and socket away."""
-    shutil.rmtree(socket_path(name).parent, ignore_errors=True)  # somebody may clear stale entries at once with us
+    """Remove a cluster's entry and socket."""
+    shutil.rmtree(socket_path(name).parent, ignore_errors=True)  # others may remove stale entries too
 
 
 def running_clusters() -> list[ClusterInfo]:
-    """All clusters of this user that run, the newest last; entries of dead ones are removed."""
+    """Return all running clusters of this user, newest last; remove entries of dead ones."""
     clusters = []
     for entry in runtime_directory().iterdir():
         try:
             info = ClusterInfo(**json.loads((entry / _INFO).read_text(encoding="utf-8")))
         except FileNotFoundError:
-            continue  # being made or removed
+            continue  # being created or removed
         except (ValueError, TypeError):
-            shutil.rmtree(entry, ignore_errors=True)  # not ours, or of another version: no use to anybody
+            shutil.rmtree(entry, ignore_errors=True)  # not ours, or of another version
             continue
         if info.running:
-            if entry.name == info.name:  # else it is being made
+            if entry.name == info.name:  # else it is being created
                 clusters.append(info)
         else:
             shutil.rmtree(entry, ignore_errors=True)
@@ -147,23 +147,23 @@ def running_clusters() -> list[ClusterInfo]:
 
 
 def find(cluster: str | os.PathLike[str] | None = None) -> ClusterInfo:
-    """Find a running cluster by name or directory; ``None`` for the one that runs.
+    """Find a running cluster by name or directory; ``None`` for the only running one.
 
     Raises
     ------
     ClusterGone
-        There is none, or several to choose from.
+        There is none, or there are several to choose from.
     """
     clusters = running_clusters()
     if cluster is None:
         if len(clusters) == 1:
             return clusters[0]
         if not clusters:
-            raise ClusterGone("no embedded cluster of yours is running")
+            raise ClusterGone("no embedded cluster is running")
         names = ", ".join(info.name for info in clusters)
-        raise ClusterGone(f"several embedded clusters of yours are running, name one: {names}")
+        raise ClusterGone(f"several embedded clusters are running, specify one: {names}")
     wanted = os.fspath(cluster)
     for info in clusters:
         if wanted == info.name or str(Path(wanted).resolve()) == info.directory:
             return info
-    raise ClusterGone(f"no embedded cluster {wanted!r} of yours is running")
+    raise ClusterGone(f"no embedded cluster {wanted!r} is running")

@@ -1,16 +1,16 @@
 """The batch system's scheduler as a pure state machine: FCFS with EASY backfill, and preemption.
 
-Main jobs are scheduled first come, first served, as if preemptible jobs did not exist. The first that does
-not fit gets a reservation at the time when, by the requested walltimes, enough nodes are free; later ones may
-start before it if that does not delay it (EASY: Lifka, JSSPP 1995; Mu'alem and Feitelson, IEEE TPDS 12(6),
-2001). A main job that needs a preemptible job's nodes has it preempted and starts when the last of its nodes
-is released.
+Main jobs are scheduled first come, first served, as if preemptible jobs did not exist. The first that does not fit
+gets a reservation at the time when, according to the requested walltimes, enough nodes are free; later ones may start
+before it if that does not delay it (EASY: Lifka, JSSPP 1995; Mu'alem and Feitelson, IEEE TPDS 12(6), 2001). If a main
+job needs a preemptible job's nodes, that job is preempted, and the main job starts when the last of its nodes is
+released.
 
-Preemptible jobs start only on idle nodes that the plan (`Plan`) leaves alone until their walltime ends, and
-have no reservation themselves.
+Preemptible jobs start only on idle nodes that the plan (`Plan`) does not need until their walltime ends, and have no
+reservations.
 
-There is no clock and no I/O here: times are numbers on one clock of the driver's choice (seconds in the
-daemon, whole microseconds in its accounting), and what a call returns is what the driver has to do.
+There is no clock and no I/O here: times are numbers on a clock chosen by the caller (seconds in the daemon, integer
+microseconds in its accounting), and calls return the actions that the caller must carry out.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job asks for.
+    """The request of a job.
 
     Parameters
     ----------
     id
         Unique among the jobs of a scheduler.
     nodes
-        How many nodes.
+        Number of nodes.
     walltime
-        For how long at most, seconds.
+        Maximum run time, seconds.
     preemptible
-        Whether main jobs go before it and may drive it out.
+        Whether main jobs have priority over it and may preempt it.
     nodelist
-        Names of the nodes it may run on; ``None`` for any. Preemptible jobs only: main jobs take nodes as
-        they come.
+        Names of the nodes on which it may run; ``None`` for any. Preemptible jobs only: main jobs run on any nodes.
     """
 
     id: str
@@ -62,16 +61,16 @@ class Job:
         if not (math.isfinite(self.walltime) and self.walltime > 0):
             raise InvalidSettings(f"job {self.id!r}: its walltime must be positive, got {self.walltime!r} s")
         if self.nodelist is not None and not self.preemptible:
-            raise InvalidSettings(f"job {self.id!r}: only a preemptible job may name its nodes")
+            raise InvalidSettings(f"job {self.id!r}: only a preemptible job may specify its nodes")
         if self.nodelist is not None and len(set(self.nodelist)) < self.nodes:
             raise InvalidSettings(
-                f"job {self.id!r}: it asks for {self.nodes} nodes out of a list of {len(set(self.nodelist))}"
+                f"job {self.id!r}: it requests {self.nodes} nodes out of a list of {len(set(self.nodelist))}"
             )
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start `job` now on these nodes; they are free."""
+    """Start `job` now on these nodes, which are free."""
 
     job: Job
     nodes: tuple[str, ...]
@@ -79,7 +78,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Preempt:
-    """End this preemptible job now: the main job `needed_by` gets nodes of it."""
+    """Terminate this preemptible job now: the main job `needed_by` gets some of its nodes."""
 
     job: Job
     needed_by: str
@@ -90,7 +89,7 @@ Action = Start | Preempt
 
 @dataclass
 class _Holding:
-    """A job that holds nodes, or has been promised them: `started` is false until the last is released."""
+    """A job that holds nodes or was promised them: `started` is false until the last one is released."""
 
     job: Job
     nodes: int
@@ -100,24 +99,24 @@ class _Holding:
     order: int
     started: bool = True
     ending: bool = False
-    """It has been told to end."""
+    """It is being terminated."""
 
 
 @dataclass
 class Scheduler:
-    """Decides which job starts, or has to go, when.
+    """Decides when jobs start or are preempted.
 
     Parameters
     ----------
     nodes
-        Names of the nodes, or how many.
+        Names of the nodes, or their number.
     margin
-        Seconds that a preemptible job's walltime must end before the plan needs its nodes: the time that
-        processes take to vanish.
+        Seconds between the end of a preemptible job's walltime and the time at which the plan needs its nodes: the
+        time that processes take to end.
     plan_depth
-        How many waiting main jobs the plan looks at.
+        Number of pending main jobs that the plan considers.
     backfill_depth
-        How many waiting main jobs backfill looks at; ``None`` for all.
+        Number of pending main jobs that backfill considers; ``None`` for all.
     """
 
     nodes: int | Sequence[str]
@@ -139,7 +138,7 @@ class Scheduler:
         self._preemptible_nodes = 0
         self._order = 0
 
-    # -- what happened ---------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
         """Put a job at the end of its queue.
@@ -147,16 +146,16 @@ class Scheduler:
         Raises
         ------
         InvalidSettings
-            It asks for more nodes than there are, or for nodes that do not exist.
+            It requests more nodes than there are, or nodes that do not exist.
         """
         if job.nodes > len(self.names):
-            raise InvalidSettings(f"job {job.id!r}: it asks for {job.nodes} nodes, the cluster has {len(self.names)}")
+            raise InvalidSettings(f"job {job.id!r}: it requests {job.nodes} nodes, the cluster has {len(self.names)}")
         if job.nodelist is not None:
             self.names.to_set(job.nodelist)
         (self._preemptible_queue if job.preemptible else self._queue).append(job)
 
     def withdraw(self, job_id: str) -> bool:
-        """Forget a job that has not started; false if there is none of that id."""
+        """Remove a job that has not started; return false if there is none with this id."""
         for queue in (self._queue, self._preemptible_queue):
             for position, job in enumerate(queue):
                 if job.id == job_id:
@@ -168,7 +167,7 @@ class Scheduler:
         return False
 
     def ending(self, job_id: str, now: float) -> None:
-        """Note that a running job has been told to end: its nodes are expected back at once."""
+        """Record that a running job is being terminated: its nodes are expected back immediately."""
         holding = self._find(job_id)
         holding.ending = True
         if not holding.job.preemptible:
@@ -177,7 +176,7 @@ class Scheduler:
         holding.end = min(holding.end, now)
 
     def released(self, job_id: str, node: str) -> None:
-        """Note that a running job's processes on one node are gone; those on its others need not be."""
+        """Record that a running job's processes on one node are gone; other nodes may still have some."""
         holding = self._find(job_id)
         bit = self.names.to_set([node]) & holding.nodes
         holding.nodes &= ~bit
@@ -191,7 +190,7 @@ class Scheduler:
                 self._release_main(holding)
 
     def ended(self, job_id: str) -> None:
-        """Note that a running job is gone from all its nodes."""
+        """Record that a running job is gone from all its nodes."""
         holding = self._find(job_id)
         if holding.job.preemptible:
             self._preemptible_nodes &= ~holding.nodes
@@ -199,10 +198,10 @@ class Scheduler:
         else:
             self._release_main(holding)
 
-    # -- what to do ------------------------------------------------------------------------------------------
+    # -- decisions -------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> list[Action]:
-        """Decide what starts and what has to go now. Call after every change; a second call adds nothing."""
+        """Decide which jobs start and which are preempted now. Call after every change; repeated calls do nothing."""
         actions: list[Action] = []
         self._schedule_main(now, actions)
         for holding in list(self._promised.values()):
@@ -240,7 +239,7 @@ class Scheduler:
                 continue
             if not in_time:
                 extra -= job.nodes
-            # What ends in time goes where the head will: the other idle nodes are worth more to long jobs.
+            # Jobs that end in time use the head's future nodes: other idle nodes are more valuable to long jobs.
             self._start_main(job, now, actions, prefer=reserved if in_time else ~reserved)
             free -= job.nodes
             chosen.add(job.id)
@@ -250,7 +249,7 @@ class Scheduler:
             self._queue = [job for job in self._queue if job.id not in chosen]
 
     def _head_reservation(self, head: Job, now: float) -> tuple[float, int, int]:
-        """(shadow time, nodes left over then, nodes reserved) of the first job, which does not fit now."""
+        """Return (shadow time, spare nodes at that time, reserved nodes) of the first job, which does not fit now."""
         free = self.names.all & ~self._main_nodes
         count, shadow = free.bit_count(), now
         latest_first: list[int] = []
@@ -264,7 +263,7 @@ class Scheduler:
         return shadow, count - head.nodes, take_from(head.nodes, *latest_first, idle, free)
 
     def _start_main(self, job: Job, now: float, actions: list[Action], prefer: int = -1) -> None:
-        """Give a main job its nodes: idle ones, then those that are being emptied, then a victim's."""
+        """Give a main job its nodes: idle ones, then those being vacated, then those of a victim."""
         idle = self._idle
         nodes = take_from(job.nodes, idle & prefer, idle)
         missing = job.nodes - nodes.bit_count()
@@ -293,7 +292,7 @@ class Scheduler:
             actions.append(Start(job, self.names.to_names(nodes)))
 
     def _victim(self, missing: int) -> _Holding:
-        """Choose whom to drive out: the smallest job that is enough, or the largest; then the youngest."""
+        """Choose a job to preempt: the smallest sufficient one, else the largest; the youngest among equals."""
         candidates = [holding for holding in self._preemptible.values() if not holding.ending]
         enough = [holding for holding in candidates if holding.nodes.bit_count() >= missing]
         if enough:
@@ -312,7 +311,7 @@ class Scheduler:
                 for closes, nodes in plan.closings(allowed)
                 if closes is None or now + job.walltime <= closes - self.margin
             ]
-            nodes = take_from(job.nodes, *fitting)  # soonest closing first: the long windows stay for long jobs
+            nodes = take_from(job.nodes, *fitting)  # earliest-closing first: long windows stay for long jobs
             if nodes.bit_count() < job.nodes:
                 waiting.append(job)
                 continue
@@ -322,7 +321,7 @@ class Scheduler:
             actions.append(Start(job, self.names.to_names(nodes)))
         self._preemptible_queue = waiting
 
-    # -- what is known ---------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------
 
     @property
     def _idle(self) -> int:
@@ -330,35 +329,35 @@ class Scheduler:
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Names of the nodes that no job holds or has been promised."""
+        """Return the names of the nodes that no job holds or was promised."""
         return self.names.to_names(self._idle)
 
     @property
     def offered_count(self) -> int:
-        """How many nodes main jobs leave: idle, or still held by preemptible jobs."""
+        """Return the number of nodes without main jobs: idle, or still held by preemptible jobs."""
         return (self._idle | self._preemptible_nodes).bit_count()
 
     @property
     def preemptible_count(self) -> int:
-        """How many nodes preemptible jobs hold, those that are ending included."""
+        """Return the number of nodes that preemptible jobs hold, including jobs being terminated."""
         return self._preemptible_nodes.bit_count()
 
     @property
     def pending(self) -> tuple[Job, ...]:
-        """Waiting jobs: main ones that have been promised nodes, other main ones, preemptible ones."""
+        """Return the pending jobs: main ones that were promised nodes, other main ones, preemptible ones."""
         promised = (holding.job for holding in self._promised.values())
         return (*promised, *self._queue, *self._preemptible_queue)
 
     def expected_starts(self, now: float) -> dict[str, tuple[float, tuple[str, ...]]]:
-        """Planned (start, nodes) of the waiting main jobs, by id; preemptible ones have none."""
+        """Return the planned (start, nodes) of the pending main jobs, by id; preemptible ones have none."""
         promised = {job_id: (now, self.names.to_names(holding.nodes)) for job_id, holding in self._promised.items()}
         _, reservations = self._plan(now)
         return promised | {item.job_id: (item.start, self.names.to_names(item.nodes)) for item in reservations}
 
     def free_until(self, now: float) -> dict[str, float | None]:
-        """Idle node -> when it closes for preemptible jobs, ``None`` if the plan does not need it.
+        """Return idle node -> when it closes for preemptible jobs, ``None`` if the plan does not need it.
 
-        That is `margin` before the plan needs it, and may be now already.
+        This is `margin` before the plan needs it, and may be in the past.
         """
         if not self._idle:
             return {}
@@ -382,7 +381,7 @@ class Scheduler:
     def _find(self, job_id: str) -> _Holding:
         holding = self._main.get(job_id) or self._preemptible.get(job_id)
         if holding is None or not holding.started:
-            raise InvalidSettings(f"job {job_id!r} does not run")
+            raise InvalidSettings(f"job {job_id!r} is not running")
         return holding
 
     def _release_main(self, holding: _Holding) -> None:
@@ -392,15 +391,15 @@ class Scheduler:
 
 
 def simulate(jobs: Iterable[MainJob], nodes: int | Sequence[str], *, backfill_depth: int | None = None) -> list[float]:
-    """Start times of main jobs on a cluster of their own, in the order given.
+    """Simulate main jobs on a separate cluster; return their start times in the given order.
 
-    Jobs submitted at the same time are served in the order given. A job's run time may exceed its walltime.
-    Whole numbers stay exact.
+    Jobs submitted at the same time are served in the given order. A job's run time may exceed its walltime. Integers
+    stay exact.
     """
     jobs = list(jobs)
     scheduler = Scheduler(nodes, backfill_depth=backfill_depth)
     starts: list[float] = [math.nan] * len(jobs)
-    # (time, 0 an end | 1 a submission, index); ends first, so that all that happens at once is known at once
+    # (time, 0 for an end | 1 for a submission, index); ends come first among simultaneous events
     events: list[tuple[float, int, int]] = [(job.submit, 1, index) for index, job in enumerate(jobs)]
     heapq.heapify(events)
     while events:

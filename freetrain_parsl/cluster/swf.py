@@ -1,7 +1,7 @@
 """Reader of job logs in Standard Workload Format (https://www.cs.huji.ac.il/labs/parallel/workload/swf.html).
 
-A log is text: comments begin with ``;``, those at its head are ``; Name: value``; every other line is a job
-of 18 numbers, -1 for unknown.
+A log is text: comments begin with ``;``, those in its header are ``; Name: value``; every other line is a job with 18
+numbers, -1 for unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _FIELDS = 18
-_CANCELLED = 5  # of the states
+_CANCELLED = 5  # status
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class SwfJob:
     submit, wait, run
         When it was submitted, how long it waited and ran, seconds; 0 for less than one.
     nodes
-        How many nodes it had.
+        Number of its nodes.
     requested_time
         Its walltime, seconds; ``None`` if unknown.
     status
-        0 failed, 1 completed, 5 cancelled; others as the format defines.
+        0 failed, 1 completed, 5 cancelled; others as defined by the format.
     """
 
     number: int
@@ -62,35 +62,35 @@ class _Line(NamedTuple):
 
 
 class SwfLog:
-    """A job log, read line by line each time that it is iterated over.
+    """A job log, read line by line on each iteration.
 
-    Jobs that never ran, or whose size is unknown, are left out and counted in `unusable`. A job that had processors
-    and ran for 0 seconds, so for less than one, did run.
+    Jobs that never ran or whose size is unknown are skipped and counted in `unusable`. A job that had processors and
+    ran for 0 seconds, that is, less than one, did run.
 
     Parameters
     ----------
     path
         The log, compressed if its name ends in ``.gz``.
     lenient
-        Skip malformed lines and count them in `malformed`, instead of refusing the log.
+        Skip malformed lines and count them in `malformed` instead of rejecting the log.
     processors_per_node
-        How many processors a node has; ``None`` to take ``MaxProcs / MaxNodes``, or 1 if either is missing.
+        Number of processors per node; ``None`` to take ``MaxProcs / MaxNodes``, or 1 if either is missing.
     partition
-        Read only the jobs of this one: its number, or its name as the head tells it.
+        Read only the jobs of this partition, given by number or by its name in the header.
 
     Attributes
     ----------
     header : dict
-        Name -> value of the comments at its head.
+        Name -> value of the comments in the header.
     partitions : dict
-        Number -> name of the partitions that the head lists.
+        Number -> name of the partitions in the header.
     unusable, malformed : int
-        Lines left out by the latest iteration.
+        Lines skipped by the latest iteration.
 
     Raises
     ------
     InvalidInput
-        The log cannot be read, or its head lists other partitions only; while iterating, a line is malformed.
+        The log cannot be read, or the partition is not in its header; while iterating, a line is malformed.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class SwfLog:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the logged cluster: ``MaxNodes``, or without that the nodes of ``MaxProcs``."""
+        """Number of nodes of the logged cluster: ``MaxNodes``, or else the nodes of ``MaxProcs``."""
         nodes = self._header_number("MaxNodes")
         if nodes is None and (processors := self._header_number("MaxProcs")) is not None:
             nodes = math.ceil(processors / self.processors_per_node)
         if nodes is None:
-            raise InvalidInput(f"{self.path}: its head has neither MaxNodes nor MaxProcs; add the line '; MaxNodes: N'")
+            raise InvalidInput(f"{self.path}: the header has neither MaxNodes nor MaxProcs; add line '; MaxNodes: N'")
         return nodes
 
     @property
@@ -146,7 +146,7 @@ class SwfLog:
                 if not self.lenient:
                     raise InvalidInput(
                         f"{self.path}, line {number}: expected {_FIELDS} numbers, got {text[:80]!r}; "
-                        "mend it, or read the log leniently to skip such lines"
+                        "fix it, or read the log leniently to skip such lines"
                     )
                 self.malformed += 1
                 continue
@@ -172,12 +172,12 @@ class SwfLog:
             self.partitions[int(words[0])] = " ".join(words[1:])
 
     def _number_of(self, partition: str) -> int:
-        """Return the number of a partition that is given by number or by name."""
+        """Return the number of a partition given by number or by name."""
         by_name = {name: number for number, name in self.partitions.items() if name}
         number = int(partition) if partition.isascii() and partition.isdecimal() else by_name.get(partition)
         if number is None or (self.partitions and number not in self.partitions):
             known = ", ".join(f"{number} ({name})" for number, name in self.partitions.items())
-            listed = f"its head lists {known}" if known else "its head names none; give a partition's number"
+            listed = f"its header lists {known}" if known else "its header lists none; give a partition's number"
             raise InvalidInput(f"{self.path}: no partition {partition!r}; {listed}")
         return number
 

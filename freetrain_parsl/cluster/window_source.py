@@ -1,4 +1,4 @@
-"""Asking the embedded cluster for windows."""
+"""Window source of the embedded cluster."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _STATES = {
 class LocalWindowSource(WindowSource):
     """Finds the windows of an embedded cluster.
 
-    They are of kind backfill: they close when the cluster's plan needs the nodes (``None`` if it does not).
-    The plan goes by requested walltimes, so a main job may come earlier and preempt.
+    They are of kind backfill: they close when the cluster's plan needs the nodes (``None`` if it does not). The plan is
+    based on requested walltimes, so a main job may start earlier and preempt.
 
     Parameters
     ----------
     client
-        Reaches the cluster.
+        Client of the cluster.
     """
 
     def __init__(self, client: ClusterClient) -> None:
@@ -40,7 +40,7 @@ class LocalWindowSource(WindowSource):
         self._nodes: int | None = None
 
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
-        """Ask the cluster once."""
+        """Query the cluster with one request."""
         answer = self._client.survey(job_ids)
         if self._nodes is None:
             self._nodes = len(self._client.nodes())
@@ -57,11 +57,11 @@ class LocalWindowSource(WindowSource):
         )
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End jobs in one request."""
+        """Cancel jobs in one request."""
         self._client.cancel(job_ids)
 
     def find_jobs(self, prefix: str) -> dict[str, str]:
-        """Ask for the whole queue: it is small."""
+        """Query the whole queue, which is small."""
         return {
             job: status["name"] for job, status in self._client.queue().items() if status["name"].startswith(prefix)
         }

@@ -1,7 +1,7 @@
-"""The main queue: what keeps the nodes of an embedded cluster busy.
+"""The main queue, which keeps the nodes of an embedded cluster busy.
 
-`generate_workload` draws one after published models, `read_workload` takes one from a job log in Standard
-Workload Format.
+`generate_workload` generates one from published models, `read_workload` reads one from a job log in Standard Workload
+Format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ROUND_WALLTIMES = (0.2, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 40)
-"""In units of the mean run time: few round values, as users give (Tsafrir et al. 2005, §4)."""
+"""In units of the mean run time: a few round values, as specified by users (Tsafrir et al. 2005, §4)."""
 
 _SHORTEST_RUN = 0.05  # s; starting a process takes a millisecond or more
 _LONGEST_RUN = 4.0  # in mean run times, so that a demonstration sees jobs end
@@ -37,11 +37,11 @@ class MainJob:
     submit
         When it is submitted, seconds after the workload's beginning.
     nodes
-        How many nodes it needs.
+        Number of nodes.
     run
-        How long it really runs, seconds.
+        Actual run time, seconds.
     walltime
-        How long it says that it may run, seconds.
+        Requested walltime, seconds.
     """
 
     submit: float
@@ -64,16 +64,16 @@ def generate_workload(
     load: float = 0.75,
     mean_run: timedelta = timedelta(seconds=20),
 ) -> list[MainJob]:
-    """Draw a main queue; the same arguments give the same queue.
+    """Generate a random main queue; the same arguments give the same queue.
 
     Sizes and run times follow Lublin and Feitelson, "The workload on parallel supercomputers: modeling the
     characteristics of rigid jobs", JPDC 63(11), 2003: a share of serial jobs, a two-stage uniform
     distribution of the size's logarithm with most sizes powers of two, and a hyper-gamma distribution of the
     run time's logarithm whose mix depends on the size. Simplified for queues of minutes on few nodes: the
-    spread of the logarithm is cut to a third, run times are scaled to `mean_run` and at most four times that,
-    and the daily cycle of arrivals is left out (a Poisson process, given its number of jobs).
+    spread of the logarithm is reduced to a third, run times are scaled to `mean_run` and limited to four times that,
+    and the daily cycle of arrivals is omitted (a Poisson process with a given number of jobs).
 
-    Walltimes are over-estimates: one job in seven runs to its limit, of the others the used share is uniform
+    Walltimes are overestimates: one job in seven runs to its limit, for the others the used share is uniform
     (Mu'alem and Feitelson, IEEE TPDS 12(6), 2001), and the limit is rounded up to one of few round values
     (Tsafrir, Etsion and Feitelson, "Modeling user runtime estimates", JSSPP 2005).
 
@@ -82,11 +82,11 @@ def generate_workload(
     nodes
         Size of the cluster.
     duration
-        Length of the queue. Jobs to fill the cluster are submitted at once, the others within this time.
+        Length of the queue. Jobs to fill the cluster are submitted at the start, the others within this time.
     seed
-        Of the random numbers.
+        Seed of the random numbers.
     load
-        Node-seconds of all jobs in relation to those of the cluster in `duration`.
+        Node-seconds of all jobs relative to those of the cluster in `duration`.
     mean_run
         Mean run time.
 
@@ -100,7 +100,7 @@ def generate_workload(
     rng = random.Random(seed)
     length, mean = duration.total_seconds(), mean_run.total_seconds()
     work_left = load * nodes * length
-    # The scale is measured on a long draw of its own: the number of jobs drawn later changes none of them.
+    # The scale is measured on a separate long sample, so that the number of jobs drawn later does not affect it.
     sample = [_log_run(rng, _size(rng, nodes)) for _ in range(2000)]
     scale = mean * len(sample) / sum(math.exp(value) for value in sample)
     shapes: list[tuple[int, float, float]] = []
@@ -110,7 +110,7 @@ def generate_workload(
         run = round(max(run, _SHORTEST_RUN), 3)
         shapes.append((size, run, _walltime(rng, run, mean)))
         work_left -= size * run
-    # The last to come ends, on average, with the queue.
+    # The last job to be submitted ends, on average, with the queue.
     submits = sorted(rng.uniform(0.0, max(length - mean, length / 2)) for _ in shapes)
     jobs, filled = [], 0
     for submit, (size, run, walltime) in zip(submits, shapes, strict=True):
@@ -120,7 +120,7 @@ def generate_workload(
 
 
 def _size(rng: random.Random, nodes: int) -> int:
-    """Draw a size after Lublin and Feitelson, table 6: serial share, two-stage uniform, powers of two."""
+    """Sample a size from Lublin and Feitelson, table 6: serial share, two-stage uniform, powers of two."""
     if nodes == 1 or rng.random() < 0.244:
         return 1
     high = math.log2(nodes)
@@ -132,7 +132,7 @@ def _size(rng: random.Random, nodes: int) -> int:
 
 
 def _log_run(rng: random.Random, size: int) -> float:
-    """Draw a run time's logarithm after Lublin and Feitelson, table 7, its spread cut to a third."""
+    """Sample a run time's logarithm from Lublin and Feitelson, table 7, with its spread reduced to a third."""
     short = max(0.0, min(1.0, -0.0054 * size + 0.78))
     value = rng.gammavariate(4.2, 0.94) if rng.random() < short else rng.gammavariate(312.0, 0.03)
     return value / 3.0
@@ -157,11 +157,11 @@ def read_workload(
     seed: int = 0,
     lenient: bool = False,
 ) -> list[MainJob]:
-    """Take a main queue from a job log in Standard Workload Format.
+    """Read a main queue from a job log in Standard Workload Format.
 
-    Jobs that ran, or waited, at `start` are submitted at once, those that ran with the rest of their times:
-    the cluster is as busy from the beginning as the logged one was. Without a requested time the run time is
-    taken, and jobs that overran it are given the time that they had.
+    Jobs that were running or pending at `start` are submitted immediately, running ones with their remaining times, so
+    that the cluster is as busy from the beginning as the logged one was. Without a requested time, the run time is
+    used as the walltime; jobs that exceeded their requested time get their run time.
 
     Parameters
     ----------
@@ -170,21 +170,21 @@ def read_workload(
     nodes
         Size of the cluster.
     compression
-        How many seconds of the log pass in one.
+        Seconds of the log per second.
     start, duration
-        The part of the log to take, in the log's own time after its first job; ``None`` for all the rest.
+        The part of the log to use, in the log's own time after its first job; ``None`` for all the rest.
     fit
-        ``scale`` shrinks (or grows) sizes by the ratio of the clusters' sizes, rounded up or down at random
-        so that the load is kept; jobs rounded to nothing are left out. ``clip`` cuts sizes off at `nodes`.
+        ``scale`` scales sizes by the ratio of the clusters' sizes, rounded up or down at random so that the load is
+        preserved; jobs rounded to zero are omitted. ``clip`` limits sizes to `nodes`.
     seed
-        Of that rounding.
+        Seed of that rounding.
     lenient
-        Skip malformed lines instead of refusing them.
+        Skip malformed lines instead of rejecting the log.
 
     Raises
     ------
     InvalidInput
-        The log cannot be read, a line is malformed, or the log does not tell the size of its cluster.
+        The log cannot be read, a line is malformed, or the log does not contain the size of its cluster.
     InvalidSettings
         The compression or the number of nodes is not positive.
     """
@@ -221,20 +221,20 @@ def read_workload(
 
 
 def save_workload(jobs: Iterable[MainJob], path: Path) -> None:
-    """Write a main queue to a file: JSON, one [submit, nodes, run, walltime] a job."""
+    """Write a main queue to a file: JSON, one [submit, nodes, run, walltime] per job."""
     rows = [[job.submit, job.nodes, job.run, job.walltime] for job in jobs]
     path.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def load_workload(path: Path) -> list[MainJob]:
-    """Read what `save_workload` wrote.
+    """Read a file written by `save_workload`.
 
     Raises
     ------
     InvalidInput
-        The file cannot be read or is something else.
+        The file cannot be read or is not a saved workload.
     """
     try:
         return [MainJob(*row) for row in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
-        raise InvalidInput(f"{path} is no saved workload: {error}") from error
+        raise InvalidInput(f"{path} is not a saved workload: {error}") from error

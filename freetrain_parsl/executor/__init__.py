@@ -1,1 +1,1 @@
-"""Acting through Parsl: the executor, its driver thread, the batch desk, and the slots."""
+"""The Parsl executor: its control loop, the job submitter and the slots."""

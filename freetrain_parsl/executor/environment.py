@@ -1,15 +1,15 @@
-"""The Python environments of driver and nodes: which versions each has, and whether they can work together.
+"""The Python environments of driver and nodes: their versions, and whether they are compatible.
 
-Functions travel as bytecode and objects as pickles, so some differences break a training and others do not:
+Functions are sent as bytecode and objects as pickles, so some differences break a training and others do not:
 
 ==============================  ==========================================================================
 differs                         consequence
 ==============================  ==========================================================================
 Python, major or minor version  refused: bytecode of one minor version does not run on another
-freetrain_parsl                 refused: driver and slots speak one protocol
-parsl                           refused: tasks and results are in Parsl's serialisation
-torch, dill                     a warning: what the nodes have is what trains; local labels (``+cpu``,
-                                ``+cu126``) may differ without one
+freetrain_parsl                 refused: driver and slots must use the same protocol
+parsl                           refused: tasks and results use Parsl's serialization
+torch, dill                     a warning: the nodes' versions are used; differing local version labels
+                                (``+cpu``, ``+cu126``) cause no warning
 ==============================  ==========================================================================
 """
 
@@ -49,9 +49,9 @@ class Difference:
 
 
 def describe_environment() -> dict[str, str]:
-    """Give the versions of this process: ``python``, ``freetrain``, ``parsl``, ``torch``, ``dill``; and ``executable``.
+    """Return this process's versions of ``python``, ``freetrain``, ``parsl``, ``torch``, ``dill``, and ``executable``.
 
-    A package that is not installed is left out.
+    Packages that are not installed are omitted.
     """
     found = {"python": platform.python_version(), "executable": sys.executable}
     for name, package in _PACKAGES.items():
@@ -61,14 +61,14 @@ def describe_environment() -> dict[str, str]:
 
 
 def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> Difference | None:
-    """Compare a node's environment with the driver's; ``None`` if nothing differs that matters.
+    """Compare a node's environment with the driver's; return ``None`` if there is no relevant difference.
 
     Parameters
     ----------
     node
-        The node's name, for the message.
+        Name of the node, for the message.
     theirs, ours
-        From `describe_environment`, on the node and in the driver. What either does not tell is not compared.
+        From `describe_environment`, on the node and in the driver. Entries that either lacks are not compared.
     """
     differing = [
         name
@@ -85,5 +85,5 @@ def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> Di
 
 
 def _essential(name: str, text: str) -> str:
-    """Give the part of a version that is compared."""
+    """Return the part of a version that is compared."""
     return ".".join(text.split(".")[:2]) if name == "python" else text.partition("+")[0]

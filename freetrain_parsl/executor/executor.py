@@ -1,4 +1,4 @@
-"""`FreeTrainExecutor`: a Parsl executor whose workers come and go with the holes of a busy cluster."""
+"""`FreeTrainExecutor`: a Parsl executor that runs its workers on the idle nodes of a busy cluster."""
 
 from __future__ import annotations
 
@@ -61,82 +61,82 @@ logger = logging.getLogger(__name__)
 __all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
 
 SPECIFICATION_KEY = "freetrain"
-"""Where a training app puts its `TrainingRequest` in Parsl's resource specification."""
+"""Key of the `TrainingRequest` in Parsl's resource specification."""
 
 _INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.htex.interchange")
 
-_HTEX_HEARTBEAT = 2  # seconds; also how soon HTEX notices a worker process that died
-_HTEX_SILENCE = 30  # seconds
-_PORTS = (55000, 56000)  # of the control channel: the range of HTEX's own
+_HTEX_HEARTBEAT = 2  # seconds; also the time in which HTEX detects a worker process that died
+_HTEX_HEARTBEAT_TIMEOUT = 30  # seconds
+_PORTS = (55000, 56000)  # of the control channel; the same range as HTEX's
 
 
 class FreeTrainExecutor(HighThroughputExecutor):
-    """Runs training apps in the windows of a batch system, and ordinary apps one to a slot.
+    """A Parsl executor that runs training apps in the windows of a batch system, and ordinary apps in one slot each.
 
-    Blocks are requested and released by a planner, not by Parsl's scaling strategy; a block that ends, is preempted
-    or is refused is normal life and never an error of an app. On exit no job and no process of ours is left.
+    Blocks are requested and released by a planner, not by Parsl's scaling strategy. Blocks that end, are preempted or
+    are refused are expected and never cause an app to fail. On exit, all jobs and processes of the executor are ended.
 
     Parameters
     ----------
     label
         Parsl's name for this executor.
     provider
-        Submits blocks; its ``nodes_per_block`` and ``walltime`` are replaced block by block. Default: the embedded
+        Submits blocks; its ``nodes_per_block`` and ``walltime`` are replaced for each block. Default: the embedded
         cluster, a small batch system on this machine.
     windows
         Finds the windows. Default: the provider's own (``provider.window_source()``).
     policy
-        A policy or the name of one: ``milp``, ``equal-share``.
+        A policy or its name: ``milp``, ``equal-share``.
     checkpoint_dir
-        Where trainings keep their checkpoints; must be reachable from the nodes. Trainings of the same name that find
-        checkpoints there resume from them. Default: ``checkpoints`` in Parsl's run directory.
+        Directory of the checkpoints; must be reachable from the nodes. A training resumes from the checkpoints of its
+        name that it finds there. Default: ``checkpoints`` in Parsl's run directory.
     checkpoint_interval
-        Between periodic checkpoints; ``None``: from what they cost and how often trainings are lost. Closings of
-        windows have checkpoints of their own.
+        Time between periodic checkpoints; ``None``: derived from their cost and the failure rate. Additional
+        checkpoints are written when windows close.
     rescale_costs
-        Seconds of training that a change of nodes costs, for trainings that state none, until it has been measured.
+        Cost of a change of nodes in seconds of training, for trainings that do not state it, until it is measured.
     planner
-        What is assumed of the site: start-up time, least useful block, …
+        Assumptions about the site: start-up time, shortest useful block, …
     poll_interval
-        Between rounds of queries to the batch system.
+        Time between rounds of queries to the batch system.
     submissions_per_minute
-        Most blocks that are submitted in a minute.
+        Maximum number of blocks submitted per minute.
     max_refusals
-        After so many refused blocks in a row that waiting does not mend, no block is submitted any more: trainings that
-        wait end with the reason.
+        After this number of consecutive permanent rejections, no further block is submitted, and waiting trainings fail
+        with the reason.
     max_failed_blocks
-        The same after so many attempts in a row to start a block that end before a worker connects, as with a
-        ``worker_init`` that fails. The pause between attempts doubles.
+        The same after this number of consecutive attempts to start a block that end before a worker connects, e.g.
+        because ``worker_init`` fails. The pause between attempts doubles.
     slots_per_node
-        Worker places on a node: its number of accelerators, or 1.
+        Worker places per node: its number of accelerators, or 1.
     threads_per_slot
-        Threads of torch in each slot; ``None``: torch's choice.
+        Number of torch threads in each slot; ``None``: torch's default.
     grace
-        Between a batch system's signal and its kill.
+        Time between the batch system's signal and its kill.
     heartbeat_timeout
-        After so long without a sign of life a slot, or the driver, counts as gone: how soon a process that hangs or a
-        node that is cut off is noticed. One that dies is noticed at once.
+        Time without a heartbeat after which a slot, or the driver, counts as failed: the delay in detecting a process
+        that hangs or a node that is cut off. A process that dies is detected at once.
     peer_timeout
-        After so long in which the members of a training do nothing but wait for each other, though all of them live,
-        they are taken to have lost their connection. More than the longest exchange of gradients takes.
+        If all members of a training are alive but only wait for each other for this long, their connections are assumed
+        to be broken and they form a new group. Must exceed the longest exchange of gradients.
     max_restarts
-        A training fails after more crashes than these without a step beyond the furthest that it had reached.
+        A training fails after more than this number of crashes without reaching a new step.
     address
-        IPv4 or IPv6 address of this host at which nodes reach it, or a name of it that is resolved here. Default: all
+        IPv4 or IPv6 address at which nodes reach this host, or a host name, which is resolved here. Default: all
         addresses of its network interfaces; each node uses the first that answers.
     available_accelerators, worker_port_range, worker_debug, encrypted
-        As in Parsl's HighThroughputExecutor; `encrypted` holds for the slots' control channel too.
+        As in Parsl's HighThroughputExecutor; `encrypted` also applies to the slots' control channel.
     interface
-        Network interface for the traffic among the members of a training: its name, or, where names differ between
-        nodes, the network that it is in (``10.1.0.0/16``). Default: the one that reaches the driver.
+        Network interface for the traffic between the members of a training: its name, or, if names differ between
+        nodes, its network (``10.1.0.0/16``). Default: the one that reaches the driver.
     node_python
-        The Python of the nodes: a path, or a command name such as ``python``, which is looked up on PATH after the
-        provider's ``worker_init``. Its versions of Python, Parsl and FreeTrain must be the driver's. Default: the
-        driver's own interpreter, by its path.
+        Python interpreter on the nodes: a path, or a command name such as ``python``, which is looked up on PATH after
+        the provider's ``worker_init``. Its versions of Python, Parsl and FreeTrain must match the driver's. Default:
+        the path of the driver's interpreter.
     container
-        The container that the nodes' worker pools run in. Default: none.
+        Container in which the nodes' worker pools run. Default: none.
     job_tag
-        Part of the names of this run's jobs, by which those of a driver that was killed are found. Default: random.
+        Part of this run's job names; identifies the jobs of a driver that was killed. Default: random.
 
     Raises
     ------
@@ -236,20 +236,20 @@ class FreeTrainExecutor(HighThroughputExecutor):
             provider=provider,
             launch_cmd=node_command(node_python, container, ()),
             interchange_launch_cmd=_INTERCHANGE_COMMAND,
-            address=reached_at or "127.0.0.1",  # else HTEX looks for addresses, among others on the internet
+            address=reached_at or "127.0.0.1",  # else HTEX searches for addresses, partly on the internet
             worker_port_range=worker_port_range,
             worker_debug=worker_debug,
-            cores_per_worker=1e-3,  # slots are counted by us, not by HTEX from the cores it sees
+            cores_per_worker=1e-3,  # the number of slots is ours, not derived by HTEX from the cores
             max_workers_per_node=slots_per_node,
             available_accelerators=available_accelerators,
             heartbeat_period=_HTEX_HEARTBEAT,
-            heartbeat_threshold=_HTEX_SILENCE,
+            heartbeat_threshold=_HTEX_HEARTBEAT_TIMEOUT,
             block_error_handler=noop_error_handler,
             encrypted=encrypted,
         )
         self.address = reached_at
         self.all_addresses = driver_addresses() if reached_at is None else {reached_at}
-        # HTEX ends the whole executor for one node of another Python; the driver compares at each slot's first message.
+        # HTEX fails the whole executor if one node has another Python; the driver checks each slot's `Hello` instead.
         self._check_python_mismatch = False
         self._driver: ControlLoop | None = None
         self._log_handler: logging.Handler | None = None
@@ -267,31 +267,31 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     @property
     def status_polling_interval(self) -> int:
-        """Zero: blocks are ours to request, ask about and end, so Parsl's poller and strategies leave us alone."""
+        """Zero, to disable Parsl's poller and strategies: this executor manages its blocks itself."""
         return 0
 
     @property
     def journal_path(self) -> Path:
-        """The journal of this run; exists once the executor has started."""
+        """Path of this run's journal; it exists once the executor has started."""
         return Path(self.logdir) / "journal.sqlite"
 
     @property
     def job_prefix(self) -> str:
-        """How the names of this run's batch jobs begin."""
+        """Prefix of the names of this run's batch jobs."""
         return f"{OUR_JOBS}{self.label}.{self.job_tag}."
 
     def monitor_resources(self) -> bool:
-        """Decline: Parsl's resource monitoring forks inside the worker, which torch's threads do not survive."""
+        """Return false: Parsl's resource monitoring forks inside the worker, which torch's threads do not survive."""
         return False
 
     def start(self) -> None:
-        """Start HTEX's interchange, the batch desk and the driver."""
+        """Start HTEX's interchange, the job submitter and the control loop."""
         provider: Any = self.provider
         if hasattr(provider, "ensure_started"):
             provider.ensure_started()
         run_dir = Path(self.run_dir).absolute()
-        if run_dir != Path.cwd():  # which it is only without a DataFlowKernel, and then it is not Parsl's to close
-            run_dir.chmod(0o700)  # Parsl makes it readable to all; what passes through it is the user's
+        if run_dir != Path.cwd():  # equal only without a DataFlowKernel, and then it is not Parsl's directory
+            run_dir.chmod(0o700)  # Parsl makes it world-readable, but it holds the user's data
         Path(self.logdir).mkdir(mode=0o700, parents=True, exist_ok=True)
         root = Path(self.checkpoint_dir) if self.checkpoint_dir is not None else Path(self.run_dir) / "checkpoints"
         root = root.absolute()
@@ -360,30 +360,30 @@ class FreeTrainExecutor(HighThroughputExecutor):
     def submit(  # type: ignore[override]  # a training's future is not HTEX's
         self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        """Register a training, or queue an ordinary task; never blocks.
+        """Submit a training, or queue an ordinary task; never blocks.
 
         Parameters
         ----------
         func
             The user's function.
         resource_specification
-            Empty for ordinary tasks; training apps put a `TrainingRequest` in it.
+            Empty for ordinary tasks; contains a `TrainingRequest` for training apps.
         *args, **kwargs
             Its arguments.
 
         Raises
         ------
         InvalidResourceSpecification
-            It asks for what this executor does not have.
+            It has keys that this executor does not support.
         InvalidTrainer
-            A training of that name is alive, or something that its function uses cannot be pickled.
+            A training of that name is running, or something that its function uses cannot be pickled.
         """
         if self.bad_state_is_set:
             raise self.executor_exception
         unknown = set(resource_specification) - {SPECIFICATION_KEY}
         if unknown:
             raise InvalidResourceSpecification(
-                unknown, f"{self.label} takes no resource specification; slots are shared out by its planner"
+                unknown, f"{self.label} takes no resource specification; its planner assigns the slots"
             )
         assert self._driver is not None, "Parsl starts an executor before it submits to it"
         kwargs.pop("parsl_resource_specification", None)
@@ -408,22 +408,23 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return future
 
     def cancel(self, future: Future[Any]) -> bool:
-        """End one training, also one that runs, and keep its checkpoint; may be called from any thread.
+        """Cancel one training, waiting or running, and keep its checkpoint; may be called from any thread.
 
-        Its processes save its state first. Then `future` gets a `TrainingCancelled`, unless the training has finished
-        meanwhile. Its nodes are free for other trainings. Parsl's retries do not run it again; calling the app does.
+        Its processes first save its state. Then `future` fails with `TrainingCancelled`, unless the training has
+        finished meanwhile, and its nodes become available to other trainings. Parsl's retries do not run it again, but
+        a new call of the app does.
 
         Parameters
         ----------
         future
-            What the training app returned.
+            The future that the training app returned.
 
         Returns
         -------
         bool
-            Whether it is being cancelled; false if it is done, or no training that this executor has.
+            Whether it is being cancelled; false if it is done, or not a training of this executor.
         """
-        record = getattr(future, "task_record", None)  # of an AppFuture, which wraps the one that we made
+        record = getattr(future, "task_record", None)  # of an AppFuture, which wraps the executor's future
         own = future if record is None else record.get("exec_fu")
         with self._lock:
             request = self._futures.get(own) if own is not None else None
@@ -434,7 +435,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return True
 
     def outstanding(self) -> int:
-        """Count the trainings and tasks that are not done."""
+        """Return the number of trainings and tasks that are not done."""
         return len(self._futures)
 
     def scale_out_facade(self, n: int) -> list[str]:  # noqa: ARG002 - Parsl's signature
@@ -442,11 +443,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return []
 
     def scale_in_facade(self, n: int, max_idletime: float | None = None) -> list[str]:  # noqa: ARG002 - Parsl's signature
-        """Do nothing: the planner releases blocks, and `shutdown` ends the last."""
+        """Do nothing: the planner releases blocks, and `shutdown` ends the remaining ones."""
         return []
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """End slots, cancel every block, stop the threads and the interchange; futures that are not done fail."""
+        """End slots, cancel all blocks, stop the threads and the interchange; futures that are not done fail."""
         if self._watch is not None:
             self._watch.stop(timeout)
         self._end_blocks(timeout)
@@ -469,10 +470,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._driver.stop(timeout)
             self._submitter.close(timeout)
 
-    # Blocks: the desk's thread.
+    # Blocks: the job submitter's thread.
 
     def _launch(self, spec: BlockSpec) -> str:
-        """Submit a block through a copy of the user's provider that has this block's size and walltime."""
+        """Submit a block through a copy of the user's provider with this block's size and walltime."""
         assert self.provider is not None, "the constructor makes one"
         provider = provider_for(self.provider, spec)
         job = provider.submit(self._get_launch_command(spec.block), 1, f"{self.job_prefix}block-{spec.block}")
@@ -488,7 +489,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         return last_words(resources.get(job))
 
     def _post(self, item: SubmitterMessage | InterchangeEnded | InterchangeRestarted) -> None:
-        assert self._driver is not None, "the desk is started after the driver"
+        assert self._driver is not None, "the job submitter is started after the control loop"
         if isinstance(item, Survey):
             for job, status in item.blocks.items():
                 self._tell_monitoring(self.job_ids_to_block[job], _JOB_STATES[status.state.name])
@@ -502,7 +503,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._status[block] = JobStatus(state, message)
         self.send_monitoring_info({block: self._status[block]})
 
-    # Slots: the thread of the watch.
+    # Slots: the thread of the interchange watch.
 
     def _submit_slot(self, token: str) -> Future[Any]:
         future: Future[Any] = super().submit(run_slot, {}, self._slot_settings, token)
@@ -521,7 +522,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
     # Futures.
 
     def set_bad_state_and_fail_all(self, exception: Exception) -> None:
-        """Fail everything that is not done; Parsl calls it when the interchange refuses to go on."""
+        """Fail all futures that are not done; called by Parsl when the interchange fails permanently."""
         super().set_bad_state_and_fail_all(exception)
         self._fail_all(exception)
 
@@ -542,13 +543,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._end_futures(error)
 
     def _end_futures(self, error: Exception) -> None:
-        """Fail what is not done, and whatever is submitted from now on."""
+        """Fail all futures that are not done, and all later submissions."""
         self._executor_exception = error
         self._executor_bad_state.set()
         with self._lock:
             futures = list(self._futures)
         for future in futures:
-            with suppress(InvalidStateError):  # it was settled just now
+            with suppress(InvalidStateError):  # it has been resolved meanwhile
                 future.set_exception(error)
 
 

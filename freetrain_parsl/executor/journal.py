@@ -1,4 +1,4 @@
-"""The journal: what the driver saw, decided and did, in a SQLite file in the run directory."""
+"""The journal: what the driver observed, decided and did, in a SQLite file in the run directory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS progress (
 
 @dataclass(frozen=True)
 class Entry:
-    """One row: at `time` (seconds since the epoch), `kind` happened to `subject`."""
+    """One row: at `time` (seconds since the epoch), an event of `kind` happened to `subject`."""
 
     time: float
     kind: str
@@ -57,27 +57,27 @@ class Entry:
 
     @property
     def record(self) -> Record | None:
-        """The entry as it was written; ``None`` if it is of a kind that this version does not know."""
+        """The entry as a record; ``None`` if this version does not know its kind."""
         return record_of(self.kind, self.subject, self.detail)
 
 
 class Journal:
-    """Written by one thread; readable meanwhile by any process (write-ahead log).
+    """The journal of a run: written by one thread, readable at any time by any process (write-ahead log).
 
-    Entries are kept in memory until `commit`. If they cannot be written then, because the disk is full for example,
-    they are kept on, up to a limit, and written when that is possible again: a journal never ends a run.
+    Entries are kept in memory until `commit`. If they cannot be written, e.g. because the disk is full, they stay in
+    memory, up to a limit, and are written once that is possible again: a journal failure never ends a run.
 
     Parameters
     ----------
     path
         The file; made private to the user.
     clock
-        Seconds on a clock that never goes back, for the pauses between attempts to write.
+        Monotonic clock in seconds, for the pauses between attempts to write.
 
     Raises
     ------
     InvalidInput
-        The file cannot be made.
+        The file cannot be created.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,7 +98,9 @@ class Journal:
             self._database.executescript(_SCHEMA)
             self._database.commit()
         except (OSError, sqlite3.Error) as error:
-            raise InvalidInput(f"cannot make the journal {path}: {error}; give a run directory with room") from error
+            raise InvalidInput(
+                f"cannot create the journal {path}: {error}; choose a run directory with free space"
+            ) from error
 
     def write(self, time: float, record: Record) -> None:
         """Append a record; durable after the next `commit` that succeeds."""
@@ -110,16 +112,16 @@ class Journal:
         self._entries.append((time, type_name(type(record)), subject, json.dumps(detail)))
 
     def keep_progress(self, time: float, training: str, progress: Progress) -> None:
-        """Replace the last progress report of a training: they come too often to keep all."""
+        """Replace the last progress report of a training: reports are too frequent to keep all."""
         self._progress[training] = (time, json.dumps(asdict(progress)))
 
     def commit(self) -> None:
-        """Make what was written visible to readers; if that fails, say so, and try again later."""
+        """Make the entries visible to readers; on failure, log a warning and retry later."""
         if not (self._entries or self._progress) or self._clock() < self._retry_at:
             return
         try:
             self._flush()
-        except sqlite3.Error as error:  # full disk, I/O error, lost mount, lock: none of them is the run's fault
+        except sqlite3.Error as error:  # full disk, I/O error, lost mount, lock: not the run's fault
             self._failures += 1
             self._retry_at = self._clock() + min(2.0**self._failures, _LONGEST_PAUSE)
             if self._failures == 1:
@@ -135,7 +137,7 @@ class Journal:
         """Commit and close."""
         self._retry_at = 0.0
         self.commit()
-        with contextlib.suppress(sqlite3.Error):  # told above
+        with contextlib.suppress(sqlite3.Error):  # logged above
             self._database.close()
 
     def _flush(self) -> None:
@@ -150,7 +152,7 @@ class Journal:
 
 
 def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, Entry]]:
-    """Yield (id, entry) pairs in order, those with an id greater than `after`."""
+    """Yield (id, entry) pairs with an id greater than `after`, in order."""
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         rows = database.execute("SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,))
@@ -161,7 +163,7 @@ def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, Entry]]:
 
 
 def read_progress(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last progress report of each training, by name."""
+    """Return the last progress report of each training: name -> report."""
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         rows = database.execute("SELECT training, detail FROM progress").fetchall()

@@ -1,4 +1,4 @@
-"""Serialises the call of a training function, or names the object that cannot be sent to the nodes."""
+"""Serialization of a call of a training function; on failure, the error names the object that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     """
     try:
         return pack_training(function, args, kwargs)
-    except Exception as error:  # any object may refuse to be pickled, in any way
+    except Exception as error:  # pickling an object may raise any exception
         name = getattr(function, "__name__", repr(function))
         found = next(_culprits(function, args, kwargs), None)
         if found is None:
@@ -53,7 +53,7 @@ def _culprits(
 
 
 def _inside(thing: Any, seen: set[int]) -> Iterator[tuple[str, Any, BaseException]]:
-    """Search what a function, or the methods of a class, refer to; inner functions and classes first."""
+    """Search the objects that a function, or the methods of a class, refer to; inner functions and classes first."""
     thing = inspect.unwrap(thing) if callable(thing) else thing
     if id(thing) in seen:
         return
@@ -79,7 +79,7 @@ def _references(function: FunctionType) -> Iterator[tuple[str, str, Any]]:
         if parameter.default is not parameter.empty:
             yield "the default of parameter", parameter.name, parameter.default
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell != CellType():  # an empty one: its variable was never assigned
+        if cell != CellType():  # an empty cell: its variable was never assigned
             yield "the variable", name, cell.cell_contents
     for name in dict.fromkeys(_names(function.__code__)):
         if name in function.__globals__:
@@ -96,7 +96,7 @@ def _names(code: CodeType) -> Iterator[str]:
 def _refusal(value: Any) -> BaseException | None:
     try:
         pack_training(value, (), {})
-    except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, in any way
+    except Exception as error:  # noqa: BLE001 - pickling an object may raise any exception
         return error
     return None
 

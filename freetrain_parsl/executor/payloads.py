@@ -1,10 +1,10 @@
-"""Code and values on their way between driver and slots, serialised: the payloads of messages."""
+"""Serialization of code and values between driver and slots: the payloads of messages."""
 
 from __future__ import annotations
 
 import io
 import sys
-from pickle import _Pickler as StockPickler  # dill's is made of it
+from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ __all__ = ["error_in", "pack_training", "settle_with_payload", "unpack_training"
 
 
 class _Pickler(dill.Pickler):  # type: ignore[misc]  # untyped
-    """dill's, but what can be imported goes by reference even if its module is no attribute of its package.
+    """dill's pickler, but importable objects go by reference even if their module is no attribute of its package.
 
-    dill copies such classes, ``torch.optim.SGD`` among them: the copy is then no ``torch.optim.Optimizer`` any more.
+    dill copies such classes, e.g. ``torch.optim.SGD``; the copy is then not a subclass of ``torch.optim.Optimizer``.
     """
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT001, FBT002 - pickle's signature
@@ -45,10 +45,10 @@ def _can_be_imported(thing: type | FunctionType) -> bool:
 
 
 def pack_training(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Serialise a call of a training function.
+    """Serialize a call of a training function.
 
-    With the globals that it uses, unlike Parsl's own serialisation: a script or notebook may define its network and
-    its data beside the function. What lives in an importable module goes by reference.
+    Unlike Parsl's serialization, this includes the globals that the function uses: a script or notebook may define its
+    network and data next to the function. Objects from importable modules go by reference.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, recurse=True).dump((function, args, kwargs))
@@ -62,21 +62,21 @@ def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]
 
 
 def settle_with_payload(future: Future[Any], payload: bytes) -> None:
-    """Resolve a future to a value that a slot sent, or to the reason why it cannot be read here."""
+    """Set a future's result to a value sent by a slot, or its exception if the value cannot be deserialized here."""
     if future.done():
         return
     try:
         value = deserialize(payload)
     except Exception as error:  # noqa: BLE001 - unpickling runs the value's own code
-        future.set_exception(DeserializationError(f"the result came, but cannot be read here: {error!r}"))
+        future.set_exception(DeserializationError(f"the result cannot be deserialized here: {error!r}"))
     else:
         future.set_result(value)
 
 
 def error_in(payload: bytes) -> BaseException:
-    """Return the exception that a slot sent, with its remote traceback."""
+    """Return the exception sent by a slot, with its remote traceback."""
     try:
         wrapped = deserialize(payload)
         return wrapped.get_exception() if isinstance(wrapped, RemoteExceptionWrapper) else TrainingError(repr(wrapped))
     except Exception as error:  # noqa: BLE001 - unpickling runs the exception's own code
-        return DeserializationError(f"it failed, but its exception cannot be read here: {error!r}")
+        return DeserializationError(f"the call failed, but its exception cannot be deserialized here: {error!r}")

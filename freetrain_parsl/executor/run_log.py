@@ -1,4 +1,4 @@
-"""The log of a run and the other files of its directory: private to the user, and no reason to fail."""
+"""The log of a run and the other files in its directory: private to the user; write errors never end the run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["RunLog", "keep_private", "log_to"]
 
 
 class RunLog(logging.FileHandler):
-    """Logs to a private file; a disk that is full is told once on standard error, not in a traceback for each line.
+    """A handler that logs to a private file; a write error is reported once on standard error, not once for each line.
 
     Parameters
     ----------
     path
-        The file; it is created.
+        The file, which is created.
     """
 
     def __init__(self, path: Path) -> None:
-        self._told = False
+        self._reported = False
         super().__init__(path)
 
     def _open(self) -> IO[str]:  # type: ignore[override]  # typeshed promises a TextIOWrapper
@@ -34,23 +34,23 @@ class RunLog(logging.FileHandler):
         return stream
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Tell the first line that is lost, and go on."""
+        """Report the first failure to write, and continue."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._told:
-            self._told = True
+        elif not self._reported:
+            self._reported = True
             with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or on the same disk
                 sys.stderr.write(f"freetrain: cannot log to {self.baseFilename}: {error.strerror or error}\n")
 
     def close(self) -> None:
-        """Close the file, whether its last lines can be written or not."""
+        """Close the file, whether or not its last lines can be written."""
         with contextlib.suppress(OSError):
             super().close()
 
 
 def log_to(path: Path) -> logging.Handler:
-    """Write what this package logs beside Parsl's own logs, which hold only what Parsl logs."""
+    """Write this package's log messages to a file; Parsl's logs contain only Parsl's messages."""
     handler = RunLog(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s"))
     ours = logging.getLogger("freetrain_parsl")
@@ -61,10 +61,10 @@ def log_to(path: Path) -> logging.Handler:
 
 
 def keep_private(directory: Path) -> None:
-    """Take the access of others from our files in a directory; Parsl makes its logs and scripts with the umask."""
+    """Make the user's files in a directory private; Parsl creates its logs and scripts with the umask."""
     for folder, _, names in os.walk(directory):
         for path in (folder, *(os.path.join(folder, name) for name in names)):  # noqa: PTH118 - as os.walk gives them
-            with contextlib.suppress(OSError):  # it has gone meanwhile
+            with contextlib.suppress(OSError):  # it has been removed meanwhile
                 facts = os.lstat(path)
                 if not stat.S_ISLNK(facts.st_mode) and facts.st_uid == os.geteuid() and facts.st_mode & 0o077:
                     os.chmod(path, stat.S_IMODE(facts.st_mode) & 0o700)  # noqa: PTH101 - as above

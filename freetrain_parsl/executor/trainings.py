@@ -1,4 +1,4 @@
-"""What ``@training_app`` and the executor's settings say of trainings."""
+"""Descriptions of trainings, from ``@training_app`` and from the executor's settings."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["Training", "TrainingRequest", "TrainingSettings"]
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What ``@training_app`` asks of the executor, for one call.
+    """One call of a training app, as submitted to the executor.
 
     Parameters
     ----------
     options
-        Of its session; the executor fills in what is its own: where checkpoints are, threads, failure rates.
+        Options of its session; the executor fills in the rest: checkpoint directory, threads, failure rate.
     min_nodes, max_nodes
         Bounds on its number of nodes.
     scaling
-        Samples per second against number of nodes.
+        Samples per second as a function of the number of nodes.
     priority
-        Positive weight for the objectives that use one.
+        Positive weight, for objectives that use one.
     samples
-        Work in all, in samples; ``None`` until the session knows it from its loader and epochs.
+        Total work in samples; ``None``: known only once the session has its loader and epochs.
     costs
-        What a rescale costs; ``None``: the executor's own.
+        Rescale costs; ``None``: the executor's.
     """
 
     options: SessionOptions
@@ -60,11 +60,11 @@ class TrainingRequest:
 
     @property
     def name(self) -> str:
-        """Names the training and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
+        """Name of the training and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
         return self.options.name
 
     def trainer(self, costs: RescaleCosts | None = None, submitted: float = 0.0) -> Trainer:
-        """Describe it to the planner."""
+        """Return the training as the planner sees it."""
         return Trainer(
             name=self.name,
             min_nodes=self.min_nodes,
@@ -78,12 +78,12 @@ class TrainingRequest:
 
 
 def session_options(name: str, **options: Any) -> SessionOptions:
-    """Make the options of a training's session.
+    """Return the options of a training's session.
 
     Raises
     ------
     InvalidTrainer
-        One is out of range.
+        An option is out of range.
     """
     try:
         return SessionOptions(name, **options)
@@ -93,17 +93,16 @@ def session_options(name: str, **options: Any) -> SessionOptions:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How an executor treats its trainings.
+    """The settings of an executor that apply to all of its trainings.
 
     Parameters
     ----------
     options
-        What the executor sets in the sessions of all trainings: where and how often checkpoints are written, and the
-        threads of each process.
+        Session options set by the executor: location and interval of checkpoints, threads per process.
     costs
-        Rescale costs of trainings that state none, until they are measured.
+        Rescale costs of trainings that do not state them, until they are measured.
     limits
-        Time-outs, and the number of restarts.
+        Timeouts, and the number of restarts.
     """
 
     options: SessionOptions
@@ -113,7 +112,7 @@ class TrainingSettings:
 
 @dataclass
 class Training:
-    """A submitted training: what was asked for, its function with arguments, and its future."""
+    """A submitted training: its request, its function with arguments, and its future."""
 
     request: TrainingRequest
     payload: bytes

@@ -1,4 +1,4 @@
-"""Interrupts a thread that waits in a `zmq.Poller`."""
+"""A wake-up for threads that wait in a `zmq.Poller`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Waker:
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
-            pass  # enough wake-ups are waiting already
+            pass  # enough wake-ups are pending already
         except OSError:
-            pass  # closed: nobody waits any more
+            pass  # closed: no thread waits any more
 
     def clear(self) -> None:
-        """Forget the wake-ups so far."""
+        """Discard the pending wake-ups."""
         try:
             while self._reader.recv(4096):
                 pass

@@ -1,1 +1,1 @@
-"""Deciding, pure: no clock, no I/O, no Parsl, no torch."""
+"""Planning as pure functions: no clock, no I/O, no Parsl, no torch."""

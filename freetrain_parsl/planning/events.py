@@ -1,4 +1,4 @@
-"""What the planner is told (events) and what it answers (actions). All times are seconds on the driver's clock."""
+"""The planner's inputs (events) and outputs (actions). All times are seconds on the driver's clock."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Time went by."""
+    """Time has passed."""
 
 
 @dataclass(frozen=True)
 class WindowsSeen(Event):
-    """The batch system was asked; `windows` and `terms` replace what was known before."""
+    """The batch system was queried; `windows` and `terms` replace the previous ones."""
 
     windows: tuple[Window, ...]
     terms: BlockTerms = field(default_factory=BlockTerms)
@@ -76,12 +76,12 @@ class WindowsSeen(Event):
 
 @dataclass(frozen=True)
 class WindowsOutdated(Event):
-    """The batch system has not been asked for a while: whoever was idle then may not be now."""
+    """The batch system has not been queried for a while: nodes that were idle then may be in use now."""
 
 
 @dataclass(frozen=True)
 class BlockStarted(Event):
-    """A requested block holds nodes now, its slots are still starting. `ends` is the end of its walltime."""
+    """A requested block holds nodes now; its slots are still starting. `ends` is the end of its walltime."""
 
     block: str
     nodes: tuple[str, ...]
@@ -90,7 +90,7 @@ class BlockStarted(Event):
 
 @dataclass(frozen=True)
 class BlockEnded(Event):
-    """A block holds no nodes any more, or was refused; the nodes of it that had joined leave with it."""
+    """A block no longer holds nodes, or was rejected; those of its nodes that had joined leave with it."""
 
     block: str
 
@@ -120,10 +120,10 @@ class NodesClosing(Event):
 
 @dataclass(frozen=True)
 class NodesForecast(Event):
-    """When the batch system now plans to take these nodes, by requested walltimes, ``None`` for no plan.
+    """When the batch system now plans to take these nodes, from requested walltimes; ``None`` for no plan.
 
-    Those that are `due` should have been taken already, by the plan, and may be at any moment. It is a forecast: unlike
-    `PoolNode.closes`, which holds, it says which nodes are likely to close soon.
+    According to the plan, nodes that are `due` should have been taken already and may be taken at any moment. Unlike
+    `PoolNode.closes`, which is certain, this is a forecast of which nodes are likely to close soon.
     """
 
     closes: Mapping[str, float | None]
@@ -132,14 +132,14 @@ class NodesForecast(Event):
 
 @dataclass(frozen=True)
 class TrainerSubmitted(Event):
-    """A training wants nodes."""
+    """A training requests nodes."""
 
     trainer: Trainer
 
 
 @dataclass(frozen=True)
 class TrainerProgressed(Event):
-    """A training has that many samples left."""
+    """A training has `work_left` samples left."""
 
     trainer: str
     work_left: float
@@ -147,7 +147,7 @@ class TrainerProgressed(Event):
 
 @dataclass(frozen=True)
 class TrainerLearned(Event):
-    """More is known of a training that is alive: `trainer` replaces what was told of it."""
+    """More is known about a live training: `trainer` replaces its previous description."""
 
     trainer: Trainer
 
@@ -161,21 +161,21 @@ class TrainerFinished(Event):
 
 @dataclass(frozen=True)
 class TrainerFailed(Event):
-    """A training ended with an error of its own and is not to be run again."""
+    """A training ended with its own error and must not run again."""
 
     trainer: str
 
 
 @dataclass(frozen=True)
 class TrainerWithheld(Event):
-    """A training cannot run for now, on any nodes; it is submitted again when it can."""
+    """A training cannot run for now, on any node; it is submitted again when it can."""
 
     trainer: str
 
 
 @dataclass(frozen=True)
 class TasksWaiting(Event):
-    """Ordinary one-slot tasks: those on `busy` nodes run, and `nodes_wanted` more nodes could be used."""
+    """Ordinary one-slot tasks: those on `busy` nodes are running, and `nodes_wanted` more nodes could be used."""
 
     nodes_wanted: int
     busy: frozenset[str] = frozenset()
@@ -190,7 +190,7 @@ class Action:
 class RequestBlock(Action):
     """Submit a block on these nodes of a window, for at most `seconds`.
 
-    It may run on others of the same partition unless it is `pinned`: some close too early.
+    It may run on other nodes of the same partition unless it is `pinned`, because some of them close too early.
     """
 
     block: str
@@ -202,7 +202,7 @@ class RequestBlock(Action):
 
 @dataclass(frozen=True)
 class ReleaseBlock(Action):
-    """Cancel a block that nothing wants."""
+    """Cancel a block that is not needed."""
 
     block: str
 
@@ -227,7 +227,7 @@ class Grow(Reassign):
 
 @dataclass(frozen=True)
 class Shrink(Reassign):
-    """The trainer keeps some of its nodes, or loses some and gets others."""
+    """The trainer keeps some of its nodes, or exchanges some for others."""
 
 
 @dataclass(frozen=True)

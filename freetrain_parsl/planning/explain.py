@@ -1,4 +1,4 @@
-"""Why a window is used, or not: the planner's own rules and answers, put into words."""
+"""Explain why a window is used or not, from the planner's own rules and decisions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Explanation", "Verdict", "explain_windows"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a window.
+    """Whether a window would be used.
 
     Parameters
     ----------
     window
         The window.
     used
-        Its nodes that blocks would be submitted for, by name.
+        Names of its nodes for which blocks would be submitted.
     why
-        Why not the others, in plain English; empty if all are used.
+        Why the others are not used, in plain English; empty if all are used.
     """
 
     window: Window
@@ -39,7 +39,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the planner would submit now, and its verdict on each window, in the order of the windows."""
+    """What the planner would submit now, and a verdict for each window, in the order of the windows."""
 
     plan: Preview
     verdicts: tuple[Verdict, ...]
@@ -54,20 +54,20 @@ def explain_windows(
     now: float,
     pending: int = 0,
 ) -> Explanation:
-    """Tell what a planner would do with each window if it were started now.
+    """Explain what a planner would do with each window if it were started now.
 
     Parameters
     ----------
     windows, terms
-        As the batch system's survey told them.
+        From the survey of the batch system.
     trainers
-        The trainings that wait; they hold no nodes.
+        The waiting trainings; they hold no nodes.
     policy, settings
-        The planner's.
+        Of the planner.
     now
         Seconds, on the windows' clock.
     pending
-        Blocks of ours that wait already.
+        Our blocks that are already pending.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def explain_windows(
 
 @dataclass
 class _Reasons:
-    """Finds the first of the planner's reasons that holds."""
+    """Finds the first of the planner's reasons that applies."""
 
     plan: Preview
     trainers: Sequence[Trainer]
@@ -103,7 +103,7 @@ class _Reasons:
     pending: int
     full: bool
     left: int = 0
-    """Nodes that could be had and that nobody wants."""
+    """Nodes that could be obtained and are not needed."""
 
     def __post_init__(self) -> None:
         allocation = {} if self.plan.decision is None else self.plan.decision.allocation
@@ -111,17 +111,17 @@ class _Reasons:
         self._chosen = frozenset().union(*allocation.values())
 
     def count_left(self, windows: Iterable[Window]) -> None:
-        """Count the nodes that could be had and that nobody wants."""
+        """Count the nodes that could be obtained and are not needed."""
         self.left = sum(len(window.nodes) for window in windows if self._rule(window) is None) - len(self._chosen)
 
     def why(self, window: Window, used: tuple[str, ...]) -> str:
-        """Say why the nodes of a window that are not `used` are left alone."""
+        """Explain why the nodes of a window that are not in `used` are not requested."""
         if (reason := self._rule(window)) is not None:
             return reason
         if not self.trainers:
             return "no training waits for nodes"
         if self.full:
-            return f"{_blocks(self.pending)} of yours {_wait(self.pending)} already, the most that may"
+            return f"{_blocks(self.pending)} already {_wait(self.pending)} in the queue, the maximum"
         if self.plan.decision is None:
             return f"policy {self.policy.name!r} gave no valid answer; its error is in the log"
         if wanted := len(self._chosen.intersection(window.nodes)) - len(used):
@@ -134,7 +134,7 @@ class _Reasons:
         return why_not(window, self.settings, self.terms, self.now)
 
     def _grows(self, trainer: Trainer) -> bool:
-        """Whether the nodes that nobody took would be enough for a training to start, or to have one more."""
+        """Return whether the unused nodes would be enough for a training to start or to grow by one."""
         count = self._counts[trainer.name]
         return self.left >= trainer.min_nodes if not count else count < trainer.max_nodes
 
@@ -149,16 +149,16 @@ class _Reasons:
     def _why_not_requested(self, wanted: int) -> str:
         waiting = len(self.plan.requests) + self.pending
         if len(self.plan.requests) >= self.settings.max_pending_blocks:
-            return f"{_blocks(waiting)} {_wait(waiting)} then, the most that may; longer windows go first"
+            return f"{_blocks(waiting)} then {_wait(waiting)} in the queue, the maximum; longer windows take precedence"
         return (
             f"{_nodes(wanted)} of it {'is' if wanted == 1 else 'are'} wanted, "
-            f"fewer than the {self.terms.min_nodes} that one job must have here"
+            f"fewer than the minimum of {self.terms.min_nodes} per job"
         )
 
     def _why_not_chosen(self, window: Window, used: tuple[str, ...]) -> str:
         decision = self.plan.decision
         stopped = decision is not None and not decision.proven_optimal
-        doubt = "; it was stopped before it was sure (time_limit)" if stopped else ""
+        doubt = "; it reached its time_limit before it could prove this" if stopped else ""
         if used:
             return f"policy {self.policy.name!r} finds that more nodes would gain nothing{doubt}"
         alone = preview([window], self.trainers, self.policy, self.settings, self.terms, self.now)

@@ -1,4 +1,4 @@
-"""The words of the design as frozen, validated values. Times are seconds on one clock, chosen by the driver."""
+"""The planner's data model: frozen, validated values. Times are seconds on one clock, chosen by the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WindowKind(str, Enum):
     """How a window ends."""
 
     BACKFILL = "backfill"
-    """Ends before the next planned start; known when."""
+    """Ends before the next planned start, at a known time."""
     PREEMPTIBLE = "preemptible"
     """May be taken back at any time, with the site's notice."""
 
@@ -33,15 +33,15 @@ class Window:
     Parameters
     ----------
     nodes
-        Names of the nodes, without repetition. Kept sorted.
+        Names of the nodes, without duplicates. Kept sorted.
     opens
         When the nodes become (or became) free, seconds.
     closes
-        When a queued job is going to need them, seconds; ``None`` if unknown.
+        When a queued job will need them, seconds; ``None`` if unknown.
     kind
         How the window ends.
     partition
-        The batch system's partition or queue, if it has any.
+        The batch system's partition or queue, if any.
     """
 
     nodes: tuple[str, ...]
@@ -53,13 +53,13 @@ class Window:
     def __post_init__(self) -> None:
         nodes = tuple(sorted(self.nodes))
         if not nodes or len(set(nodes)) != len(nodes):
-            raise PlanningError(f"a window needs one or more different nodes, got {self.nodes!r}")
+            raise PlanningError(f"a window needs at least one node and no duplicates, got {self.nodes!r}")
         if self.closes is not None and self.closes <= self.opens:
             raise PlanningError(f"a window must close after it opens, got {self.opens}..{self.closes}")
         object.__setattr__(self, "nodes", nodes)
 
     def remaining(self, now: float) -> float:
-        """Seconds from `now` until the window closes; infinity if that is unknown."""
+        """Return the seconds from `now` until the window closes; infinity if unknown."""
         return math.inf if self.closes is None else self.closes - now
 
 
@@ -70,13 +70,13 @@ class BlockTerms:
     Parameters
     ----------
     start_delay
-        How long a block may wait though its nodes are free: a cycle of the scheduler.
+        How long a block may wait although its nodes are free: one scheduler cycle.
     walltime_step
         Walltimes are multiples of this.
     max_walltime, min_nodes, max_nodes
-        Limits of one block; ``None`` nodes without a limit.
+        Limits of one block; ``None`` means no limit on nodes.
     hides_waiting
-        Nobody preempts blocks, and jobs of others that wait for their nodes are not shown.
+        Blocks are not preempted, and other users' jobs that wait for their nodes are hidden.
     """
 
     start_delay: float = 0.0
@@ -89,20 +89,20 @@ class BlockTerms:
 
 @dataclass(frozen=True)
 class PoolNode:
-    """A node whose slots we hold, or could hold.
+    """A node whose slots we hold or could hold.
 
     Parameters
     ----------
     name
         The node's batch-system name.
     closes
-        When we lose it, seconds; ``None`` if unknown.
+        When it closes, seconds; ``None`` if unknown.
     expected
-        When we are likely to lose it if that is unknown, by how long such nodes lasted so far, seconds.
+        When it is likely to close if that is unknown, from how long such nodes have lasted so far, seconds.
     closing_rate
-        Closings per second to be expected of such a node, if its closing is unknown.
+        Expected closings per second of such a node, if its closing is unknown.
     startup
-        Seconds until its slots are ready if a block is requested now; zero for a node that we hold or await.
+        Seconds until its slots are ready if a block is requested now; zero for a node that is held or awaited.
     """
 
     name: str
@@ -113,7 +113,7 @@ class PoolNode:
 
     @property
     def closes_or_inf(self) -> float:
-        """When it is known to close: unknown counts as never."""
+        """When it is known to close; infinity if unknown."""
         return math.inf if self.closes is None else self.closes
 
     @property
@@ -123,11 +123,11 @@ class PoolNode:
 
 
 DEFAULT_HORIZON = 120.0
-"""Seconds that a decision is taken to last where nothing was seen of a pool's past."""
+"""Seconds that a decision is assumed to last if there is no history of the pool."""
 
 
 class Pool(Mapping[str, PoolNode]):
-    """The nodes to share out, by name, in order of name.
+    """The nodes to allocate, by name, in order of name.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class Pool(Mapping[str, PoolNode]):
     horizon
         How long a decision about them is expected to last, seconds.
     max_blocks
-        How many blocks may be requested for the nodes that need one; ``None`` for any number.
+        How many blocks may be requested for the nodes that need one; ``None`` for no limit.
     """
 
     def __init__(
@@ -161,14 +161,14 @@ class Pool(Mapping[str, PoolNode]):
 
 @dataclass(frozen=True)
 class RescaleCosts:
-    """Seconds of lost training at a change of a trainer's nodes.
+    """Seconds of training lost when a trainer's nodes change.
 
     Parameters
     ----------
     up, down
-        When a running trainer grows, or shrinks (to nothing too), at the rate it had before.
+        When a running trainer grows, or shrinks (also to zero nodes), at the rate it had before.
     start
-        When a trainer without nodes gets some, at the rate it then has.
+        When a trainer without nodes gets nodes, at its new rate.
     """
 
     up: float = 0.0
@@ -183,34 +183,34 @@ class RescaleCosts:
 
 
 DEFAULT_COSTS = RescaleCosts(up=2.0, down=2.0, start=2.0)
-"""For trainings that state none."""
+"""For trainings that specify none."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One training job, as the planner sees it.
+    """A training as the planner sees it.
 
     Parameters
     ----------
     name
         Unique among the trainers that are alive.
     min_nodes, max_nodes
-        It runs on none, or on a number of nodes within these bounds (inclusive).
+        It runs on zero nodes or on a number of nodes within these bounds (inclusive).
     curve
-        Throughput in samples per second against number of nodes.
+        Throughput in samples per second as a function of the number of nodes.
     costs
-        What a change of its nodes costs.
+        Cost of changing its nodes.
     work_left
-        Samples still to process; infinity if endless or unknown.
+        Samples left to process; infinity if endless or unknown.
     priority
         Positive weight, used by the objective of that name.
     deadline
-        When it should be done, seconds; ``None`` if it need not.
+        When it should be finished, seconds; ``None`` for no deadline.
     submitted
         When it was submitted, seconds; first come, first served among equals.
     since
-        When it last got its first node or lost its last, seconds: since when it runs, or waits; ``None`` means
-        since it was submitted.
+        Since when it has been running or waiting, seconds: when it last got its first node or lost its last one;
+        ``None`` means since it was submitted.
     """
 
     name: str
@@ -243,20 +243,20 @@ class Trainer:
             raise InvalidTrainer(f"{who}: priority must be positive, got {self.priority!r}")
 
     def rate(self, nodes: int) -> float:
-        """Return the samples per second on that many nodes."""
+        """Return the samples per second on `nodes` nodes."""
         return self.curve(nodes)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy decided.
+    """A policy's decision.
 
     Parameters
     ----------
     allocation
         Trainer -> its nodes; trainers without nodes are absent.
     objective
-        Value of the allocation in the policy's own model, units of its objective × seconds.
+        Value of the allocation in the policy's model, in units of its objective × seconds.
     proven_optimal
         Whether no better allocation exists in that model.
     bound

@@ -1,11 +1,11 @@
-"""What the past of a pool says about its future: how long nodes of unknown closing last, and decisions with them.
+"""Estimate from a pool's history how long nodes of unknown closing, and decisions about them, last.
 
 The survival of a node by its age is the piecewise exponential estimate: in each bin of ages, closings over
-node-seconds at risk. Nodes that left for another reason than a closing were at risk until then and no more, as in
-Kaplan and Meier (JASA 53, 1958), of whose estimate this is the smoothed form; nodes that are still there are not
-counted yet. A few closings at the overall rate are added to each bin, so that a bin without data says what all
-together say. Nodes of different `Prospect` have a survival each; a node whose prospect changes is at risk in the one
-until then, and in the other from then on.
+node-seconds at risk. Nodes that left for a reason other than a closing are censored at that time, as in Kaplan and
+Meier (JASA 53, 1958), of whose estimate this is the smoothed form; nodes that are still there are not counted yet. A
+few closings at the overall rate are added to each bin, so that a bin without data has the overall rate. Each
+`Prospect` has its own survival; a node whose prospect changes is at risk in the old one until then and in the new one
+afterwards.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ __all__ = ["Outlook", "Prospect"]
 _EDGES = [0.0, *(2.0 ** (half / 2) for half in range(2, 44))]  # ages, seconds; the last bin begins after a month
 _LENGTHS = np.diff(_EDGES)
 _PRIOR_CLOSINGS = 2.0  # in each bin, at the overall rate
-_FIRST_LIFE = 1200.0  # seconds that a node is taken to last before any has closed; counts as one closing
+_FIRST_LIFE = 1200.0  # seconds that a node is assumed to last before any has closed; counts as one closing
 _LEAST_STARTS = 6.0  # a start is charged at most a sixth of what its trainer yields within the horizon
 _LONGEST_FOR_STARTS = 3600.0  # seconds; a start that takes longer to pay for itself is not worth a node
-_FIRST_GAP = 12.0  # seconds between changes of the pool before there were any; counts as one change
+_FIRST_GAP = 12.0  # seconds assumed between changes of the pool before the first; counts as one change
 
 
 class Prospect(Enum):
-    """What the batch system's plan says of a node."""
+    """The batch system's plan for a node."""
 
     UNKNOWN = "unknown"
-    """There is no plan to look at."""
+    """No plan is available."""
     UNNEEDED = "unneeded"
     """No job is known to need it."""
     PLANNED = "planned"
-    """A job is going to need it."""
+    """A job is planned on it."""
     DUE = "due"
-    """By the plan a job should have it already."""
+    """According to the plan, a job should have it already."""
 
 
 class _Node(NamedTuple):
-    """When a node opened, what the plan says of it, and since when."""
+    """When a node opened, its prospect, and since when it has had it."""
 
     opened: float
     prospect: Prospect
@@ -53,9 +53,9 @@ class _Node(NamedTuple):
 
 
 class Outlook:
-    """Learns from nodes that come and go; times in seconds on one clock.
+    """Learns from nodes that open and close; times in seconds on one clock.
 
-    A time before the latest that was told counts as that one.
+    A time before the latest reported one counts as the latest.
     """
 
     def __init__(self) -> None:
@@ -68,20 +68,20 @@ class Outlook:
         self._node_seconds = 0.0
 
     def opened(self, time: float, nodes: Iterable[str]) -> None:
-        """Note nodes that can be used from now on."""
+        """Record nodes that can be used from now on."""
         time = self._changed(time)
         for node in nodes:
             self._nodes.setdefault(node, _Node(time, Prospect.UNKNOWN, time))
 
     def seen(self, time: float, node: str, prospect: Prospect) -> None:
-        """Note what the plan now says of a node; nothing if it has not opened."""
+        """Record the current prospect of a node; do nothing if it has not opened."""
         time = max(time, self._last)
         if node in self._nodes and self._nodes[node].prospect is not prospect:
             self._leave(time, node, closes=False)
             self._nodes[node] = _Node(self._nodes[node].opened, prospect, time)
 
     def closed(self, time: float, nodes: Iterable[str], *, given_back: bool = False) -> None:
-        """Note nodes that are gone: closed, or given back by us, which says nothing of how long nodes last."""
+        """Record nodes that are gone: closed, or released by us, which does not show how long nodes last."""
         time = self._changed(time)
         for node in nodes:
             if node in self._nodes:
@@ -104,37 +104,37 @@ class Outlook:
         return self._survivals[known.prospect].closing_rate(max(0.0, now - known.opened), self._life)
 
     def horizon(self, start: float = 0.0) -> float:
-        """How long a decision is expected to last, seconds: the geometric mean of two times, but not below a least.
+        """Return how long a decision is expected to last, seconds: the geometric mean of two times, with a minimum.
 
-        One is the time from one change of the pool to the next, when all is decided anew, the other is the time
-        that a node lasts. Too short a horizon lets nodes lie idle that would have paid for a rescale, too long a
-        one pays for rescales that the next change undoes.
+        One is the time between changes of the pool, each of which leads to a new decision; the other is the lifetime
+        of a node. Too short a horizon leaves nodes idle that would have paid for a rescale; too long a horizon pays
+        for rescales that the next change undoes.
 
-        The least is a multiple of what a start costs. A decision charges a start in full to its own horizon T, a
-        share start / T of what the trainer yields, though the trainer runs on through many decisions. The multiple
-        bounds that share, so that a costly start does not leave nodes to trainers that gain little from more.
+        The minimum is a multiple of the cost of a start. A decision charges a start in full to its own horizon T, a
+        share start / T of the trainer's yield, although the trainer keeps running through many decisions. The multiple
+        bounds that share, so that a costly start does not leave nodes to trainers that gain little from more nodes.
 
         Parameters
         ----------
         start
-            What it costs to start a trainer, seconds.
+            Cost of starting a trainer, seconds.
         """
         return max(self._free_horizon, min(_LEAST_STARTS * start, _LONGEST_FOR_STARTS))
 
     @property
     def _free_horizon(self) -> float:
-        """The horizon where starts cost nothing."""
+        """Return the horizon if starts cost nothing."""
         elapsed = 0.0 if self._first is None else self._last - self._first
         gap = (elapsed + _FIRST_GAP) / (self._changes + 1)
         return math.sqrt(gap * self._life)
 
     @property
     def _life(self) -> float:
-        """Mean time that a node lasts: node-seconds, of those that are still there too, over closings."""
+        """Return the mean lifetime of a node: node-seconds, including those of nodes still there, over closings."""
         return (self._node_seconds + _FIRST_LIFE) / (self._closings + 1)
 
     def _changed(self, time: float) -> float:
-        """Count a change of the pool, and return its time: never before the last one."""
+        """Count a change of the pool and return its time, which is never before the last one."""
         if self._first is None:
             self._first = self._last = time
         time = max(time, self._last)
@@ -150,7 +150,7 @@ class Outlook:
 
 
 class _Survival:
-    """Closings and node-seconds at risk in bins of ages; what they say is computed when it is asked for."""
+    """Closings and node-seconds at risk in bins of ages; estimates are computed on demand."""
 
     def __init__(self) -> None:
         self._at_risk = np.zeros(len(_EDGES))
@@ -159,7 +159,7 @@ class _Survival:
         self._tails: list[float] = []
 
     def count(self, young: float, old: float, *, closes: bool) -> None:
-        """Note a node at risk from one age to another, at which it closes or not."""
+        """Record a node at risk from one age to another, at which it closes or is censored."""
         first, last = _bin(young), _bin(old)
         self._at_risk[first:last] += _LENGTHS[first:last]
         self._at_risk[first] -= young - _EDGES[first]
@@ -181,9 +181,9 @@ class _Survival:
         return self._rates[_bin(age)]
 
     def _estimate(self, life: float) -> None:
-        """Bring up to date: closings per second in each bin, and the expected time left at its beginning.
+        """Update the closings per second in each bin and the expected time left at its beginning.
 
-        A bin without data says what all say together, and as long as there are none, that nodes last `life`.
+        A bin without data has the overall rate; as long as there is no data at all, nodes are assumed to last `life`.
         """
         if self._rates:
             return

@@ -1,4 +1,4 @@
-"""Which nodes, once the counts are decided: growers keep theirs, shrinkers give back what closes first."""
+"""Node placement for decided counts: growing trainers keep their nodes, shrinking ones release the first to close."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["check_allocation", "current_counts", "place"]
 
 
 def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
-    """Choose nodes for decided counts, without moving anyone from node to node.
+    """Choose nodes for decided counts without moving trainers between nodes.
 
-    A trainer keeps as many of its nodes as it may, those that close last; growers, by name, take the free
-    nodes that close last, those that are ready first. Where closings are unknown the expected ones count, and ties
-    go by node name.
+    A trainer keeps as many of its nodes as its count allows, those that close last. Growing trainers, in order of
+    name, take the free nodes that close last, ready ones first. Unknown closings are replaced by the expected ones;
+    ties are broken by node name.
 
     Parameters
     ----------
     counts
-        Trainer -> number of nodes; who is absent gets none.
+        Trainer -> number of nodes; absent trainers get none.
     pool
-        The nodes to share out.
+        The nodes to allocate.
     current
-        Trainer -> its nodes before; nodes that have left the pool are lost already.
+        Trainer -> its nodes before; nodes that have left the pool are ignored.
 
     Returns
     -------
@@ -39,7 +39,7 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     Raises
     ------
     PlanningError
-        A negative count, more nodes in all than the pool has, or a node that two trainers hold already.
+        A negative count, more nodes in total than the pool has, or a node that two trainers already hold.
     """
     _check_counts(counts, pool)
     held = _holders(current, pool)
@@ -59,20 +59,20 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
 
 
 def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trainer]) -> None:
-    """Refuse an allocation that breaks the contract of `Policy`.
+    """Reject an allocation that violates the contract of `Policy`.
 
     Raises
     ------
     PlanningError
         It names an unknown trainer or node, gives a node to two trainers, or gives a trainer a number of
-        nodes outside its bounds (an empty set too: a trainer without nodes is absent).
+        nodes outside its bounds (including an empty set: a trainer without nodes must be absent).
     """
     known = {trainer.name: trainer for trainer in trainers}
     owner: dict[str, str] = {}
     for name, nodes in allocation.items():
         trainer = known.get(name)
         if trainer is None:
-            raise PlanningError(f"allocation: there is no trainer {name!r}; allocate only to those that were given")
+            raise PlanningError(f"allocation: unknown trainer {name!r}; allocate only to the trainers passed in")
         if not trainer.min_nodes <= len(nodes) <= trainer.max_nodes:
             raise PlanningError(
                 f"allocation: trainer {name!r} takes {trainer.min_nodes} to {trainer.max_nodes} nodes, "
@@ -82,12 +82,12 @@ def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trai
             if node not in pool:
                 raise PlanningError(f"allocation: trainer {name!r} got node {node!r}, which is not in the pool")
             if node in owner:
-                raise PlanningError(f"allocation: node {node!r} went to both {owner[node]!r} and {name!r}")
+                raise PlanningError(f"allocation: node {node!r} is assigned to both {owner[node]!r} and {name!r}")
             owner[node] = name
 
 
 def current_counts(trainers: Sequence[Trainer], pool: Pool, current: Allocation) -> dict[str, int]:
-    """Count the nodes that each trainer holds and that are still in the pool."""
+    """Count the nodes of each trainer that are still in the pool."""
     return {trainer.name: sum(node in pool for node in current.get(trainer.name, ())) for trainer in trainers}
 
 
@@ -96,7 +96,7 @@ def _check_counts(counts: Mapping[str, int], pool: Pool) -> None:
         if count < 0:
             raise PlanningError(f"placement: trainer {trainer!r} cannot have {count} nodes")
     if (wanted := sum(counts.values())) > len(pool):
-        raise PlanningError(f"placement: {wanted} nodes are shared out, but the pool has {len(pool)}")
+        raise PlanningError(f"placement: {wanted} nodes are allocated, but the pool has {len(pool)}")
 
 
 def _holders(current: Allocation, pool: Pool) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The one loop's middle: time-stamped events in, actions out. Pure: no clock, no I/O, no Parsl, no torch.
+"""The planner: time-stamped events in, actions out. Pure: no clock, no I/O, no Parsl, no torch.
 
-The planner decides twice with the same policy. Over the nodes whose slots are ready it decides who runs where.
-Over those plus the nodes that could still be had (blocks that are starting, windows that pay for their own
-start-up) it decides how many nodes are wanted in all: the difference is requested, a surplus is released.
+The planner decides twice with the same policy. Over the nodes whose slots are ready, it decides which trainer runs
+where. Over those plus the nodes that could be obtained (blocks that are starting, windows that pay for their own
+start-up), it decides how many nodes are wanted in total: the difference is requested, a surplus is released.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class _Member:
 
 @dataclass
 class PlannerStatistics:
-    """Figures of the solves so far."""
+    """Statistics of the solves so far."""
 
     solve_seconds: list[float] = field(default_factory=list)
     refused: int = 0
 
 
 class Planner:
-    """Turns what happens into what to do.
+    """Turns events into actions.
 
     Parameters
     ----------
     policy
-        Shares the nodes out.
+        Allocates the nodes.
     settings
-        What is assumed of the site.
+        Assumptions about the site.
     on_decision
-        Called with (time, purpose, decision) after each accepted solve, for records; must not call back. The purpose
-        is ``assign`` or ``demand``.
+        Called with (time, purpose, decision) after each accepted solve, for records; must not call the planner. The
+        purpose is ``assign`` or ``demand``.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class Planner:
         self._planned_at = -math.inf
         self._now = -math.inf
 
-    # What the driver may look at.
+    # State that the driver may read.
 
     @property
     def assigned(self) -> Allocation:
-        """Trainer -> nodes, as last told to the driver."""
+        """Trainer -> nodes, as last returned to the driver."""
         return dict(self._assigned)
 
     @property
     def trainers(self) -> tuple[Trainer, ...]:
-        """The trainers that are alive, in order of submission."""
+        """The live trainers, in order of submission."""
         return tuple(sorted(self._trainers.values(), key=lambda trainer: (trainer.submitted, trainer.name)))
 
     @property
@@ -101,7 +101,7 @@ class Planner:
         return self._holdings.windows
 
     def wake_at(self, now: float) -> float:
-        """When the planner wants the next event at the latest (a `Tick` will do); infinity if never."""
+        """Return when the planner needs the next event at the latest (a `Tick` is enough); infinity if never."""
         closings = (m.node.closes_or_inf - self.settings.closing_margin for m in self._members.values())
         settles = () if self._settle_until is None else (self._settle_until,)
         again = (self._planned_at + self.settings.replan_interval,) if self._trainers else ()
@@ -111,14 +111,14 @@ class Planner:
     # Events.
 
     def advance(self, *events: ev.Event) -> ev.Actions:
-        """Take events and answer with what to do.
+        """Process events and return the resulting actions.
 
-        The planner's time never goes back: an event from before the latest one counts as of that time.
+        The planner's time never goes back: an event earlier than the latest one is moved to the time of the latest.
 
         Raises
         ------
         InvalidTrainer
-            A submitted trainer has the name of one that is alive; nothing has changed.
+            A submitted trainer has the name of a live one; nothing has changed.
         """
         if not events:
             return []
@@ -146,7 +146,7 @@ class Planner:
         self._dirty = self._dirty or news
 
     @_take.register
-    def _(self, event: ev.WindowsOutdated) -> None:  # noqa: ARG002 - the type says it all
+    def _(self, event: ev.WindowsOutdated) -> None:  # noqa: ARG002 - the event has no content
         self._holdings.doubt()
 
     @_take.register
@@ -188,7 +188,7 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.NodesForecast) -> None:
-        # Plans are made from requested walltimes: they tell who is likely to be wanted soon, but not when.
+        # Plans are made from requested walltimes: they show which nodes are likely to be needed soon, but not when.
         for name, closes in event.closes.items():
             if name in event.due:
                 self.outlook.seen(event.time, name, Prospect.DUE)
@@ -198,7 +198,7 @@ class Planner:
     @_take.register
     def _(self, event: ev.TrainerSubmitted) -> None:
         if event.trainer.name in self._trainers:
-            raise InvalidTrainer(f"a trainer named {event.trainer.name!r} is alive already; give this one another name")
+            raise InvalidTrainer(f"a live trainer is already named {event.trainer.name!r}; give this one another name")
         self._trainers[event.trainer.name] = event.trainer
         self._dirty = True
 
@@ -253,7 +253,7 @@ class Planner:
         return actions
 
     def _pool(self, nodes: Iterable[PoolNode], now: float) -> Pool:
-        """Make a pool whose nodes say how long they are likely to last, if that is not known."""
+        """Make a pool in which nodes of unknown closing have an expected one."""
         outlook = self.outlook
         return Pool(
             (
@@ -271,11 +271,11 @@ class Planner:
         )
 
     def _mean_start(self) -> float:
-        """Return what it costs to start a trainer, seconds, the mean of those that are alive."""
+        """Return the mean cost of a start over the live trainers, seconds."""
         return fmean(trainer.costs.start for trainer in self._trainers.values()) if self._trainers else 0.0
 
     def _lend(self, usable: dict[str, PoolNode]) -> ev.Actions:
-        """Ordinary tasks are short and go first; nodes without a trainer, then those that close first, are lent."""
+        """Lend nodes to ordinary tasks, which are short and have priority: unused first, then earliest-closing."""
         busy = frozenset(self._tasks.busy & usable.keys())
         taken = frozenset().union(*self._assigned.values())
         order = sorted(usable.values(), key=lambda n: (n.name in taken, n.closes_or_inf, n.name))
@@ -291,10 +291,10 @@ class Planner:
             name: kept for name, nodes in self._assigned.items() if (kept := frozenset(n for n in nodes if n in pool))
         }
         for name in self._assigned.keys() - current.keys():
-            self._trainers[name] = replace(self._trainers[name], since=now)  # it waits again, behind who waits longer
+            self._trainers[name] = replace(self._trainers[name], since=now)  # back to the end of the queue
         trainers = [self._pinned(trainer, len(current.get(trainer.name, ()))) for trainer in self.trainers]
         if self._settle_until is not None:
-            # Neighbours are about to join: grow once for all of them; only those who run nowhere start now.
+            # More nodes are about to join: grow once for all of them; only trainers without nodes start now.
             trainers = [
                 replace(t, max_nodes=max(t.min_nodes, len(current[t.name]))) if t.name in current else t
                 for t in trainers
@@ -310,11 +310,11 @@ class Planner:
             if bool(self._assigned.get(name)) != bool(allocation.get(name)):
                 self._trainers[name] = replace(trainer, since=now)
         self._assigned = {name: nodes for name, nodes in allocation.items() if nodes}
-        # Nodes are given up before they are taken, so that a driver can act in this order.
+        # Nodes are released before they are assigned, so that the driver can act in this order.
         return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
 
     def _pinned(self, trainer: Trainer, nodes: int) -> Trainer:
-        """Leave a trainer as it is that ends before a rescale would pay."""
+        """Keep the nodes of a trainer that ends before a rescale would pay off."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
         ends_soon = trainer.work_left / rate <= trainer.costs.up
@@ -323,12 +323,12 @@ class Planner:
     def _decide(
         self, purpose: str, pool: Pool, trainers: list[Trainer], current: Allocation, now: float
     ) -> Decision | None:
-        """Ask the policy; a wrong answer is refused by name and nothing changes."""
+        """Call the policy; return ``None`` and log the error if it fails or its allocation is invalid."""
         try:
             decision = self.policy.allocate(pool, trainers, current, now)
             check_allocation(decision.allocation, pool, trainers)
-        except Exception:  # a policy may be anybody's code: whatever it does, the trainings that run go on
-            logger.exception("policy %r was refused; the last allocation stays", self.policy.name)
+        except Exception:  # a policy may be user code: whatever it does, running trainings continue
+            logger.exception("policy %r failed or gave an invalid allocation; keeping the last one", self.policy.name)
             self.statistics.refused += 1
             return None
         self.statistics.solve_seconds.append(decision.solve_seconds)
@@ -342,16 +342,16 @@ class Planner:
     # Blocks.
 
     def _adjust_blocks(self, pool: Pool, now: float) -> ev.Actions:
-        """Request what is wanted beyond the nodes we hold or await; release what nothing wants."""
+        """Request the nodes wanted beyond those held or awaited; release those not needed."""
         holdings = self._holdings
         if not (len(holdings) or holdings.windows or self._tasks.nodes_wanted):
-            return []  # the nodes are not had by blocks: there is nothing to request or to release
+            return []  # the nodes do not come from blocks: nothing to request or release
         lost = holdings.give_up(now) + holdings.withdraw(now)
         awaited = holdings.awaited(self._members.keys(), now)
         offers = holdings.offers(self._members.keys(), now)
         startup = holdings.startup
         offered = [PoolNode(name, window.closes, startup=startup) for window, names in offers for name in names]
-        # What is requested now comes when those that close soon have closed.
+        # Nodes requested now arrive after those that close soon have closed.
         ready = now + startup + self.settings.closing_margin
         lasting = [node for node in chain(pool.values(), awaited) if node.closes_or_inf > ready]
         wanted = self._wanted(lasting, offered, now)
@@ -368,7 +368,7 @@ class Planner:
         return lost + released
 
     def _wanted(self, had: list[PoolNode], offered: list[PoolNode], now: float) -> frozenset[str]:
-        """Nodes that trainers would use if every node that can be had were there."""
+        """Return the nodes that trainers would use if every obtainable node were available."""
         if not self._trainers:
             return frozenset()
         everything = self._pool([*had, *offered], now)
@@ -383,7 +383,7 @@ class Planner:
         return frozenset().union(*allocation.values())
 
     def _worth_growing(self, trainer: Trainer, nodes: int, lasting: int) -> Trainer | None:
-        """Let a trainer ask for no more nodes that will be done, on its `nodes`, before a new block is ready."""
+        """Let a trainer request no more nodes if it will finish on its `nodes` before a new block is ready."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
         if trainer.work_left / rate > self._holdings.startup + trainer.costs.up:
@@ -392,9 +392,9 @@ class Planner:
 
 
 def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]) -> frozenset[str]:
-    """Of the wanted nodes that are offered, those for which no node that we have can stand in.
+    """Return the wanted nodes among those offered that no node already held can replace.
 
-    A policy may well prefer a node that is free for longer to one whose block ends: not a reason to hold both.
+    A policy may prefer a node that is free for longer to one whose block ends; that is no reason to hold both.
     """
     candidates = [node for node in offered if node.name in wanted]
     best = sorted(candidates, key=lambda node: (-node.lasts_until, node.name))

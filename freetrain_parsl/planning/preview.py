@@ -1,4 +1,4 @@
-"""What the planner would do now if it were started now: the planner itself answers, and nothing is submitted."""
+"""What the planner would do if it were started now: a dry run of the planner itself; nothing is submitted."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ __all__ = ["Preview", "Share", "preview"]
 
 @dataclass(frozen=True)
 class Share:
-    """What one training gets in one block.
+    """A training's share of a block.
 
     Parameters
     ----------
     trainer
         Its name.
     nodes
-        Its nodes of the block.
+        Number of its nodes in the block.
     node_seconds
-        Of training there, once slots are ready and the training has started, until the nodes are vacated.
+        Node-seconds of training there, from when slots are ready and the training has started until the nodes are
+        vacated.
     samples
-        That it would gain there; ``None`` if its scaling curve is relative.
+        Samples that it would process there; ``None`` if its scaling curve is relative.
     """
 
     trainer: str
@@ -43,16 +44,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Preview:
-    """The planner's first answer.
+    """The planner's first decision.
 
     Parameters
     ----------
     requests
-        Blocks that it would submit, in its order.
+        Blocks that it would submit, in this order.
     shares
-        For each of them who trains there, and what that gains; by name of the training.
+        For each block, the trainings that would run there and their gains; in order of the training's name.
     decision
-        What the policy decided over all nodes that could be had; ``None`` if it was not asked, or refused.
+        The policy's decision over all obtainable nodes; ``None`` if it was not called or its answer was rejected.
     """
 
     requests: tuple[ev.RequestBlock, ...]
@@ -68,10 +69,10 @@ def preview(
     terms: BlockTerms,
     now: float,
 ) -> Preview:
-    """Ask a new planner what it would submit for trainings that hold nothing yet.
+    """Determine what a new planner would submit for trainings that hold no nodes yet.
 
-    The gain of a training is counted until its blocks end, less the start of the training, and no more than its work
-    left. A window of unknown closing counts in full, though its nodes may be taken at any time.
+    The gain of a training is counted until its blocks end, less the cost of its start, and at most its work left. A
+    window of unknown closing counts in full, although its nodes may be taken at any time.
     """
     decisions: list[Decision] = []
 
@@ -109,7 +110,7 @@ def _shares(
 def _gains(
     trainer: Trainer, counts: Sequence[int], useful: Sequence[float]
 ) -> tuple[defaultdict[int, float], defaultdict[int, float]]:
-    """Block -> node-seconds of training, and samples; those of several blocks at once are shared by nodes."""
+    """Return block -> node-seconds of training, and samples; concurrent blocks share both by number of nodes."""
     node_seconds: defaultdict[int, float] = defaultdict(float)
     samples: defaultdict[int, float] = defaultdict(float)
     begin, starting = 0.0, trainer.costs.start
@@ -117,7 +118,7 @@ def _gains(
         alive = [index for index, count in enumerate(counts) if count and useful[index] >= end]
         total = sum(counts[index] for index in alive)
         if total >= trainer.min_nodes:
-            seconds = end - begin - starting  # the start is paid once, where training begins
+            seconds = end - begin - starting  # the start is charged once, where training begins
             starting = 0.0
             for index in alive:
                 node_seconds[index] += seconds * counts[index]

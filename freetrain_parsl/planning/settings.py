@@ -1,4 +1,4 @@
-"""What the planner assumes of a site."""
+"""The planner's assumptions about a site."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ __all__ = ["PlannerSettings"]
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """What the planner assumes of the site; all times in seconds.
+    """The planner's assumptions about the site; all times in seconds.
 
     Parameters
     ----------
     startup
-        From the request of a block until its slots are ready.
+        Time from requesting a block until its slots are ready.
     min_useful
-        Least training time that a block must give after its start-up to be worth requesting.
+        Minimum training time after start-up for a block to be worth requesting.
     closing_margin
-        A node is vacated this long before it closes.
+        How long before it closes a node is vacated.
     max_walltime
-        Longest block, and the length of one in a window of unknown closing.
+        Longest block; also the length of a block in a window of unknown closing.
     hidden_jobs_walltime
-        Longest block where the batch system hides the jobs of others and cannot preempt ours: the longest that a job
-        which nobody sees may wait for one.
+        Longest block where the batch system hides other users' jobs and cannot preempt ours: the longest time that a
+        hidden job may have to wait for one.
     idle_timeout
-        A block that nothing wants for this long is released.
+        A block that is not needed for this long is released.
     join_timeout
-        A node of a running block whose slots are missing for this long is given up, and with the last its block.
+        A node of a running block is dropped when its slots have been missing for this long; with the last node, its
+        block is released.
     replan_interval
-        Longest time between two decisions: work left, and with it what a rescale pays, changes without events.
+        Longest time between two decisions: work left, and with it the benefit of a rescale, changes without events.
     settle
-        After a node has joined, how long to wait for its neighbours before trainers grow once for all of them.
+        How long to wait for further nodes after one has joined, so that trainers grow once for all of them.
     max_pending_blocks
-        Most blocks that may wait in the queue or be starting.
+        Maximum number of blocks that may be pending or starting.
     max_nodes_per_block
         Larger blocks are split; a preempted block takes all its nodes with it.
     """

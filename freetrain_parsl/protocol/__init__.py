@@ -1,1 +1,1 @@
-"""What driver, slots and trainings say to each other: typed, versioned, free of Parsl and torch."""
+"""The messages between driver, slots and trainings: typed, versioned, independent of Parsl and torch."""

@@ -1,8 +1,8 @@
-"""Messages as frames: a JSON header with the message's type and fields, and its payload if it has one.
+"""Encoding of messages as frames: a JSON header with the message's type and fields, and an optional payload.
 
-A message is a frozen dataclass. What it may hold is read from the types of its fields, once for each class. A frame of
-another version, of an unknown type, with a field that is missing, unknown or out of range is refused by name; nothing
-is ever unpickled here.
+A message is a frozen dataclass. The allowed values are derived from the types of its fields, once for each class. A
+frame of another version or of an unknown type, or with a field that is missing, unknown or out of range, is rejected
+with an error that names the cause. Nothing is unpickled here.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ _T = TypeVar("_T")
 __all__ = ["VERSION", "Envelope", "ProtocolError", "by_type", "decode", "encode", "type_name"]
 
 VERSION = 2
-"""Changes with every change of a message."""
+"""Protocol version; incremented with every change of a message."""
 
 _LONGEST_HEADER = 1 << 20  # bytes
-_PAYLOAD = "payload"  # the field that travels as a frame of its own
+_PAYLOAD = "payload"  # the field that is sent as a separate frame
 _ENVELOPE = ("v", "type", "n", "seen")
 
 
 class ProtocolError(FreeTrainError):
-    """A frame that is not of this protocol."""
+    """A frame does not conform to this protocol."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message with what `freetrain_parsl.protocol.delivery` needs.
+    """A message with the numbers that `freetrain_parsl.protocol.delivery` needs.
 
     Parameters
     ----------
     message
         The message.
     number
-        Its number among those of its sender; ``None``: it is not numbered.
+        Its sequence number; ``None``: it is not numbered.
     seen
-        Number of the last message that its sender has received; ``None``: not said.
+        Number of the last message that its sender has received; ``None``: not stated.
     """
 
     message: Any
@@ -83,19 +83,19 @@ def encode(envelope: Envelope) -> list[bytes]:
 
 
 def decode(frames: Sequence[bytes], known: Mapping[str, type]) -> Envelope:
-    """Read the frames of one of the `known` messages, see `by_type`.
+    """Decode the frames of one of the `known` messages, see `by_type`.
 
     Raises
     ------
     ProtocolError
-        They are none; it names what is wrong.
+        The frames are invalid; the error states the cause.
     """
     try:
         head, payload = frames
         header = json.loads(head[:_LONGEST_HEADER])
         envelope = {key: header.pop(key, None) for key in _ENVELOPE}
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"{len(frames)} frames that are no message: {str(error)[:200]}") from None
+        raise ProtocolError(f"{len(frames)} frames that are not a message: {str(error)[:200]}") from None
     kind = envelope["type"]
     if envelope["v"] != VERSION:
         raise ProtocolError(f"a message of protocol version {_brief(envelope['v'])}; this is version {VERSION}")
@@ -111,7 +111,7 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type]) -> Envelope:
 
 
 class _Refused(ValueError):
-    """A value that a field may not hold; says which."""
+    """A value that is not allowed for a field; its text names the value."""
 
 
 def _number(name: str, value: Any) -> int:
@@ -136,7 +136,7 @@ def _to_json(value: Any) -> Any:
 
 @cache
 def _decoder(hint: Any) -> Decode:
-    """Return what makes a value of this type of a JSON value, or raises `_Refused`."""
+    """Return a function that converts a JSON value to this type, or raises `_Refused`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         limits = [limit for limit in hint.__metadata__ if isinstance(limit, Limit)]
@@ -179,7 +179,7 @@ def _tuple(items: tuple[Any, ...]) -> Decode:
 
 
 def _union(options: tuple[Any, ...]) -> Decode:
-    """Decode ``X | None``, or one of several dataclasses by its type."""
+    """Return the decoder of ``X | None``, or of a union of dataclasses, which the type's name tells apart."""
     others = [option for option in options if option is not type(None)]
     if len(others) > 1:
         decoders = {type_name(option): _decoder(option) for option in others}
@@ -240,7 +240,7 @@ _SIMPLE: dict[Any, Decode] = {
 
 
 def _brief(value: Any, length: int = 80) -> str:
-    """Show a value of any size in one short line."""
+    """Return a short one-line representation of a value of any size."""
     if value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):
         return repr(value)
     if isinstance(value, str):

@@ -1,9 +1,9 @@
-"""Delivery over a connection that may break and be made anew: every message arrives once, in order.
+"""Delivery over a connection that may break and be re-established: every message arrives once, in order.
 
-TCP delivers what is sent over one connection. When a connection breaks, the messages on their way are lost, and the
-next one begins without them. So both ends number their messages and keep each until the other end has reported its
-number in a heartbeat. The slot notices a new connection and reports in `Reconnected` how far it has come; the driver
-sends the rest again and answers likewise.
+TCP guarantees delivery only within one connection. When a connection breaks, the messages in transit are lost, and
+the next connection starts without them. Therefore both ends number their messages and keep each until the other end
+has acknowledged its number in a heartbeat. After a reconnect, the slot sends `Reconnected` with the number of the last
+message it has received; the driver resends the rest and answers likewise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["UNNUMBERED", "Delivery"]
 
 UNNUMBERED = (SlotHeartbeat, DriverHeartbeat, Reconnected, Probe)
-"""Messages that are sent again by themselves, or answered at once."""
+"""Messages that are repeated periodically or answered at once, and so need no resending."""
 
 
 class Delivery:
@@ -34,7 +34,7 @@ class Delivery:
         """Number of the last message received."""
 
     def outgoing(self, message: ToDriver | ToSlot) -> Envelope:
-        """Prepare a message for sending: with its number, or with what has been seen."""
+        """Prepare a message for sending: with its number, or with the number of the last message received."""
         if isinstance(message, UNNUMBERED):
             return Envelope(message, seen=self.seen)
         self._last_sent += 1
@@ -44,12 +44,12 @@ class Delivery:
         return envelope
 
     def end(self) -> None:
-        """Keep nothing from now on: the other end is given up."""
+        """Stop keeping messages: the other end has failed."""
         self._keeps = False
         self._kept.clear()
 
     def incoming(self, envelope: Envelope) -> Any | None:
-        """Take a message; ``None`` if it came before, or if one before it is missing and will be sent again."""
+        """Accept a message; ``None`` if it is a duplicate, or if an earlier one is missing and will be resent."""
         if envelope.seen is not None:
             while self._kept and (self._kept[0].number or 0) <= envelope.seen:
                 self._kept.popleft()
@@ -60,5 +60,5 @@ class Delivery:
         return envelope.message
 
     def unseen(self) -> list[Envelope]:
-        """List what the other end has not reported as seen, in order."""
+        """Return the messages that the other end has not acknowledged, in order."""
         return list(self._kept)

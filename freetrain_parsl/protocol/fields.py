@@ -1,7 +1,7 @@
-"""Types of message fields with the values that they may hold.
+"""Types of message fields, with their allowed values.
 
-A field's type is its Python type with a `Limit`; `freetrain_parsl.protocol.codec` checks it where a message enters, so
-that the code behind may rely on it.
+A field's type is its Python type with a `Limit`. `freetrain_parsl.protocol.codec` checks it when a message is decoded,
+so that all other code can rely on it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Limit:
     Parameters
     ----------
     accepts
-        Whether a value as JSON gives it is allowed.
+        Returns whether a decoded JSON value is allowed.
     """
 
     accepts: Callable[[Any], bool]
 
 
 def is_name(value: Any) -> bool:
-    """Whether it can stand in a log line, in the journal and on a terminal: printable, at most 1024 characters."""
+    """Return whether a value is safe in logs, in the journal and on a terminal: printable, at most 1024 characters."""
     return isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable()
 
 
@@ -76,7 +76,7 @@ Count: TypeAlias = Annotated[int, Limit(lambda value: _is_integer(value) and val
 """Zero or more."""
 
 Number: TypeAlias = Annotated[float, Limit(_is_number)]
-"""Any float, NaN and infinities too."""
+"""Any float, including NaN and infinities."""
 
 Time: TypeAlias = Annotated[float, Limit(_is_time)]
 """Seconds; finite."""
@@ -85,4 +85,4 @@ Duration: TypeAlias = Annotated[float, Limit(lambda value: _is_time(value) and v
 """Seconds; finite, zero or more."""
 
 Names: TypeAlias = Annotated[dict[str, str], Limit(_are_names)]
-"""A few names with a name each."""
+"""A mapping from names to names, with at most 32 entries."""

@@ -1,4 +1,4 @@
-"""The records of the journal: what the driver saw, decided and did, one class for each kind."""
+"""The records of the journal: what the driver observed, decided and did, with one class for each kind."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Record:
-    """Something that happened; times in seconds since the epoch, on a clock that is never stepped.
+    """One entry of the journal; times are in seconds since the epoch, on a clock that is never stepped.
 
     Parameters
     ----------
     subject
-        The training, block, slot or node that it is about; empty: none of them.
+        The training, block, slot or node concerned; empty: none of them.
     """
 
     subject: str
@@ -70,7 +70,7 @@ class Record:
 
 @dataclass(frozen=True)
 class ClockStepped(Record):
-    """The wall clock was set forward by `seconds` (negative: back), and is ahead of the record's time by `lead`."""
+    """The wall clock was set forward by `seconds` (negative: back), and leads the journal's clock by `lead`."""
 
     seconds: float
     lead: float
@@ -85,19 +85,19 @@ class InterchangeEnded(Record):
 
 @dataclass(frozen=True)
 class InterchangeRestarted(Record):
-    """HTEX's interchange was started again."""
+    """HTEX's interchange was restarted."""
 
 
 @dataclass(frozen=True)
 class Windows(Record):
-    """The windows have changed; for each its `nodes` and when it `closes`."""
+    """The windows have changed; each has its `nodes` and the time when it `closes`."""
 
     windows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Decision(Record):
-    """The planner made a decision; `seconds`: the solve's."""
+    """The planner made a decision; `seconds`: solve time."""
 
     policy: str
     counts: dict[str, int]
@@ -111,7 +111,7 @@ class Decision(Record):
 
 @dataclass(frozen=True)
 class BlockRequested(Record):
-    """A block was requested; `seconds`: its walltime, `closes`: its window."""
+    """A block was requested; `seconds`: its walltime, `closes`: when its window closes."""
 
     nodes: list[str]
     seconds: float
@@ -120,14 +120,14 @@ class BlockRequested(Record):
 
 @dataclass(frozen=True)
 class BlockSubmitted(Record):
-    """The batch system has accepted it as `job`."""
+    """The batch system accepted the block as `job`."""
 
     job: str
 
 
 @dataclass(frozen=True)
 class BlockStarted(Record):
-    """It has its nodes."""
+    """The block has started on its nodes."""
 
     nodes: list[str]
     ends: float | None
@@ -135,7 +135,7 @@ class BlockStarted(Record):
 
 @dataclass(frozen=True)
 class BlockYields(Record):
-    """It leaves its nodes before it would lose them, by `closes`."""
+    """The block releases its nodes early, by `closes`."""
 
     nodes: list[str]
     closes: float
@@ -144,14 +144,14 @@ class BlockYields(Record):
 
 @dataclass(frozen=True)
 class BlockReleased(Record):
-    """It is given back, or withdrawn from the queue."""
+    """The block is released, or withdrawn from the queue."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StartsFailed(Record):
-    """So many attempts in a row to start a block have failed; 0: blocks start again."""
+    """`count` consecutive attempts to start a block have failed; 0: a block has started again."""
 
     count: int
     most: int
@@ -161,7 +161,7 @@ class StartsFailed(Record):
 
 @dataclass(frozen=True)
 class BlockEnded(Record):
-    """It is over."""
+    """The block has ended."""
 
     nodes: list[str]
     reason: str
@@ -172,7 +172,7 @@ class BlockEnded(Record):
 
 @dataclass(frozen=True)
 class EnvironmentDiffers(Record):
-    """A node's Python, packages or network differ; `refused`: no training can run there."""
+    """A node's Python, packages or network differ from the driver's; `refused`: no training can run there."""
 
     difference: str
     refused: bool
@@ -189,7 +189,7 @@ class SlotJoined(Record):
 
 @dataclass(frozen=True)
 class SlotLost(Record):
-    """A slot is gone."""
+    """A slot has ended or failed."""
 
     node: str
     reason: str
@@ -205,14 +205,14 @@ class NodeJoined(Record):
 
 @dataclass(frozen=True)
 class NodeLeft(Record):
-    """A node is not in the pool any more."""
+    """A node is no longer in the pool."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NodeSetAside(Record):
-    """The other nodes of a training do not reach it; it joins again after `seconds`."""
+    """The other nodes of a training cannot reach the node; it rejoins the pool after `seconds`."""
 
     seconds: float
     reason: str
@@ -220,7 +220,7 @@ class NodeSetAside(Record):
 
 @dataclass(frozen=True)
 class NodeClosing(Record):
-    """The batch system has signalled that it takes a node."""
+    """The batch system has signalled that it is reclaiming a node."""
 
     closes_in: float
 
@@ -239,21 +239,21 @@ class TrainingSubmitted(Record):
 
 @dataclass(frozen=True)
 class Assign(Record):
-    """The planner gives a waiting training these nodes."""
+    """The planner assigns these nodes to a waiting training."""
 
     nodes: list[str]
 
 
 @dataclass(frozen=True)
 class Grow(Record):
-    """The planner gives a training further nodes; `nodes` are all."""
+    """The planner assigns more nodes to a training; `nodes` are all of its nodes."""
 
     nodes: list[str]
 
 
 @dataclass(frozen=True)
 class Shrink(Record):
-    """The planner takes nodes from a training; `nodes` are those that stay."""
+    """The planner takes nodes from a training; `nodes` are the remaining ones."""
 
     nodes: list[str]
 
@@ -267,16 +267,16 @@ class Stop(Record):
 
 @dataclass(frozen=True)
 class FragmentStarted(Record):
-    """A group begins to train.
+    """A group starts training.
 
     Parameters
     ----------
     generation
         The group's number.
     nodes
-        Where it runs.
+        Its nodes.
     in_place
-        Its processes go on in another group, without a checkpoint.
+        Its processes continue from the previous group, without a checkpoint.
     paused
         Seconds without progress before that.
     """
@@ -289,14 +289,14 @@ class FragmentStarted(Record):
 
 @dataclass(frozen=True)
 class FragmentResumed(Record):
-    """A group went on from the checkpoint of that step."""
+    """A group resumed from the checkpoint of `step`."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class FragmentEnded(Record):
-    """A group ended; `failure`: because of a failed member."""
+    """A group ended; `failure`: because a member failed."""
 
     generation: int
     nodes: list[str]
@@ -306,21 +306,21 @@ class FragmentEnded(Record):
 
 @dataclass(frozen=True)
 class Checkpoint(Record):
-    """A checkpoint of that step is durable."""
+    """The checkpoint of `step` is durable."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class CodeChanged(Record):
-    """It begins anew, or goes on from a checkpoint of other code."""
+    """The training starts over, or resumes from a checkpoint of different code."""
 
     note: str
 
 
 @dataclass(frozen=True)
 class TrainingWaits(Record):
-    """It gets no nodes: the checkpoint directory cannot be used; it is tried again at `until`."""
+    """The training gets no nodes because the checkpoint directory cannot be used; the next attempt is at `until`."""
 
     reason: str
     until: float
@@ -333,26 +333,26 @@ class TrainingTriesAgain(Record):
 
 @dataclass(frozen=True)
 class SavingFails(Record):
-    """It trains, but cannot save."""
+    """The training runs, but cannot save checkpoints."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class SavingWorks(Record):
-    """It saves again."""
+    """The training can save checkpoints again."""
 
 
 @dataclass(frozen=True)
 class TrainingStalled(Record):
-    """It has made no progress for about a minute, for this reason; empty: it makes progress again."""
+    """The training has made no progress for about a minute, for `reason`; empty: it makes progress again."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class TrainingFinished(Record):
-    """It is done, at that step; not `trained`: its result is that of an earlier run."""
+    """The training finished at `step`; not `trained`: its result is that of an earlier run."""
 
     trained: bool
     step: int
@@ -360,22 +360,22 @@ class TrainingFinished(Record):
 
 @dataclass(frozen=True)
 class TrainingCancelled(Record):
-    """It was cancelled, and ends once its state is saved."""
+    """The training was cancelled; it ends once its state is saved."""
 
 
 @dataclass(frozen=True)
 class TrainingFailed(Record):
-    """It ended with an error."""
+    """The training failed with an error."""
 
     error: str
 
 
 KINDS: Mapping[str, type[Record]] = by_type(*Record.__subclasses__())
-"""Kind in the journal -> class."""
+"""Journal kind -> record class."""
 
 
 def record_of(kind: str, subject: str, detail: Mapping[str, Any]) -> Record | None:
-    """Return a record as it was written; ``None`` if this version does not know it."""
+    """Restore a record from its journal entry; ``None`` if this version does not know its kind or fields."""
     try:
         return KINDS[kind](subject, **detail)
     except (KeyError, TypeError):

@@ -1,7 +1,7 @@
 """The messages between driver and slots.
 
-They travel as frames over CurveZMQ with HTEX's own certificates, so both ends are known to each other. Payloads are
-Parsl's serialisation, with the same trust as HTEX's own tasks and results; nothing else is ever unpickled.
+They are sent as frames over CurveZMQ with HTEX's certificates, so both ends are authenticated. Payloads use Parsl's
+serialization and are trusted as much as HTEX's own tasks and results; nothing else is unpickled.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ Keys: TypeAlias = Annotated[tuple[Text, ...], Limit(lambda value: isinstance(val
 
 @dataclass(frozen=True)
 class Probe:
-    """Asks whether the other end hears this one; answered with the same. Needs no `Hello`."""
+    """Connectivity check, answered with the same message; needs no `Hello`."""
 
     pid: Count = 0
 
 
 @dataclass(frozen=True)
 class Reconnected:
-    """A slot has connected anew; both ends send again what the other has not seen."""
+    """A slot has reconnected; both ends resend what the other has not received."""
 
 
 # ── slot to driver ────────────────────────────────────────────────────────────────────────────────
@@ -68,13 +68,13 @@ class Hello:
     Parameters
     ----------
     token
-        Names the HTEX task behind it.
+        Identifies the HTEX task behind it.
     node, block, pid
         Where it runs.
     versions
-        Of its Python and packages, see `executor.environment`.
+        Versions of its Python and packages, see `executor.environment`.
     fault
-        Why its node cannot run trainings; empty: it can.
+        Why its node cannot run trainings; empty if it can.
     """
 
     token: Name
@@ -87,14 +87,14 @@ class Hello:
 
 @dataclass(frozen=True)
 class SlotHeartbeat:
-    """A slot lives.
+    """A slot is alive.
 
     Parameters
     ----------
     run, task
-        Number of the run or task that it was given and has not ended.
+        Number of its current run or task.
     waited
-        Seconds for which its training has done nothing but wait for the other members.
+        Seconds for which its training has only waited for the other members.
     """
 
     run: Count | None = None
@@ -104,14 +104,14 @@ class SlotHeartbeat:
 
 @dataclass(frozen=True)
 class Closing:
-    """The batch system has signalled that it takes the node.
+    """The batch system has signalled that it is reclaiming the node.
 
     Parameters
     ----------
     closes_in
-        Seconds until then.
+        Seconds until it does.
     gone
-        The slot has nothing to save and ends at once.
+        Whether the slot ends at once because it has nothing to save.
     """
 
     closes_in: Time
@@ -120,7 +120,7 @@ class Closing:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run reports before its end.
+    """A report of a run before its end.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """A run is over.
+    """A run has ended.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class RunEnded:
     end
         How it ended.
     payload
-        The value of `RunFinished` or the exception of `RunFailed`, serialised; else empty.
+        The serialized value of `RunFinished` or exception of `RunFailed`; otherwise empty.
     """
 
     training: Name
@@ -159,16 +159,16 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class TaskEnded:
-    """An ordinary task is over.
+    """An ordinary task has ended.
 
     Parameters
     ----------
     task
         Its number.
     failed
-        Whether it raised.
+        Whether it raised an exception.
     payload
-        The value or the exception, serialised.
+        The serialized value or exception.
     """
 
     task: Count
@@ -178,12 +178,12 @@ class TaskEnded:
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """A call of a group's rendezvous store.
+    """A call to the rendezvous store of a group.
 
     Parameters
     ----------
     group
-        Names the store.
+        Identifies the store.
     request
         Number of the call, for its `StoreReply`.
     operation, keys, amount, payload
@@ -203,7 +203,7 @@ class StoreRequest:
 
 @dataclass(frozen=True)
 class Invalid:
-    """Stands for a message that could not be decoded; never sent."""
+    """Placeholder for a message that could not be decoded; never sent."""
 
     reason: str
 
@@ -213,14 +213,14 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The slot is registered; its node closes in so many seconds, ``None`` if that is not known."""
+    """The slot is registered; its node closes in `closes_in` seconds, ``None`` if that is unknown."""
 
     closes_in: Time | None = None
 
 
 @dataclass(frozen=True)
 class DriverHeartbeat:
-    """The driver lives; answers a `SlotHeartbeat`."""
+    """The driver is alive; answers a `SlotHeartbeat`."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Place:
     Parameters
     ----------
     generation
-        Number of the group, unique for the driver.
+        Number of the group, unique within the driver.
     rank, size
         Its rank, from 0, and the number of members.
     """
@@ -247,15 +247,15 @@ class StartRun:
     Parameters
     ----------
     training, run
-        Its name, and the number of this command, which all messages about it repeat.
+        Name of the training, and the number of this command, which all messages about the run repeat.
     options
         See `SessionOptions`.
     place
-        In a new group; ``None``: as a newcomer to a group that trains already.
+        Place in a new group; ``None``: as a newcomer to a group that is already training.
     meeting_timeout
-        Seconds for which the members wait for each other when a group forms.
+        Seconds for which the members wait for each other when a group is formed.
     payload
-        The function with its arguments, serialised.
+        The serialized function and its arguments.
     """
 
     training: Name
@@ -268,18 +268,18 @@ class StartRun:
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Go on, in place, in another group.
+    """Change to another group in place.
 
     Parameters
     ----------
     training, run
         As in `StartRun`.
     generation
-        The new group's.
+        Number of the new group.
     place
-        This process's place in it; ``None``: it leaves, and its run ends.
+        This process's place in it; ``None``: the process leaves, and its run ends.
     abort
-        A peer has failed: leave the present group at once, without the others' agreement.
+        A peer has failed: leave the current group at once, without agreeing on a boundary.
     """
 
     training: Name
@@ -291,7 +291,7 @@ class ChangeGroup:
 
 @dataclass(frozen=True)
 class PauseRun:
-    """Stop at the next boundary, after a checkpoint; a newcomer just leaves.
+    """Stop at the next boundary, after a checkpoint; a newcomer stops at once.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ class PauseRun:
 
 @dataclass(frozen=True)
 class StartTask:
-    """Run an ordinary task: its number, and the function with its arguments, serialised."""
+    """Run an ordinary task: its number, and the serialized function with its arguments."""
 
     task: Count
     payload: bytes
@@ -322,7 +322,7 @@ class StoreReply:
     ok
         Whether the call succeeded.
     number, payload
-        Its result.
+        The result.
     """
 
     group: Name
@@ -339,9 +339,9 @@ class Exit:
     Parameters
     ----------
     now
-        At once; else after the run has paused.
+        At once, instead of after the run has paused.
     node
-        And the node's worker pool with it.
+        Also end the node's worker pool.
     """
 
     now: bool = False
@@ -356,9 +356,9 @@ ToSlot: TypeAlias = (
 )
 
 TO_DRIVER = by_type(Hello, SlotHeartbeat, Closing, RunReport, RunEnded, TaskEnded, StoreRequest, Reconnected, Probe)
-"""What a slot may send."""
+"""Messages that a slot may send."""
 
 TO_SLOT = by_type(
     Welcome, DriverHeartbeat, StartRun, ChangeGroup, PauseRun, StartTask, StoreReply, Exit, Reconnected, Probe
 )
-"""What the driver may send."""
+"""Messages that the driver may send."""

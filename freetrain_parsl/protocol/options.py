@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Code", "OnCodeChange", "SessionOptions", "check_on_code_change", "digest_of"]
 
 OnCodeChange: TypeAlias = Literal["refuse", "resume", "restart"]
-"""What becomes of a training whose newest checkpoint was written by other code: it ends with `CodeChanged`, goes on
-from it, or begins anew with the old checkpoints set aside."""
+"""What to do if a training's newest checkpoint was written by different code: raise `CodeChanged`, resume from it, or
+set the old checkpoints aside and start over."""
 
 Seed: TypeAlias = Annotated[int, Limit(lambda value: isinstance(value, int) and not isinstance(value, bool))]
 """Any integer."""
@@ -29,12 +29,12 @@ _PYTHON = ".".join(platform.python_version_tuple()[:2])
 
 
 def check_on_code_change(value: object) -> None:
-    """Refuse what is no `OnCodeChange`.
+    """Check that a value is an `OnCodeChange`.
 
     Raises
     ------
     InvalidSettings
-        It names the choices.
+        It is not; the message lists the choices.
     """
     if value not in get_args(OnCodeChange):
         choices = ", ".join(repr(choice) for choice in get_args(OnCodeChange))
@@ -42,7 +42,7 @@ def check_on_code_change(value: object) -> None:
 
 
 def digest_of(tokens: Iterable[str]) -> str:
-    """Return a short digest of a sequence of texts."""
+    """Return a short digest of a sequence of strings."""
     digest = hashlib.sha256()
     for token in tokens:
         digest.update(token.encode("utf-8", errors="surrogatepass") + b"\0")
@@ -58,7 +58,7 @@ class Code:
     name
         ``module:qualname`` of its function.
     parts
-        What counts as its code: ``module.qualname`` -> digest.
+        The parts of its code: ``module.qualname`` -> digest.
     python
         Version of Python (major and minor) that compiled it: digests of different versions cannot be compared.
     """
@@ -69,7 +69,7 @@ class Code:
 
     @property
     def digest(self) -> str:
-        """Of all parts together."""
+        """Digest of all parts."""
         return digest_of(f"{name}={digest}" for name, digest in sorted(self.parts.items()))
 
     @property
@@ -78,7 +78,7 @@ class Code:
         return f"{self.name}#{self.digest}"
 
     def changes_since(self, other: Code) -> list[str]:
-        """Name the parts that are not those of `other`; empty: none, or they cannot be compared."""
+        """Return the names of the parts that differ from those of `other`; empty if none, or if not comparable."""
         if self.python != other.python or not self.parts or not other.parts:
             return []
         names = sorted(self.parts.keys() | other.parts.keys())
@@ -87,36 +87,36 @@ class Code:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """How one training keeps its state.
+    """The options of one training's session.
 
     Parameters
     ----------
     name
         The training's name; its checkpoints are in a directory of that name.
     checkpoint_root
-        Where the directories of all trainings are. Every node must see it.
+        Parent directory of all trainings' checkpoints; must be visible to every node.
     seed
-        Start of every random number of the training.
+        Seed of all random numbers of the training.
     checkpoint_interval
-        Time between periodic checkpoints; ``None``: from their cost and the rate of failures (Young/Daly).
+        Time between periodic checkpoints; ``None``: derived from their cost and the failure rate (Young/Daly).
     mean_time_between_failures
-        Observed, of the training as a whole; for that.
+        Measured, for the training as a whole; used for `checkpoint_interval`.
     keep
-        How many checkpoints stay; two leave one to fall back on.
+        Number of checkpoints to keep; with two, there is one to fall back on.
     save_margin
-        How long before a node's closing the last checkpoint must be complete.
+        Time between the completion of the last checkpoint and the closing of a node.
     threads
         CPU threads of torch in each process; ``None`` leaves torch's own choice.
     epochs
-        Default of ``session.epochs()``.
+        Default number of epochs of ``session.epochs()``.
     root_identity
-        Tells the checkpoint root from another directory of its name, see `identify_root`; empty: not known.
+        Distinguishes the root from another directory of the same name, see `identify_root`; empty: unknown.
     code
-        The training's code; ``None``: not known, and not compared with that of checkpoints.
+        The training's code; ``None``: unknown, and not compared with that of checkpoints.
     on_code_change
-        What becomes of the training if its newest checkpoint was written by other code, see `OnCodeChange`.
+        What to do if the newest checkpoint was written by different code, see `OnCodeChange`.
     call
-        How names begin that were derived from this function and these arguments; empty: the name was given.
+        Prefix of the names that are derived from this function and these arguments; empty: the name was given.
 
     Raises
     ------

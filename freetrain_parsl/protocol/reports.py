@@ -1,4 +1,4 @@
-"""What a training reports while it runs in a slot, and how its run there ends."""
+"""The reports of a training that runs in a slot, and the ways in which a run ends."""
 
 from __future__ import annotations
 
@@ -25,51 +25,51 @@ __all__ = [
 
 
 class PauseReason(str, Enum):
-    """Why a run ended before its training was done; the value is the sentence for the log."""
+    """Why a run ended before its training was done; the value is the text for the log."""
 
     REQUESTED = "a pause was requested"
     CLOSING = "a node is about to close"
-    LEFT = "the others go on without this process"
+    LEFT = "the other members continue without this process"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training is, reported by its first member.
+    """The progress of a training, reported by the member of rank 0.
 
     Parameters
     ----------
     step
-        Optimizer steps done, in all fragments.
+        Optimizer steps, over all fragments.
     epoch
         Number of the current epoch, from 0.
     samples
-        Samples processed, in all fragments.
+        Samples processed, over all fragments.
     samples_total
         Samples of the whole training, if its length is known.
     slot_seconds
-        Time spent in the steps that count, in all fragments, times the slots that took part.
+        Time spent in the steps that count times the number of slots, over all fragments.
     loss
-        Mean loss a sample of the current epoch so far; ``None`` before its first step.
+        Mean loss per sample of the current epoch so far; ``None`` before its first step.
     rate
-        Recent throughput of this fragment, samples a second, without checkpoint writes; ``None`` at its start.
+        Recent throughput of this fragment in samples per second, excluding checkpoint writes; ``None`` at its start.
     samples_lost, duplicate_samples
-        Samples never, or more than once, trained on in an epoch; counted over the finished epochs.
+        Samples not trained on, or trained on more than once, in an epoch; counted over the finished epochs.
     checkpoint_step
-        Step of the newest durable checkpoint; ``None`` before the first.
+        Step of the newest durable checkpoint; ``None`` if there is none.
     resumed_from
-        Step of the checkpoint that this fragment started from; ``None`` if it started afresh.
+        Step of the checkpoint from which this fragment resumed; ``None`` if it started from scratch.
     write_seconds
-        Estimated time to write a checkpoint, seconds.
+        Estimated time to write a checkpoint, in seconds.
     refused_checkpoints
-        Paths of damaged checkpoints that were passed over when this fragment started.
+        Paths of damaged checkpoints that were skipped when this fragment started.
     in_place
-        Whether the training can change its group in place; one whose state is sharded over the members cannot.
+        Whether the training can change its group in place; not possible if its state is sharded over the members.
     storage_problem
-        The condition of a checkpoint directory in which nothing can be saved for now; empty while saving works.
+        The condition of the checkpoint directory if it cannot be written; empty while saving works.
     next_save
-        Seconds until the next periodic save is due, then.
+        Seconds until the next periodic save, if saving fails.
     code_note
-        What the user should know about a change of the training's code; empty: nothing.
+        Note for the user about a change of the training's code; empty if there is none.
     """
 
     step: Count = 0
@@ -93,12 +93,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Ready:
-    """A newcomer has everything but the state, and waits to be taken into the group."""
+    """A newcomer has everything but the state and waits to join the group."""
 
 
 @dataclass(frozen=True)
 class GroupFailed:
-    """A member has left its group because a peer failed, and waits for the command to join another.
+    """A member has left its group because a peer failed, and waits for a command to join another.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class GroupFailed:
     reason
         The error of the collective.
     unreachable
-        Pairs of ranks that do not reach each other, where the group could not form because of that.
+        Pairs of ranks that cannot reach each other, if that is why the group could not be formed.
     """
 
     generation: Count
@@ -122,11 +122,11 @@ class Joined:
     Parameters
     ----------
     generation
-        The new group's.
+        Number of the new group.
     paused
         Seconds without progress: from the boundary, or from the failure of a peer, to the next batch.
     transferred
-        Seconds of these in which the state was transferred.
+        Seconds of `paused` that the transfer of the state took.
     """
 
     generation: Count
@@ -135,19 +135,19 @@ class Joined:
 
 
 Report: TypeAlias = Progress | Ready | GroupFailed | Joined
-"""What a run reports before its end."""
+"""A report of a run before its end."""
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The function has returned: the training is done. The first member's value is the message's payload."""
+    """The function returned: the training is done. The return value of rank 0 is the message's payload."""
 
     progress: Progress
 
 
 @dataclass(frozen=True)
 class RunPaused:
-    """The function was stopped at a boundary; the state is saved, or others have it."""
+    """The function was stopped at a boundary; the state is saved, or other members have it."""
 
     reason: PauseReason
     progress: Progress = field(default_factory=Progress)
@@ -155,12 +155,12 @@ class RunPaused:
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The function raised; the exception is the message's payload."""
+    """The function raised an exception, which is the message's payload."""
 
 
 @dataclass(frozen=True)
 class PeersFailed:
-    """Peers failed and the run cannot go on in place; what was done since the last checkpoint is lost.
+    """Peers failed and the run cannot continue in place; the progress since the last checkpoint is lost.
 
     Parameters
     ----------
@@ -180,9 +180,9 @@ class StorageFailed:
     Parameters
     ----------
     reason
-        The whole error.
+        The full error message.
     condition
-        What is wrong with the directory.
+        The condition of the directory.
     """
 
     reason: Text

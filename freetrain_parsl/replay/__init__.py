@@ -1,1 +1,1 @@
-"""Replay: a planner driven by what a machine's idle nodes really did, in simulated time."""
+"""Replay: the planner driven by the recorded idle nodes of a machine, in simulated time."""

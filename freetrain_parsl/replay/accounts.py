@@ -1,13 +1,12 @@
-"""What a replay charges and counts: the published accounting, and with starts charged too.
+"""Costs and progress in a replay: the published accounting, optionally with starts charged too.
 
-At every instant that changes something (BFTrainer, arXiv 2106.12091, as its public code replays):
+At every instant with a change (BFTrainer, arXiv 2106.12091, as in its public replay code):
 
-- progress grows by time times rate;
-- a trainer that lost nodes pays ``down`` seconds at the rate before, once, however many nodes it lost;
-- a trainer that is then given other nodes pays at the rate before that change: ``up`` seconds if it got any, else
+- progress increases by time times rate;
+- a trainer from which nodes are taken pays ``down`` seconds at the previous rate, once for any number of nodes;
+- a trainer whose nodes are then changed pays at the rate before that change: ``up`` seconds if it gets any node, else
   ``down`` seconds;
-- a trainer without nodes starts for nothing (``paper``), or pays ``start`` seconds at the rate that it then has
-  (``full``).
+- a trainer without nodes starts at no cost (``paper``), or pays ``start`` seconds at its new rate (``full``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Losses:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all losses."""
         return self.rescale + self.preemption + self.start
 
 
@@ -45,9 +44,9 @@ class Account:
     Parameters
     ----------
     trainer
-        Whose.
+        The trainer.
     submitted
-        When, on the log's clock, seconds.
+        When it was submitted, on the log's clock, seconds.
     weight
         Value of a sample.
     """
@@ -66,17 +65,17 @@ class Account:
 
     @property
     def work_left(self) -> float:
-        """Samples still to process."""
+        """Samples left to process."""
         return self.trainer.work_left - self.samples
 
     def done(self, now: float) -> bool:
-        """Whether all its work is done, but for what rounding leaves: of the work, or of a clock with large times."""
+        """Return whether all work is done, up to rounding errors of the work or of a clock with large times."""
         if math.isinf(self.trainer.work_left):
             return False
         return self.work_left <= _ROUNDING * self.trainer.work_left or self.done_at(now) <= now
 
     def done_at(self, now: float) -> float:
-        """When it will be done at its rate; infinity if never."""
+        """Return when it will be done at its current rate; infinity if never."""
         if math.isinf(self.trainer.work_left) or self.rate <= 0:
             return math.inf
         return now + max(0.0, self.work_left) / self.rate
@@ -87,14 +86,14 @@ class Account:
         self.node_seconds += len(self.nodes) * seconds
 
     def preempt(self, lost: frozenset[str]) -> float:
-        """Take nodes away; return the value that this costs."""
+        """Remove nodes; return the value that this costs."""
         cost = self._charge(self.trainer.costs.down * self.rate)
         self.preemptions += 1
         self._hold(self.nodes - lost)
         return cost
 
     def rescale(self, nodes: frozenset[str]) -> float:
-        """Give other nodes than before to a trainer that has some; return the value that this costs."""
+        """Change the nodes of a running trainer; return the value that this costs."""
         costs = self.trainer.costs
         cost = self._charge((costs.up if nodes - self.nodes else costs.down) * self.rate)
         self.rescales += 1
@@ -102,14 +101,14 @@ class Account:
         return cost
 
     def start(self, nodes: frozenset[str], now: float, seconds: float) -> float:
-        """Give nodes to a trainer that has none; return the value that `seconds` at its rate cost."""
+        """Give nodes to a trainer without nodes; return the value of `seconds` at its rate, which this costs."""
         if self.started is None:
             self.started = now
         self._hold(nodes)
         return self._charge(seconds * self.rate)
 
     def stop(self) -> None:
-        """Take all nodes from a trainer that is done."""
+        """Remove all nodes from a finished trainer."""
         self._hold(frozenset())
 
     def _charge(self, samples: float) -> float:

@@ -1,4 +1,4 @@
-"""Policies side by side: the same log and trainers for each, and all figures in one dictionary."""
+"""Comparison of policies on the same log and trainers, with all results in one dictionary."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 __all__ = ["Contestant", "OnProgress", "compare"]
 
 OnProgress = Callable[[str, float], None]
-"""(what is done now, share of it that is done): called now and then."""
+"""(current activity, share of it that is done): called from time to time."""
 
 _NOT_AT_TOP = ("trainers", "series", "solve_histogram")
-"""Keys of a policy that a result does not repeat: they are long, or mean something else there."""
+"""Keys of a policy that are not copied to the top level of a result: they are long, or have another meaning there."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy, and what it is told.
+    """A policy and its knowledge of closings.
 
     Parameters
     ----------
     policy
-        Its name, of `POLICIES`.
+        Its name in `POLICIES`.
     knowledge
-        What it is told of closings.
+        What it knows about closings.
     objective
-        What it maximises: a name of `OBJECTIVES` or `CONTEXTUAL`.
+        What it maximises: a name in `OBJECTIVES` or `CONTEXTUAL`.
     horizon
         How far it looks ahead, seconds; ``None`` for adaptive.
     """
@@ -64,7 +64,7 @@ class Contestant:
         Raises
         ------
         InvalidSettings
-            It refuses objective or horizon.
+            The policy rejects the objective or the horizon.
         """
         kind: Callable[..., Policy] = POLICIES[self.policy]
         return kind(self.objective, horizon=None if self.horizon is None else timedelta(seconds=self.horizon))
@@ -87,28 +87,28 @@ def compare(
     log
         The holes.
     trainers
-        What is to be trained in them; their objective is what samples are worth, whatever policies maximise.
+        The trainers; their objective determines the value of samples, whatever the policies maximise.
     contestants
         The policies.
     settings
-        How to replay; `knowledge` is each contestant's own.
+        How to replay; `knowledge` is taken from each contestant.
     price_per_node_hour
-        In any currency.
+        Price in any currency.
     with_what_if
-        Repeat the best replay that can be had with other costs of rescales and starts; see `what_if`.
+        Repeat the best attainable replay with other costs of rescales and starts; see `what_if`.
     on_progress
-        Told how far it is.
+        Called with the progress.
 
     Returns
     -------
     dict
-        Plain values, as ``freetrain replay --json`` writes them. If there is one contestant, most of its figures
-        stand at the top too.
+        Plain values, as written by ``freetrain replay --json``. With a single contestant, most of its figures are also
+        at the top level.
 
     Raises
     ------
     InvalidSettings
-        Forecasts are asked of a log that has none.
+        Forecasts are requested from a log that has none.
     InvalidInput
         No node of the log is ever idle.
     """
@@ -139,7 +139,7 @@ def compare(
     if with_what_if:
         best = contestants[entries.index(best_first(entries)[0])]
         case = Case(log, rates, best.make, replace(settings, knowledge=best.knowledge))
-        tell = partial(on_progress, "what if changes cost less, or more")
+        tell = partial(on_progress, "what if changes cost less or more")
         more["what_if"] = what_if(case, yardstick.dedicated, on_progress=tell)
     top = {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
     return {
@@ -158,7 +158,7 @@ def compare(
 
 
 def _notes(trainers: TrainerSet, mean_idle: float, concurrent: int | None) -> list[str]:
-    """Say what limits the result, and the remedy."""
+    """Describe what limits the result, and the remedy."""
     sizes = sorted((trainer.max_nodes for trainer in trainers.trainers), reverse=True)[:concurrent]
     if sum(sizes) >= mean_idle:
         return []
@@ -175,7 +175,7 @@ def _progress_of(one: Contestant, log: HoleLog, on_progress: OnProgress) -> Call
 
 
 class _FirstRefusal(logging.Handler):
-    """Keeps why the planner first refused a decision."""
+    """Stores why the planner first rejected a decision."""
 
     reason: str | None = None
 
@@ -186,7 +186,7 @@ class _FirstRefusal(logging.Handler):
 
 @contextmanager
 def _first_refusal() -> Iterator[_FirstRefusal]:
-    """Collect what the planner would log of a policy's mistakes: in a replay there may be thousands."""
+    """Collect the planner's log records of policy errors: in a replay there may be thousands."""
     logger, handler = logging.getLogger(planner.__name__), _FirstRefusal()
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""Small example inputs of ``freetrain replay``: one of each kind that it reads."""
+"""Small example inputs for ``freetrain replay``, one of each kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRAINERS_YAML = """\
   max: 16
   curve: resnet18
   work: 200000000           # samples, then it is done
-- name: search              # eight of them, search-0 to search-7, that never end
+- name: search              # eight trainers, search-0 to search-7, without end
   count: 8
   max: 8
   curve: shufflenet
@@ -53,12 +53,12 @@ language,3600,2,16,15000000,2:410;4:790;8:1450;16:2500,up:25;down:10;start:60,1
 def write_example(folder: Path) -> list[Path]:
     """Write example inputs: ``idle.csv``, ``jobs.swf``, ``sacct.txt``, ``trainers.yaml`` and ``trainers.csv``.
 
-    The logs are of the same invented machine of 32 nodes, for six hours; the trainers' two lists are the same.
+    The logs are of the same fictitious machine of 32 nodes, for six hours; the two lists of trainers are equivalent.
 
     Parameters
     ----------
     folder
-        Where; made if it is missing.
+        Where to write; created if missing.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def write_example(folder: Path) -> list[Path]:
     Raises
     ------
     InvalidInput
-        One of them exists already: nothing is overwritten; or they cannot be written.
+        One of them already exists (nothing is overwritten), or they cannot be written.
     """
     log = _invent()
     texts = {
@@ -80,7 +80,7 @@ def write_example(folder: Path) -> list[Path]:
     }
     files = [folder / name for name in texts]
     if existing := [str(file) for file in files if file.exists()]:
-        raise InvalidInput(f"{', '.join(existing)} exists already and is not overwritten; choose another folder")
+        raise InvalidInput(f"{', '.join(existing)} already exists and is not overwritten; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in zip(files, texts.values(), strict=True):
@@ -91,7 +91,7 @@ def write_example(folder: Path) -> list[Path]:
 
 
 def _invent() -> JobLog:
-    """Let jobs of usual sizes and lengths run on a cluster."""
+    """Simulate jobs of typical sizes and lengths on a cluster."""
     jobs = [
         MainJob(round(job.submit), job.nodes, max(1, round(job.run)), math.ceil(job.walltime / 60) * 60)
         for job in generate_workload(nodes=_NODES, duration=_LENGTH, seed=_SEED, load=1.0, mean_run=_MEAN_RUN)
@@ -110,7 +110,7 @@ def _invent() -> JobLog:
 def _idle_csv(log: JobLog) -> str:
     holes = (hole for change in log.changes() for hole in change.opened)
     lines = (f"{hole.node},{hole.start:.0f},{hole.end:.0f}" for hole in holes)
-    return "\n".join(["# idle intervals of an invented machine, seconds", IDLE_HEADER, *lines, ""])
+    return "\n".join(["# idle intervals of a fictitious machine, seconds", IDLE_HEADER, *lines, ""])
 
 
 def _swf(log: JobLog) -> str:
@@ -119,7 +119,7 @@ def _swf(log: JobLog) -> str:
         f"{job.nodes} {job.walltime:.0f} -1 1 -1 -1 -1 -1 -1 -1 -1"
         for job, _ in log.placements()
     )
-    return "\n".join(["; Version: 2.2", "; Computer: an invented machine", f"; MaxNodes: {_NODES}", *lines, ""])
+    return "\n".join(["; Version: 2.2", "; Computer: a fictitious machine", f"; MaxNodes: {_NODES}", *lines, ""])
 
 
 def _sacct(log: JobLog) -> str:

@@ -1,4 +1,4 @@
-"""Holes of a recorded machine as a stream of changes: what every kind of log is turned into."""
+"""Holes of a recorded machine as a stream of changes: the common representation of all kinds of logs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Change", "Hole", "HoleLog", "HoleTable", "numbered_lines", "refuse_f
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """An idle node, from when to when, as it really was.
+    """An interval in which a node was idle.
 
     Parameters
     ----------
     node
-        Its name.
+        The node's name.
     start, end
         Seconds on the log's clock.
     """
@@ -40,22 +40,22 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What changed at one instant.
+    """The changes at one instant.
 
     Parameters
     ----------
     time
-        When, seconds on the log's clock.
+        Seconds on the log's clock.
     opened
         Holes that began.
     closed
-        Nodes whose holes ended. A node may close and open at one instant: closing comes first.
+        Nodes whose holes ended. A node may close and open at the same instant: closing comes first.
     expected
-        If forecasts were asked for: every node that is idle now -> when it was then expected to close, seconds,
-        always after `time`; ``None`` if nothing was known to need it, or it was due.
+        If forecasts were requested: every node idle at this time -> when it was then expected to close, seconds,
+        always after `time`; ``None`` if no job was planned on it, or it was due.
     due
-        If forecasts were asked for: the nodes that are idle although by the plan a job should have them now. Most
-        close soon, whereas those that no job is known to need stay idle for long.
+        If forecasts were requested: the idle nodes that, according to the plan, a job should have by now. Most close
+        soon, whereas nodes without a planned job stay idle for long.
     """
 
     time: float
@@ -71,24 +71,24 @@ class HoleLog(ABC):
     Attributes
     ----------
     name : str
-        The file's name.
+        Name of the file.
     nodes : int
         Size of the machine.
     start, end : float
         The time that the log covers, seconds on its own clock; every hole lies within.
     skipped : int
-        Malformed lines that were left out, if that was asked for.
+        Malformed lines that were skipped, if requested.
     clipped : int
         Jobs that were given fewer nodes than recorded, because no more were free.
     zero_length : int
         Jobs that ended in the second in which they started: they take their nodes from trainings like any other.
     masked : tuple of (float, float)
-        Times that were removed because they look like outages: seconds after `start`, on the log's clock, which
-        stands still in them; and how long they were.
+        Times that were removed because they look like outages: seconds after `start` on the log's clock, which is
+        stopped during them, and their lengths.
     date : datetime or None
-        The date of `start`, if the log tells; without a time zone if the log has none.
+        The date of `start`, if known; without a time zone if the log has none.
     has_forecasts : bool
-        Whether the log can tell when holes were expected to close.
+        Whether the log contains when holes were expected to close.
     """
 
     name: str
@@ -104,33 +104,33 @@ class HoleLog(ABC):
 
     @abstractmethod
     def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
-        """Yield what changed, in order of time, at most one change an instant; each call begins anew.
+        """Yield the changes in order of time, at most one per instant; each call starts from the beginning.
 
-        Times lie in [start, end): that the log ends, and with it every open hole, is no change.
+        Times are in [start, end): the end of the log, which ends every open hole, is not a change.
         With `forecasts`, instants at which only the queue changed are changes too.
 
         Raises
         ------
         InvalidSettings
-            Forecasts are asked of a log that has none.
+            Forecasts are requested from a log that has none.
         """
 
     def mean_idle(self) -> float:
-        """Mean number of idle nodes over the log's time."""
+        """Return the mean number of idle nodes over the log's time."""
         held = sum(hole.end - hole.start for change in self.changes() for hole in change.opened)
         return held / (self.end - self.start)
 
 
 @dataclass(frozen=True)
 class HoleTable:
-    """Holes in compact arrays, one element a hole, in order of `starts`.
+    """Holes in compact arrays, one element per hole, in order of `starts`.
 
     Parameters
     ----------
     names
         Names of the nodes.
     nodes
-        Whose hole: index into `names`.
+        Node of each hole: index into `names`.
     starts, ends
         Seconds.
     """
@@ -151,7 +151,7 @@ class HoleTable:
         starts: npt.ArrayLike,
         ends: npt.ArrayLike,
     ) -> HoleTable:
-        """Make a table of holes that come in any order; those of one instant go in order of node."""
+        """Make a table of holes given in any order; holes of the same instant are sorted by node."""
         nodes, starts = np.asarray(nodes, np.int32), np.asarray(starts, np.float64)
         order = np.lexsort((nodes, starts))
         return cls(names, nodes[order], starts[order], np.asarray(ends, np.float64)[order])
@@ -162,7 +162,7 @@ class HoleTable:
         return times
 
     def changes(self, before: float = np.inf) -> Iterator[Change]:
-        """Yield what opens and closes earlier than `before`; a change is built when it is reached."""
+        """Yield the changes earlier than `before`; each one is built when it is reached."""
         by_end = np.argsort(self.ends, kind="stable")
         times = self.times()
         times = times[times < before]
@@ -182,15 +182,15 @@ class HoleTable:
             opened, closed = opened_by_then, closed_by_then
 
     def within(self, start: float, end: float) -> HoleTable:
-        """Cut off what lies before `start` or after `end`."""
+        """Remove everything before `start` and after `end`."""
         starts, ends = np.maximum(self.starts, start), np.minimum(self.ends, end)
         kept = starts < ends
         return HoleTable.sorted(self.names, self.nodes[kept], starts[kept], ends[kept])
 
     def without(self, spans: Sequence[tuple[float, float]]) -> HoleTable:
-        """Cut out spans of time, which do not overlap; a hole that goes on after one becomes two."""
+        """Remove non-overlapping spans of time; a hole that continues after one becomes two."""
         pieces = [(self.nodes, self.starts, ends := self.ends.copy())]
-        for start, end in sorted(spans, reverse=True):  # what follows the later ones is cut off already
+        for start, end in sorted(spans, reverse=True):  # last first: the rest is already cut off
             hit = (self.starts < end) & (ends > start)
             after = hit & (ends > end)
             pieces.append((self.nodes[after], np.full(np.count_nonzero(after), end), ends[after]))
@@ -215,7 +215,7 @@ class HoleTable:
 
 
 def refuse_forecasts(name: str) -> InvalidSettings:
-    """Make the error of a log that knows nothing of the queue."""
+    """Return the error for a log without information about the queue."""
     return InvalidSettings(
         f"{name}: no forecasts of closings in this log; give a job log with requested walltimes, "
         "or replay with knowledge 'none' or 'perfect'"
@@ -223,7 +223,7 @@ def refuse_forecasts(name: str) -> InvalidSettings:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of a text file's lines that are not blank; unpacked if its name ends in ``.gz``.
+    """Yield (number, text) of a text file's non-blank lines; decompressed if its name ends in ``.gz``.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Trainings that rescale for free: the oracle of a log, and the same trainers on dedicated nodes.
+"""Trainings with free rescaling: the oracle of a log, and the same trainers on dedicated nodes.
 
-Both share the nodes that there are out at the best total rate, at every instant anew. The oracle does so with the
-idle nodes of the log: no policy does more in them, if the trainers are endless. (With trainers that end, the best
-rate at every instant need not be the most in the end; it is still what the word is used for here.)
+Both allocate the available nodes at the best total rate at every instant. The oracle does so with the idle nodes of
+the log: no policy can exceed it if the trainers are endless. (With trainers that end, the best rate at every instant
+need not give the best total; it is still called the oracle here.)
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["BestRates", "ideal_value"]
 
 @dataclass
 class BestRates:
-    """The best total rate of trainers on a number of nodes, by exact solution, remembered.
+    """The best total rate of trainers on a number of nodes, solved exactly and cached.
 
     Parameters
     ----------
     trainers
-        All that there are; they are told apart by their position.
+        All trainers; they are identified by position.
     objective
         Value per second of a trainer on a number of nodes.
     """
@@ -51,11 +51,11 @@ class BestRates:
         self._tables = [np.where(np.isnan(table), -np.inf, table) for table in tables]
 
     def __call__(self, alive: frozenset[int], nodes: int) -> float:
-        """Return the best total value per second of these trainers on that many nodes."""
+        """Return the best total value per second of these trainers on `nodes` nodes."""
         return self.best(alive, nodes)[0]
 
     def best(self, alive: frozenset[int], nodes: int) -> tuple[float, dict[int, int]]:
-        """Return that, and the count of each trainer."""
+        """Return the best total value per second and the count of each trainer."""
         nodes = min(nodes, sum(self.trainers[index].max_nodes for index in alive))
         if (alive, nodes) not in self._known:
             rows = sorted(alive)
@@ -80,15 +80,15 @@ def ideal_value(
     Parameters
     ----------
     rates
-        The trainers and what they are worth.
+        The trainers and their values.
     log
-        Whose idle nodes they train in.
+        The log with the idle nodes.
     nodes
-        Dedicated nodes over the same time instead.
+        Use this many dedicated nodes over the same time instead.
     concurrent
         How many trainers may run at a time, first come, first served; ``None`` for all.
     bins
-        Where to note the value over time.
+        Where to record the value over time.
     """
     trainers = rates.trainers
     left = [trainer.work_left for trainer in trainers]
@@ -119,7 +119,7 @@ def ideal_value(
 
 
 def _steps(log: HoleLog, nodes: int | None) -> Iterable[tuple[float, int]]:
-    """Yield (until when, idle nodes until then)."""
+    """Yield (time, idle nodes until then)."""
     if nodes is not None:
         yield log.end, nodes
         return

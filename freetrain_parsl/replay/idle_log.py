@@ -1,4 +1,4 @@
-"""Reader of idle logs: CSV with the header ``node,start,end``, one line an idle interval, seconds."""
+"""Reader of idle logs: CSV with the header ``node,start,end``, one idle interval per line, seconds."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class _Interval(NamedTuple):
 
 
 class IdleLog(HoleLog):
-    """The holes that a log lists.
+    """The holes listed in an idle log.
 
-    Lines that begin with ``#`` are comments; the header ``node,start,end`` may be missing. Intervals of one
-    node that touch are one hole. The log covers the time from its first start to its last end.
+    Lines that begin with ``#`` are comments; the header ``node,start,end`` is optional. Adjacent intervals of a node
+    are merged into one hole. The log covers the time from its first start to its last end.
 
     Parameters
     ----------
     path
-        The log; unpacked if its name ends in ``.gz``.
+        The log; decompressed if its name ends in ``.gz``.
     nodes
-        Size of the machine; ``None`` for the number of different nodes in the log.
+        Size of the machine; ``None`` for the number of distinct nodes in the log.
     lenient
-        Skip malformed lines and count them in `skipped`, instead of refusing the log.
+        Skip malformed lines and count them in `skipped` instead of rejecting the log.
 
     Raises
     ------
@@ -59,13 +59,13 @@ class IdleLog(HoleLog):
         seen = len(self.table.names)
         if nodes is not None and nodes < seen:
             raise InvalidSettings(
-                f"{path}: it has {seen} different nodes, more than the {nodes} given; give {seen} or more"
+                f"{path}: it has {seen} distinct nodes, more than the {nodes} given; give {seen} or more"
             )
         self.nodes = seen if nodes is None else nodes
         self.start, self.end = float(self.table.starts[0]), float(self.table.ends.max())
 
     def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
-        """Yield what changed; see `HoleLog.changes`."""
+        """Yield the changes; see `HoleLog.changes`."""
         if forecasts:
             raise refuse_forecasts(self.name)
         return self.table.changes(before=self.end)
@@ -85,11 +85,11 @@ class IdleLog(HoleLog):
             ends.append(interval.end)
             lines.append(number)
         if not nodes:
-            raise InvalidInput(f"{self._path}: no idle interval in it; each line is '{IDLE_HEADER}', times in seconds")
+            raise InvalidInput(f"{self._path}: no idle intervals; each line is '{IDLE_HEADER}', times in seconds")
         return self._merged(tuple(index), nodes, starts, ends, lines)
 
     def _merged(self, names: tuple[str, ...], *columns: array[int] | array[float]) -> HoleTable:
-        """Join the intervals of a node that touch; refuse those that overlap."""
+        """Merge adjacent intervals of a node; reject overlapping ones."""
         nodes, starts, ends, lines = (np.asarray(column) for column in columns)
         order = np.lexsort((starts, nodes))
         kept_nodes, kept_starts, kept_ends = array("i"), array("d"), array("d")
@@ -98,7 +98,7 @@ class IdleLog(HoleLog):
             node, start, end, line = nodes[position], starts[position], ends[position], int(lines[position])
             if node == last and start < free_from:
                 first, second = sorted((last_line, line))
-                self._skip(second, f"node {names[node]!r} is idle already by line {first}; intervals must not overlap")
+                self._skip(second, f"node {names[node]!r} is already idle by line {first}; intervals must not overlap")
             elif node == last and start == free_from:
                 kept_ends[-1] = free_from = end
                 last_line = line
@@ -110,14 +110,14 @@ class IdleLog(HoleLog):
         return HoleTable.sorted(names, kept_nodes, kept_starts, kept_ends)
 
     def _skip(self, line: int, problem: str) -> None:
-        """Count a malformed line, or refuse the log because of it."""
+        """Count a malformed line, or reject the log because of it."""
         if not self._lenient:
-            raise InvalidInput(f"{self._path}:{line}: {problem}; mend it, or read leniently to skip such lines")
+            raise InvalidInput(f"{self._path}:{line}: {problem}; fix it, or read leniently to skip such lines")
         self.skipped += 1
 
 
 def _parse(text: str) -> _Interval | str:
-    """Read an interval, or tell what is wrong with it."""
+    """Parse an interval; return an error message if it is malformed."""
     fields = [field.strip() for field in text.split(",")]
     if len(fields) != 3 or not fields[0]:
         return f"expected '{IDLE_HEADER}', got {text[:80]!r}"
@@ -126,7 +126,7 @@ def _parse(text: str) -> _Interval | str:
     except ValueError:
         start = end = math.nan
     if not (math.isfinite(start) and math.isfinite(end)):
-        return f"start and end are numbers of seconds, got {text[:80]!r}"
+        return f"start and end must be numbers of seconds, got {text[:80]!r}"
     if end <= start:
-        return f"an interval ends after it starts, got {start:g} to {end:g}"
+        return f"an interval must end after it starts, got {start:g} to {end:g}"
     return _Interval(fields[0], start, end)

@@ -1,10 +1,10 @@
-"""Holes of a machine whose job log was kept: what no job held was idle, and what the queue told was known.
+"""Holes of a machine from its job log: nodes not held by a job were idle, and forecasts follow from the queue.
 
-Where the log names no nodes, a job gets the first in order of name that are free. How many nodes are idle does
-not depend on this rule; which, and so how long each stays idle, does.
+If the log does not contain nodes, a job gets the first free ones in order of name. The number of idle nodes does not
+depend on this rule, but how long each one stays idle does.
 
-Forecasts are what a batch system would have planned at that instant (`freetrain_parsl.cluster.plan.Plan`): jobs
-that run end when the walltime that they asked for does, and those that wait start in order of submission.
+Forecasts are what a batch system would have planned at that instant (`freetrain_parsl.cluster.plan.Plan`): running
+jobs end with their requested walltime, and waiting ones start in order of submission.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["JobLog", "RecordedJob"]
 
 _PLAN_DEPTH = 100
-"""How many waiting jobs a forecast looks at, as the embedded cluster does."""
+"""How many waiting jobs a forecast considers, as in the embedded cluster."""
 
 _UNKNOWN_WALLTIME = 86_400.0
-"""Seconds; what a job without a walltime is taken to ask for until the log has told of one."""
+"""Seconds; assumed walltime of jobs without one, until the log contains a walltime."""
 
 _CLIPPED_AT_MOST = 0.01
-"""Share of the jobs that may find too few free nodes before the size of the machine is taken to be wrong."""
+"""Share of the jobs that may find too few free nodes before the size of the machine is considered wrong."""
 
-# Kinds of events, in the order in which those of one instant count. Who leaves at the instant of its start, or without
-# one, comes last.
+# Kinds of events, in the order in which those of the same instant are processed. Jobs that leave at the instant of
+# their start, or without one, come last.
 _ENDED, _SUBMITTED, _STARTED, _LEFT = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedJob:
-    """A job of a log.
+    """A job in a log.
 
     Parameters
     ----------
@@ -54,14 +54,14 @@ class RecordedJob:
     submit
         When it was submitted, seconds.
     start
-        When it got its nodes; ``None`` if it was cancelled, or the log taken, before.
+        When it got its nodes; ``None`` if it was cancelled or the log ended before.
     end
-        When it gave them back (it may be the instant of its start), or left the queue without any; infinity if the
-        log was taken before.
+        When it released them (possibly the instant of its start) or left the queue without any; infinity if the log
+        ended before.
     nodes
-        How many nodes it had or asked for.
+        How many nodes it had or requested.
     walltime
-        Seconds that it asked for; ``None`` if unknown.
+        Requested seconds; ``None`` if unknown.
     hosts
         Its nodes, as a host list; ``None`` if unknown.
     """
@@ -76,18 +76,17 @@ class RecordedJob:
 
     @property
     def began(self) -> float:
-        """Start of a job that ran."""
+        """The start of a job that ran."""
         assert self.start is not None
         return self.start
 
 
 class JobLog(HoleLog):
-    """The holes that the jobs of a log left.
+    """The holes left by the jobs of a log.
 
-    A log lacks the jobs that ended before its beginning and those that started after its end, so that the machine
-    looks empty at both. Holes are therefore taken from the first end of a job to the last start of one, between
-    which all that ran is known; or, if that is less than half of a (short) log, from its first start to its last
-    end.
+    A log lacks the jobs that ended before its beginning and those that started after its end, so that the machine looks
+    empty at both. Holes are therefore taken from the first end of a job to the last start of one, between which all
+    running jobs are known; or, if that is less than half of a (short) log, from its first start to its last end.
 
     Parameters
     ----------
@@ -98,20 +97,20 @@ class JobLog(HoleLog):
     nodes
         Size of the machine.
     lenient
-        Do not refuse a log by which jobs held more nodes at once than there are.
+        Accept a log in which jobs held more nodes at once than exist.
     epoch
-        The date of zero on the log's clock, if that is known.
+        The date of zero on the log's clock, if known.
 
     Attributes
     ----------
     clipped : int
-        Jobs that found too few free nodes and were given those that there were. Logs round their times, so that
-        some jobs overlap: more than one in a hundred, or a job larger than the machine, is refused.
+        Jobs that found too few free nodes and were given those available. Logs round their times, so that some jobs
+        overlap; the log is rejected if it is more than one in a hundred, or if a job is larger than the machine.
 
     Raises
     ------
     InvalidInput
-        No job ran; or jobs held more nodes at once, or more different ones, than there are.
+        No job ran; or jobs held more nodes at once, or more distinct ones, than exist.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class JobLog(HoleLog):
         self._jobs = sorted(jobs, key=lambda job: job.submit)
         self._ran = sorted((job for job in self._jobs if job.start is not None), key=lambda job: job.began)
         if not self._ran:
-            raise InvalidInput(f"{name}: no job in it that ran")
+            raise InvalidInput(f"{name}: contains no job that ran")
         self.zero_length = sum(job.end == job.began for job in self._ran)
         self.has_forecasts = any(job.walltime is not None for job in self._ran)
         self.start, self.end = self._known_span()
@@ -137,7 +136,7 @@ class JobLog(HoleLog):
         self.table = self._find_holes(lenient=lenient).within(self.start, self.end)
 
     def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
-        """Yield what changed; see `HoleLog.changes`."""
+        """Yield the changes; see `HoleLog.changes`."""
         if not forecasts:
             return self.table.changes(before=self.end)
         if not self.has_forecasts:
@@ -145,29 +144,29 @@ class JobLog(HoleLog):
         return self._forecast_changes()
 
     def placements(self) -> Iterator[tuple[RecordedJob, tuple[str, ...]]]:
-        """Yield the jobs that ran, by start, each with the names of its nodes."""
+        """Yield the jobs that ran, in order of start, each with the names of its nodes."""
         for job, nodes, _ in self._placed():
             yield job, tuple(self._names[node] for node in nodes.tolist())
 
-    # -- what was ------------------------------------------------------------------------------------------------
+    # -- holes ---------------------------------------------------------------------------------------------------
 
     def _known_span(self) -> tuple[float, float]:
         first_start, last_start = self._ran[0].began, self._ran[-1].began
         ends = [job.end for job in self._ran if job.end < math.inf]
         first_end, last_end = min(ends, default=math.inf), max([last_start, *ends])
         if last_end <= first_start:
-            raise InvalidInput(f"{self.name}: it covers no time, all jobs started at once and none has ended")
+            raise InvalidInput(f"{self.name}: it covers no time: all jobs started at once and none has ended")
         if last_start - first_end < (last_end - first_start) / 2:
             return first_start, last_end
         return first_end, last_start
 
     def _name_nodes(self) -> list[str]:
-        """Name all nodes of the machine: first those that the log names, in natural order."""
+        """Name all nodes of the machine: first those in the log, in natural order."""
         hostlists = {job.hosts for job in self._ran if job.hosts is not None}
         seen = {host for hosts in hostlists for host in expand_hosts(hosts)}
         if len(seen) > self.nodes:
             raise InvalidInput(
-                f"{self.name}: its jobs ran on {len(seen)} different nodes, more than the machine's {self.nodes}; "
+                f"{self.name}: its jobs ran on {len(seen)} distinct nodes, more than the machine's {self.nodes}; "
                 f"give a size of {len(seen)} or more"
             )
         digits = len(str(self.nodes - 1))
@@ -176,7 +175,7 @@ class JobLog(HoleLog):
         return [*sorted(seen, key=natural_order), *others[: self.nodes - len(seen)]]
 
     def _placed(self) -> Iterator[tuple[RecordedJob, npt.NDArray[np.intp], npt.NDArray[np.float64]]]:
-        """Yield the jobs that ran, by start, each with its nodes and with since when each of those had been free."""
+        """Yield the jobs that ran, in order of start, each with its nodes and since when each node had been free."""
         held_until = np.full(self.nodes, -np.inf)
         for job in self._ran:
             if job.hosts is not None:
@@ -184,11 +183,11 @@ class JobLog(HoleLog):
             else:
                 nodes = np.flatnonzero(held_until <= job.began)[: job.nodes]
             free_since = held_until[nodes]
-            held_until[nodes] = np.maximum(free_since, job.end)  # nodes that the log names may be shared by jobs
+            held_until[nodes] = np.maximum(free_since, job.end)  # nodes listed in the log may be shared by jobs
             yield job, nodes, free_since
 
     def _find_holes(self, *, lenient: bool) -> HoleTable:
-        """Find the holes between jobs on each node; the first begin, and the last end, at infinity."""
+        """Find the holes between jobs on each node, including those before the first and after the last job."""
         nodes, starts, ends = [], [], []
         clipped = []
         held_until = np.full(self.nodes, -np.inf)
@@ -215,10 +214,10 @@ class JobLog(HoleLog):
             if job.nodes > self.nodes or len(clipped) > _CLIPPED_AT_MOST * len(self._ran):
                 raise InvalidInput(
                     f"{job.where}: it started on {job.nodes} nodes when only {placed} of {self.nodes} were free; "
-                    "give the machine's right size, or read leniently to give it those that were"
+                    "give the correct size of the machine, or read leniently to give it only those"
                 )
 
-    # -- what was known then -------------------------------------------------------------------------------------
+    # -- forecasts -----------------------------------------------------------------------------------------------
 
     def _forecast_changes(self) -> Iterator[Change]:
         events, placed = self._events(), self._placed()
@@ -248,7 +247,7 @@ class JobLog(HoleLog):
             yield replace(change, expected=expected, due=due)
 
     def _events(self) -> list[tuple[float, int, int]]:
-        """List (time, kind, index of the job) in order; the starts come in the order of `_placed`."""
+        """List (time, kind, index of the job) in order; starts are in the order of `_placed`."""
         events = []
         for number, job in enumerate(self._jobs):
             events.append((job.submit, _SUBMITTED, number))
@@ -263,12 +262,12 @@ class JobLog(HoleLog):
 def _date(epoch: datetime | None, seconds: float) -> datetime | None:
     try:
         return None if epoch is None else epoch + timedelta(seconds=seconds)
-    except OverflowError:  # times that are no dates
+    except OverflowError:  # not a valid date
         return None
 
 
 class _BatchSystem:
-    """What the machine's batch system knew: the jobs that ran and those that waited, with their walltimes."""
+    """The state of the machine's batch system: running and waiting jobs with their walltimes."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -287,12 +286,12 @@ class _BatchSystem:
         self._running[number] = (job.began + self._walltime(job), _to_set(held))
 
     def end(self, number: int) -> None:
-        """Forget a job that ran or waited."""
+        """Remove a running or waiting job."""
         if self._running.pop(number, None) is None:
             del self._waiting[number]
 
     def closings(self, now: float, idle: npt.NDArray[np.bool_]) -> tuple[dict[str, float | None], frozenset[str]]:
-        """Return when the plan needs each idle node, and those that it needs now; see `Change`."""
+        """Return when the plan needs each idle node, and the nodes that it needs now; see `Change`."""
         expected: dict[str, float | None] = {}
         due: frozenset[str] = frozenset()
         if not idle.any():
@@ -322,5 +321,5 @@ class _BatchSystem:
 
 
 def _to_set(nodes: npt.NDArray[np.bool_]) -> int:
-    """Turn a mask into a set of nodes as `freetrain_parsl.cluster.nodesets` has them."""
+    """Convert a mask to a set of nodes as in `freetrain_parsl.cluster.nodesets`."""
     return int.from_bytes(np.packbits(nodes, bitorder="little").tobytes(), "little")

@@ -1,4 +1,4 @@
-"""Open a recorded log, of whatever kind, as holes."""
+"""Open recorded logs of any kind as holes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["open_log"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_FIRST_YEAR = 1980  # no log of jobs is older
+_FIRST_YEAR = 1980  # no job log is older
 
 
 def open_log(
@@ -41,37 +41,37 @@ def open_log(
     Parameters
     ----------
     path
-        The log; unpacked if its name ends in ``.gz``. ``.csv`` and ``.swf`` say what it is, otherwise its first
-        line does.
+        The log; decompressed if its name ends in ``.gz``. The suffixes ``.csv`` and ``.swf`` determine its format,
+        otherwise its first line does.
     nodes
         Size of the machine; ``None`` to take it from the log.
     lenient
-        Skip what is malformed and count it in `HoleLog.skipped`, instead of refusing the log.
+        Skip malformed lines and count them in `HoleLog.skipped` instead of rejecting the log.
     processors_per_node
-        Of a job log in Standard Workload Format, which counts processors; ``None`` to take it from its head.
+        For a job log in Standard Workload Format, which counts processors; ``None`` to take it from its header.
     partition
-        Of a job log in Standard Workload Format: read only the jobs of this one, by number or name. `nodes` is then
-        the size of the partition, and must be given.
+        For a job log in Standard Workload Format: read only the jobs of this partition, by number or name. `nodes` is
+        then the size of the partition, and must be given.
     mask_idle_above
-        Remove the times at which at least this share of the machine, 0 to 1, is idle for `mask_longer_than`
-        seconds or more without a break: such times look like outages. They count in no figure; the log is shorter by
-        them. ``None`` to remove nothing.
+        Remove times at which at least this share of the machine, 0 to 1, is idle for `mask_longer_than` seconds or
+        more without interruption: such times look like outages. They are excluded from all figures, and the log is
+        shorter by them. ``None`` to remove nothing.
 
     Raises
     ------
     InvalidInput
-        The log cannot be read, is of no known kind or malformed, or does not tell the machine's size.
+        The log cannot be read, has an unknown format or is malformed, or does not contain the machine's size.
     InvalidSettings
         A parameter is out of range.
     """
     if nodes is not None and nodes < 1:
-        raise InvalidSettings(f"a machine has at least one node, got {nodes}")
+        raise InvalidSettings(f"a machine must have at least one node, got {nodes}")
     if mask_idle_above is not None and not 0 < mask_idle_above <= 1:
         raise InvalidSettings(
-            f"the share of idle nodes that looks like an outage lies in (0, 1], got {mask_idle_above}"
+            f"the share of idle nodes that looks like an outage must be in (0, 1], got {mask_idle_above}"
         )
     if processors_per_node is not None and processors_per_node < 1:
-        raise InvalidSettings(f"a node has at least one processor, got {processors_per_node}")
+        raise InvalidSettings(f"a node must have at least one processor, got {processors_per_node}")
     path = Path(path)
     kind = _kind(path)
     if kind == "swf":
@@ -79,7 +79,7 @@ def open_log(
     elif processors_per_node is not None or partition is not None:
         raise InvalidSettings(
             f"{path}: processors per node and partition are for job logs in Standard Workload Format; "
-            "other logs list nodes (with sacct, choose a partition by 'sacct -r NAME')"
+            "other logs list nodes (with sacct, select a partition with 'sacct -r NAME')"
         )
     elif kind == "idle":
         log = IdleLog(path, nodes=nodes, lenient=lenient)
@@ -90,12 +90,12 @@ def open_log(
     spans = log.table.spans_above(mask_idle_above * log.nodes, mask_longer_than)
     log.table = log.table.without(spans)
     if not len(log.table):
-        raise InvalidInput(f"{path}: nothing but times that look like outages; raise the share that does")
+        raise InvalidInput(f"{path}: the whole log looks like an outage; raise the share of idle nodes that does")
     return LogWithoutOutages(log, spans) if spans else log
 
 
 def _kind(path: Path) -> Literal["idle", "swf", "sacct"]:
-    """Tell a log's format by its name, or else by its first line."""
+    """Determine a log's format from its name or else from its first line."""
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     if plain.suffix == ".csv":
         return "idle"
@@ -109,8 +109,8 @@ def _kind(path: Path) -> Literal["idle", "swf", "sacct"]:
     if first.count(",") == 2:
         return "idle"
     raise InvalidInput(
-        f"{path}: of no known kind; give an idle log (CSV {IDLE_HEADER}), a job log (.swf), or what "
-        "'sacct -a -X -P -o JobID,Submit,Start,End,NNodes,Timelimit,State,NodeList' prints"
+        f"{path}: unknown format; give an idle log (CSV {IDLE_HEADER}), a job log (.swf), or the output of "
+        "'sacct -a -X -P -o JobID,Submit,Start,End,NNodes,Timelimit,State,NodeList'"
     )
 
 
@@ -120,7 +120,7 @@ def _open_swf(
     swf = SwfLog(path, lenient=lenient, processors_per_node=processors_per_node, partition=partition)
     if partition is not None and nodes is None:
         raise InvalidInput(
-            f"{path}: its head tells the size of the whole machine only; give the number of nodes of partition "
+            f"{path}: its header has only the size of the whole machine; give the number of nodes of partition "
             f"{partition!r}"
         )
 
@@ -133,7 +133,7 @@ def _open_swf(
     size = swf.nodes if nodes is None else nodes
     log = JobLog(path.name, jobs(), size, lenient=lenient, epoch=_swf_epoch(swf))
     if log.date is not None and log.date.year < _FIRST_YEAR:
-        log.date = None  # a head whose UnixStartTime is 0, and times that do not count from 1970
+        log.date = None  # UnixStartTime is 0 and times do not count from 1970
     log.skipped += swf.malformed
     return log
 
@@ -143,15 +143,15 @@ def _swf_epoch(swf: SwfLog) -> datetime | None:
     text = swf.header.get("UnixStartTime", "").split()
     try:
         return _EPOCH + timedelta(seconds=float(text[0])) if text else None
-    except (ValueError, OverflowError):  # no number, or no date
+    except (ValueError, OverflowError):  # not a number or not a date
         return None
 
 
 def _open_sacct(path: Path, nodes: int | None, *, lenient: bool) -> JobLog:
     if nodes is None:
         raise InvalidInput(
-            f"{path}: 'sacct' does not tell the size of the machine; give the number of its nodes, "
-            "as 'sinfo -h -o %D' prints it"
+            f"{path}: 'sacct' does not report the size of the machine; give the number of its nodes, "
+            "as printed by 'sinfo -h -o %D'"
         )
     text = SacctLog(path, lenient=lenient)
     log = JobLog(path.name, text, nodes, lenient=lenient, epoch=_EPOCH.replace(tzinfo=None))

@@ -1,9 +1,9 @@
-"""What a replay's counts mean: efficiency, where the rest went, and the figures of log, decisions and trainers.
+"""Metrics of a replay: efficiency, losses, and the figures of log, decisions and trainers.
 
-Efficiency U is the value of what was trained in the holes, over the value that the same trainers reach in the same
-time on as many dedicated nodes as were idle on average. The mean is rarely a whole number: between its neighbours the
-dedicated value is interpolated linearly. Value is the objective per second, summed over time: with ``throughput``,
-samples. Efficiency and losses add up to 1.
+Efficiency U is the value of the training done in the holes, relative to the value that the same trainers reach in the
+same time on as many dedicated nodes as were idle on average. If the mean is not an integer, the dedicated value is
+interpolated linearly between its neighbours. Value is the objective per second, integrated over time: with
+``throughput``, samples. Efficiency and losses add up to 1.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 __all__ = ["Yardstick", "log_figures", "policy_figures"]
 
 _HOUR = 3600.0
-_FASTEST_MS = 2.0**-4  # of the histogram's first column; what was faster is counted there
-_NODE_DIGITS, _SHARE_DIGITS = 3, 5  # of the series: more than a picture shows, in a file of moderate size
+_FASTEST_MS = 2.0**-4  # of the histogram's first column, which includes anything faster
+_NODE_DIGITS, _SHARE_DIGITS = 3, 5  # of the series: more than a chart shows, in a file of moderate size
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What policies are measured against, by the same trainers and on the same log.
+    """The reference values for policies, for the same trainers and log.
 
     Parameters
     ----------
     nodes
-        Dedicated nodes: the mean number of idle ones.
+        Dedicated nodes: the mean number of idle nodes.
     dedicated
-        Value that the trainers reach on them, interpolated between the whole numbers below and above; rescaling is
-        free, but only trainers that come or end give a reason.
+        Value that the trainers reach on them, interpolated between the integers below and above; rescaling is free,
+        but only occurs when trainers are submitted or end.
     oracle
         Value that they reach in the holes if rescaling is free.
     dedicated_bins, oracle_bins
@@ -61,7 +61,7 @@ class Yardstick:
 
     @classmethod
     def of(cls, rates: BestRates, log: HoleLog, *, concurrent: int | None = None) -> Yardstick:
-        """Compute it.
+        """Compute the reference values.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class Yardstick:
         """
         mean_idle = log.mean_idle()
         if mean_idle <= 0:
-            raise InvalidInput(f"{log.name}: no node is idle in it, so there is nothing to train in")
+            raise InvalidInput(f"{log.name}: no node is ever idle, so there is nothing to train in")
         dedicated_bins, oracle_bins = Bins(log.start, log.end), Bins(log.start, log.end)
         dedicated = 0.0
         for nodes, share in _neighbours(mean_idle):
@@ -91,13 +91,13 @@ class Yardstick:
 
 
 def _neighbours(mean: float) -> list[tuple[int, float]]:
-    """Return the whole numbers that a mean lies between, with their weights in a linear interpolation."""
+    """Return the integers around a mean with their weights in a linear interpolation."""
     below = math.floor(mean)
     return [(below, 1 - (mean - below)), (below + 1, mean - below)] if mean > below else [(below, 1.0)]
 
 
 def log_figures(log: HoleLog) -> dict[str, Any]:
-    """Describe a log: its span in seconds, the changes of its idle nodes, and how many those are, by time."""
+    """Describe a log: its span in seconds, the number of changes, and the number of idle nodes, weighted by time."""
     seconds_with: defaultdict[int, float] = defaultdict(float)
     idle, since, events = 0, log.start, 0
     for change in log.changes():
@@ -135,22 +135,22 @@ def _weighted_median(seconds_with: Mapping[int, float], span: float) -> int:
 def policy_figures(
     outcome: Outcome, yardstick: Yardstick, *, price_per_node_hour: float | None = None
 ) -> dict[str, Any]:
-    """Measure what a policy reached.
+    """Compute the metrics of a policy.
 
     Parameters
     ----------
     outcome
-        What its replay counted.
+        Result of its replay.
     yardstick
-        Of the same trainers and log.
+        Reference values of the same trainers and log.
     price_per_node_hour
-        In any currency, for what the idle node-hours would have cost.
+        Price in any currency, for the cost of the idle node-hours.
 
     Returns
     -------
     dict
-        Plain values, as in the JSON of ``freetrain replay``; efficiency and losses are ``None`` if the trainers can
-        do nothing on the dedicated nodes.
+        Plain values, as in the JSON of ``freetrain replay``; efficiency and losses are ``None`` if the trainers cannot
+        run on the dedicated nodes.
     """
     solves = np.array([seconds for seconds, _ in outcome.decisions]) * 1000
     idle_hours, used_hours = outcome.idle_seconds / _HOUR, outcome.used_seconds / _HOUR
@@ -183,7 +183,7 @@ def policy_figures(
 
 
 def _shares(outcome: Outcome, yardstick: Yardstick) -> dict[str, float | None]:
-    """Split the whole, 1, into efficiency and losses."""
+    """Split 1 into efficiency and losses."""
     whole, oracle = yardstick.dedicated, yardstick.oracle
     values = {
         "efficiency": outcome.value,
@@ -246,13 +246,13 @@ def _rounded(values: npt.NDArray[np.float64]) -> list[float]:
 
 
 def _running_shares(values: npt.NDArray[np.float64], dedicated: npt.NDArray[np.float64]) -> list[float | None]:
-    """Return the share of everything up to the end of each bin."""
+    """Return the cumulative share up to the end of each bin."""
     pairs = zip(np.cumsum(values).tolist(), dedicated.tolist(), strict=True)
     return [round(value / whole, _SHARE_DIGITS) if whole else None for value, whole in pairs]
 
 
 def _histogram(solves: npt.NDArray[np.float64]) -> dict[str, list[float]]:
-    """Count solve times, milliseconds, in columns that double."""
+    """Count solve times, milliseconds, in columns of doubling width."""
     if not len(solves):
         return {"edges_ms": [], "counts": []}
     times = np.maximum(solves, _FASTEST_MS)

@@ -1,4 +1,4 @@
-"""Neural networks whose scaling was measured, by name: the curves of the built-in trainers."""
+"""Neural networks with measured scaling, by name: the curves of the built-in trainers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["MODELS", "Model"]
 
 @dataclass(frozen=True)
 class Model:
-    """A neural network whose scaling was measured.
+    """A neural network with measured scaling.
 
     Parameters
     ----------
     curve
-        Samples per second against number of nodes.
+        Samples per second as a function of the number of nodes.
     costs
-        What rescaling it costs.
+        Its rescale costs.
     """
 
     curve: ScalingCurve
@@ -44,6 +44,6 @@ MODELS: Mapping[str, Model] = {
     "shufflenet": _summit(17.975, 12.005, 2831.0, 5259.0, 9988.0, 20379.2, 38895.3, 74125.1, 145081.5),
     "mobilenet": _summit(18.01, 12.0, 3039.9, 5893.0, 11386.0, 22024.8, 42488.4, 82268.3, 155213.8),
 }
-"""ImageNet images per second on 1, 2, 4, … 64 nodes of Summit (six V100 each), and the seconds that growing and
-shrinking lose: the middle of the range over the jobs of the data set. Source: BFTrainer/Replayer, the public data
-of the BFTrainer paper, arXiv 2106.12091."""
+"""ImageNet images per second on 1, 2, 4, … 64 nodes of Summit (six V100 each), and the seconds lost by growing and
+shrinking: the middle of the range over the jobs of the data set. Source: BFTrainer/Replayer, the public data of the
+BFTrainer paper, arXiv 2106.12091."""

@@ -1,4 +1,4 @@
-"""A log without the times that look like outages: the clock stands still in them."""
+"""A log without the times that look like outages, during which its clock is stopped."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["LogWithoutOutages"]
 
 
 class LogWithoutOutages(HoleLog):
-    """A log from which spans of time are removed, so that they count in no mean.
+    """A log from which spans of time are removed, so that they do not affect any mean.
 
-    The clock of this log stands still during a span: its length, and with it every figure that is a time or a share
-    of time, is that of what remains. A node that was idle before and after a span closes and opens at its instant.
+    The clock of this log is stopped during a span: its length, and every figure that is a time or a share of time,
+    refers to the remaining time. A node that was idle before and after a span closes and opens at that instant.
 
     Parameters
     ----------
     log
         The log; no node is idle in it during the spans (`HoleTable.without`).
     spans
-        (start, end), seconds on that log's clock, in order and apart from each other.
+        (start, end), seconds on that log's clock, in order and disjoint.
     """
 
     def __init__(self, log: HoleLog, spans: Sequence[tuple[float, float]]) -> None:
         self._log = log
         self._starts = [start for start, _ in spans]
         self._resumes = [log.start, *(end for _, end in spans)]
-        """When the original clock goes on after each span, and when it begins."""
+        """Times of the original clock at the beginning and after each span."""
         self._offsets = [log.start]
-        """What this log's clock shows then."""
+        """The corresponding times of this log's clock."""
         for start, resumed in zip(self._starts, self._resumes, strict=False):
             self._offsets.append(self._offsets[-1] + (start - resumed))
         self.name, self.nodes = log.name, log.nodes
@@ -47,7 +47,7 @@ class LogWithoutOutages(HoleLog):
         )
 
     def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
-        """Yield what changed; see `HoleLog.changes`."""
+        """Yield the changes; see `HoleLog.changes`."""
         pending: Change | None = None
         for change in self._log.changes(forecasts=forecasts):
             if self._is_inside(change.time):
@@ -55,7 +55,7 @@ class LogWithoutOutages(HoleLog):
             moved = self._moved(change)
             if pending is not None and pending.time < moved.time:
                 yield pending
-            elif pending is not None:  # the instant at which a span was removed: its end comes after its start
+            elif pending is not None:  # a span was removed at this instant: merge the changes at its start and end
                 moved = replace(moved, opened=pending.opened + moved.opened, closed=pending.closed + moved.closed)
             pending = moved
         if pending is not None and pending.time < self.end:

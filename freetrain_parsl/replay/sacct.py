@@ -1,6 +1,6 @@
-"""Reader of what ``sacct -a -X -P -o JobID,Submit,Start,End,NNodes,Timelimit,State,NodeList`` prints.
+"""Reader of the output of ``sacct -a -X -P -o JobID,Submit,Start,End,NNodes,Timelimit,State,NodeList``.
 
-Times are local, without a zone: with ``TZ=UTC sacct …`` no hour is missing or doubled when clocks change.
+Times are local, without a zone: with ``TZ=UTC sacct …`` no hour is missing or repeated when clocks change.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})(?:\.\d+)?")
 
 
 def is_sacct_header(line: str) -> bool:
-    """Whether a line is the first of such a text."""
+    """Return whether a line is the header of such output."""
     return "JobID" in line.split("|")
 
 
 class SacctLog:
-    """The jobs that ``sacct`` printed, read line by line each time that it is iterated over.
+    """The jobs printed by ``sacct``, read line by line on each iteration.
 
-    Columns may come in any order, others are ignored. Steps (``12.batch``) are ignored too. A job that is printed
-    again with the same start, as in months put together, counts as its last line says; with another start it was
-    requeued and ran again. Jobs that were cancelled before they started are told, for they waited in the queue.
+    Columns may be in any order; other columns and steps (``12.batch``) are ignored. If a job is printed again with the
+    same start, as in concatenated months, its last line counts; with another start it was requeued and ran again. Jobs
+    cancelled before they started are included, because they waited in the queue.
 
     Parameters
     ----------
     path
-        The text; unpacked if its name ends in ``.gz``.
+        The file; decompressed if its name ends in ``.gz``.
     lenient
-        Skip malformed lines and count them in `malformed`, instead of refusing the log.
+        Skip malformed lines and count them in `malformed` instead of rejecting the log.
 
     Raises
     ------
@@ -86,19 +86,19 @@ class SacctLog:
             except ValueError as error:
                 if not self._lenient:
                     raise InvalidInput(
-                        f"{self._path}:{number}: {error}; mend it, or read leniently to skip such lines"
+                        f"{self._path}:{number}: {error}; fix it, or read leniently to skip such lines"
                     ) from error
                 self.malformed += 1
         yield from jobs.values()
 
 
 def _read_job(where: str, row: Mapping[str, str]) -> RecordedJob:
-    """Make a job of a line's fields by column; a ValueError tells what is wrong."""
+    """Make a job from a line's fields by column; raise a ValueError that describes what is wrong."""
     submit, start, end = (_time(row[name]) for name in ("Submit", "Start", "End"))
     if submit is None:
         raise ValueError(f"job {row['JobID']} has no time of submission")
     if not row["NNodes"].isdecimal():
-        raise ValueError(f"NNodes is a whole number, got {row['NNodes']!r}")
+        raise ValueError(f"NNodes must be an integer, got {row['NNodes']!r}")
     hosts = None if (text := row.get("NodeList", "")) in _NO_HOSTS else text
     nodes = int(row["NNodes"])
     if hosts is not None:
@@ -106,7 +106,7 @@ def _read_job(where: str, row: Mapping[str, str]) -> RecordedJob:
     if start is not None and end is not None and end < start:
         raise ValueError(f"job {row['JobID']} ends ({row['End']}) before it starts ({row['Start']})")
     if nodes == 0 or (start == end and not _had_nodes(row, hosts)):
-        start, hosts = None, None  # cancelled while it waited: sacct gives such jobs the time of that as both
+        start, hosts = None, None  # cancelled while pending: sacct prints that time as both
     submit = submit if start is None else min(submit, start)
     return RecordedJob(
         where, submit, start, math.inf if end is None else end, max(1, nodes), _limit(row["Timelimit"]), hosts
@@ -114,14 +114,14 @@ def _read_job(where: str, row: Mapping[str, str]) -> RecordedJob:
 
 
 def _had_nodes(row: Mapping[str, str], hosts: str | None) -> bool:
-    """Whether a job that ended as it started held nodes: it may have failed at once."""
+    """Return whether a job that ended when it started held nodes: it may have failed immediately."""
     if "NodeList" in row:
         return hosts is not None
     return not row.get("State", "CANCELLED").startswith("CANCELLED")
 
 
 def _time(text: str) -> float | None:
-    """Seconds since 1970 of a local time, as if it were UTC; ``None`` if there is none."""
+    """Return the seconds since 1970 of a local time taken as UTC; ``None`` if not set."""
     if text in _NO_TIME:
         return None
     if text.isdecimal():  # SLURM_TIME_FORMAT=%s
@@ -133,7 +133,7 @@ def _time(text: str) -> float | None:
 
 
 def _limit(text: str) -> float | None:
-    """Seconds of ``days-hours:minutes:seconds``, of which only minutes must be there; ``None`` for no limit."""
+    """Return the seconds of ``days-hours:minutes:seconds``, of which only minutes are required; ``None``: no limit."""
     if text in _NO_LIMIT:
         return None
     match = _LIMIT.fullmatch(text)

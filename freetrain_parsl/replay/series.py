@@ -1,4 +1,4 @@
-"""Sums over equal bins of time: what figures are drawn from, whatever the number of events."""
+"""Sums over equal bins of time: the data of charts, independent of the number of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Bins:
     start, end
         The time covered, seconds.
     number
-        How many bins.
+        Number of bins.
     """
 
     def __init__(self, start: float, end: float, number: int = 600) -> None:
@@ -26,7 +26,7 @@ class Bins:
         self._sums: dict[str, npt.NDArray[np.float64]] = {}
 
     def add_rate(self, name: str, start: float, end: float, rate: float) -> None:
-        """Add `rate` times the seconds from `start` to `end`, each to its bin."""
+        """Add `rate` times the seconds from `start` to `end`, distributed over the bins."""
         if end <= start or rate == 0:
             return
         sums = self._of(name)
@@ -39,11 +39,11 @@ class Bins:
         sums[last] += rate * (end - self.start - last * self.seconds)
 
     def add(self, name: str, time: float, amount: float) -> None:
-        """Add an amount to the bin of an instant."""
+        """Add an amount to the bin that contains `time`."""
         self._of(name)[self._bin(time)] += amount
 
     def include(self, other: Bins, factor: float) -> None:
-        """Add `factor` times what others hold; they cover the same time in as many bins."""
+        """Add `factor` times the sums of `other`, which must cover the same time with the same number of bins."""
         for name, sums in other._sums.items():
             self._of(name)[:] += factor * sums
 

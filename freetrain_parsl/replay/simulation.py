@@ -1,8 +1,7 @@
-"""The planner driven by a recorded log: what a policy would have made of the idle nodes.
+"""The planner driven by a recorded log: how a policy would have used the idle nodes.
 
-The planner is the one that the executor drives. Here all idle nodes belong to its pool as soon as they are idle, and
-until they really are wanted again; time is the log's. The planner decides whenever nodes come or go, a trainer is
-submitted or done.
+The planner is the same as in the executor. Here, idle nodes belong to its pool as soon as they are idle and until they
+are used again; time is the log's. The planner decides whenever nodes open or close, or a trainer is submitted or done.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ _IDLE = "idle"  # the one block that all idle nodes belong to
 
 
 class Knowledge(str, Enum):
-    """What the planner is told of closings."""
+    """The planner's knowledge of closings."""
 
     NONE = "none"
     ESTIMATED = "estimated"
-    """What the batch system planned at the time, by requested walltimes and its queue: which nodes a job is going to
-    need, or should have already. When, such plans do not tell well, and the planner learns what they are worth."""
+    """The batch system's plan at the time, from requested walltimes and its queue: which nodes a job will need or
+    should already have. The planned times are inaccurate, and the planner learns how reliable such plans are."""
     PERFECT = "perfect"
-    """The true closings of the nodes that are idle."""
+    """The actual closings of the idle nodes."""
 
 
 class Cost(str, Enum):
-    """What is charged."""
+    """Which changes are charged."""
 
     PAPER = "paper"
     FULL = "full"
@@ -57,11 +56,11 @@ class Cost(str, Enum):
 
 
 class Curves(str, Enum):
-    """What the planner is told of scaling curves."""
+    """The planner's knowledge of scaling curves."""
 
     KNOWN = "known"
     LEARNED = "learned"
-    """Nothing; it learns them from what it sees."""
+    """None; it learns them from measurements."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,9 @@ class ReplaySettings:
     Parameters
     ----------
     knowledge, cost, curves
-        See these.
+        See the respective classes.
     start_seconds
-        What a start costs with `Cost.FULL`, for trainers whose own start costs nothing.
+        Cost of a start with `Cost.FULL`, for trainers whose own start cost is zero.
     concurrent
         How many trainers may be in the decision, first come, first served; ``None`` for all.
     """
@@ -86,35 +85,35 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_seconds) and self.start_seconds >= 0):
-            raise InvalidSettings(f"what a start costs must be zero or more seconds, got {self.start_seconds}")
+            raise InvalidSettings(f"the cost of a start must be zero or more seconds, got {self.start_seconds}")
         if self.concurrent is not None and self.concurrent < 1:
             raise InvalidSettings(f"at least one trainer must be in the decision, got {self.concurrent}")
 
 
 @dataclass
 class Outcome:
-    """What a replay counted.
+    """The result of a replay.
 
     Parameters
     ----------
     value
-        Value of the samples processed, less what changes cost.
+        Value of the samples processed, less the cost of changes.
     losses
-        Value that changes cost.
+        Cost of changes, in units of value.
     unused
-        Value that idle nodes without a trainer could have had.
+        Value that idle nodes without a trainer could have produced.
     idle_seconds, used_seconds
         Node-seconds.
     events
-        Instants at which nodes came or went, or a trainer.
+        Instants at which nodes opened or closed, or a trainer was submitted or done.
     decisions
-        What the policy decided, without the allocations: (solve seconds, proven optimal).
+        The policy's decisions without the allocations: (solve seconds, proven optimal).
     refused
-        Decisions that broke the contract of policies.
+        Decisions that violated the contract of policies.
     bins
-        Over time: ``idle`` (node-seconds) and ``value``.
+        ``idle`` (node-seconds) and ``value`` over time.
     trainer_bins
-        Over time: node-seconds of each trainer, by its name.
+        Node-seconds of each trainer over time, by name.
     """
 
     bins: Bins
@@ -138,7 +137,7 @@ def replay(
     settings: ReplaySettings | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Let a policy train in the holes of a log.
+    """Replay a log with a policy.
 
     Parameters
     ----------
@@ -147,16 +146,16 @@ def replay(
     rates
         The trainers and the value of their samples.
     policy
-        Shares the idle nodes out.
+        Allocates the idle nodes.
     settings
         How to replay.
     on_progress
-        Called now and then with the time reached on the log's clock.
+        Called from time to time with the time reached on the log's clock.
 
     Raises
     ------
     InvalidSettings
-        Forecasts are asked of a log that has none.
+        Forecasts are requested from a log that has none.
     """
     return _Replay(log, rates, policy, settings or ReplaySettings(), on_progress).run()
 
@@ -189,7 +188,7 @@ class _Replay:
         self._now = log.start
 
     def run(self) -> Outcome:
-        """Go through the log once."""
+        """Process the log once."""
         began = wall_clock.perf_counter()
         for number, change in enumerate(self._log.changes(forecasts=self._settings.knowledge is Knowledge.ESTIMATED)):
             self._advance(change.time)
@@ -205,7 +204,7 @@ class _Replay:
         return outcome
 
     def _weight(self, trainer: Trainer) -> float:
-        """Value of a sample: the objective is proportional to the rate."""
+        """Return the value of a sample: the objective is proportional to the rate."""
         nodes = next((n for n, rate in trainer.curve.points if n >= trainer.min_nodes and rate > 0), trainer.max_nodes)
         nodes = min(nodes, trainer.max_nodes)
         rate = trainer.rate(nodes)
@@ -217,7 +216,7 @@ class _Replay:
     # Time.
 
     def _advance(self, until: float) -> None:
-        """Let time pass; trainers are submitted and done on the way."""
+        """Advance time; submit and finish trainers on the way."""
         while True:
             ends = min((account.done_at(self._now) for account in self._alive.values()), default=math.inf)
             submits = self._waiting[0].submitted if self._waiting and self._room() else math.inf
@@ -259,7 +258,7 @@ class _Replay:
     # Events.
 
     def _take(self, change: Change) -> list[ev.Event]:
-        """Turn a change of the log into what the planner is told."""
+        """Convert a change in the log to events for the planner."""
         events: list[ev.Event] = []
         if change.closed:
             self._idle -= len(change.closed)
@@ -285,9 +284,9 @@ class _Replay:
             self._spend(cost)
 
     def _step(self, change: Change | None = None) -> None:
-        """Tell the planner what happened at this instant, and do what it decides."""
+        """Pass the events of this instant to the planner and apply its decisions."""
         self._outcome.events += change is None or bool(change.opened or change.closed)
-        events = self._finish()  # first: who is done as its nodes are taken has lost nothing
+        events = self._finish()  # first: a trainer that is done when its nodes are taken pays nothing
         events += [] if change is None else self._take(change)
         events += self._submit()
         events += self._learn()
@@ -319,7 +318,7 @@ class _Replay:
             yield ev.TrainerSubmitted(self._now, self._told(trainer))
 
     def _told(self, trainer: Trainer) -> Trainer:
-        """Make the trainer as the planner sees it: its times on the log's clock, its costs as they are charged."""
+        """Return the trainer as the planner sees it: times on the log's clock, and costs as charged."""
         costs = replace(trainer.costs, start=self._start_seconds(trainer))
         deadline = None if trainer.deadline is None else self._log.start + trainer.deadline
         submitted = self._log.start + trainer.submitted

@@ -1,4 +1,4 @@
-"""The result of a replay on a terminal: one table, and one sentence for who runs the machine."""
+"""The result of a replay on a terminal: a table and a one-sentence summary."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _LOSSES = {
     "loss_preemption": "preempt",
     "loss_start": "start",
 }
-"""Key of a policy -> its column. What the oracle lacks is the same for all: it has its own row."""
+"""Key of a policy -> its column. The loss of the oracle is the same for all policies and has its own row."""
 
 
 def heading(result: Mapping[str, Any]) -> str:
-    """Say what was replayed."""
+    """Describe the replayed log and trainings."""
     log, trainers = result["log"], result["trainers"]
-    left_out = f"; malformed lines left out: {log['skipped']:,}" if log["skipped"] else ""
+    left_out = f"; malformed lines skipped: {log['skipped']:,}" if log["skipped"] else ""
     cut = f"; jobs given fewer nodes than recorded: {log['clipped']:,}" if log["clipped"] else ""
     if log["masked"]:
-        left_out += f"; outages left out: {duration(sum(seconds for _, seconds in log['masked']))}"
+        left_out += f"; outages removed: {duration(sum(seconds for _, seconds in log['masked']))}"
     if log["zero_length"]:
         cut += f"; jobs of less than a second: {log['zero_length']:,}"
     dates = f", {text}" if (text := period(log)) else ""
@@ -53,7 +53,7 @@ def heading(result: Mapping[str, Any]) -> str:
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
-    """Draw the policies, and the oracle, in at most 80 columns."""
+    """Build the table of the policies and the oracle, at most 80 columns wide."""
     policies = result["policies"]
     losses = {key: name for key, name in _LOSSES.items() if name != "start" or any(entry[key] for entry in policies)}
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -78,10 +78,10 @@ def result_table(result: Mapping[str, Any]) -> Table:
 
 
 def what_if_table(result: Mapping[str, Any]) -> Table:
-    """Draw U against what rescales (down) and starts (across) cost, of the policy that the summary is about."""
+    """Build the table of U by the costs of rescales (down) and starts (across), for the policy of the summary."""
     figures = result["what_if"]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("U if rescales cost, and starts:")
+    table.add_column("U by cost of rescales, starts:")
     for seconds in figures["start_seconds"]:
         table.add_column(start_text(seconds), justify="right")
     for factor, shares in zip(figures["rescale_factors"], figures["efficiency"], strict=True):
@@ -90,7 +90,7 @@ def what_if_table(result: Mapping[str, Any]) -> Table:
 
 
 def summary(result: Mapping[str, Any]) -> str:
-    """Say what the idle nodes would have been worth, with the best of the policies that can be had."""
+    """Summarise the value of the idle nodes with the best attainable policy."""
     seconds = result["log"]["seconds"]
     best = best_first(result["policies"])[0]
     hours, cost, finished = best["node_hours"], best["idle_cost"], best["jct"]["finished"]
@@ -100,8 +100,8 @@ def summary(result: Mapping[str, Any]) -> str:
     worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
     ends = f"; {finished:,} of {result['trainers']['count']:,} trainings finished" if finished else ""
     dedicated = dedicated_nodes(result["dedicated_nodes"])
-    bound = "" if is_attainable(best) else "Upper bound, for no plan knows closings as they will be: "
+    bound = "" if is_attainable(best) else "Upper bound, because no plan knows future closings: "
     begin = f"{bound}In {duration(seconds)}, training in the idle nodes with {best['policy']}{told} would have"
     if best["efficiency"] is None:
-        return f"{begin} used {used}{worth}{ends}; {dedicated} would do nothing, so U has no meaning."
+        return f"{begin} used {used}{worth}{ends}; {dedicated} would train nothing, so U is undefined."
     return f"{begin} done {percent(best['efficiency'])} of what {dedicated} do, in {used}{worth}{ends}."

@@ -1,4 +1,4 @@
-"""Reader of lists of trainers, YAML or CSV, that knows the line of every value."""
+"""Reader of lists of trainers in YAML or CSV that tracks the line of every value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REQUIRED = ("name", "max", "curve")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A trainer as written: key -> (line, value), and where it begins."""
+    """A trainer as written: key -> (line, value), and its first line."""
 
     file: Path
     line: int
@@ -49,37 +49,37 @@ class _Entry:
     def count(self, key: str, default: int) -> int:
         number = self.number(key, default, positive=True)
         if number != int(number):
-            raise self.wrong(key, f"{key!r} must be a whole number, got {self.get(key, default)!r}")
+            raise self.wrong(key, f"{key!r} must be an integer, got {self.get(key, default)!r}")
         return int(number)
 
 
 def read_trainers(path: Path, models: Mapping[str, Model]) -> tuple[Trainer, ...]:
     """Read a list of trainers.
 
-    In YAML a list of mappings, in CSV a header and one line each, with the keys
+    In YAML a list of mappings, in CSV a header and one line per trainer, with the keys
 
-    - ``name``: different for each;
+    - ``name``: unique;
     - ``submit``: seconds after the log's start (0);
     - ``min`` (1), ``max``: numbers of nodes;
     - ``work``: samples, or ``endless`` (the default);
-    - ``curve``: a model's name, a curve's file (relative to this one), or breakpoints: in YAML a mapping
+    - ``curve``: a model's name, the file of a curve (relative to this one), or breakpoints: in YAML a mapping
       ``{1: 100, 2: 190}``, in CSV ``1:100;2:190``, nodes and samples per second;
     - ``rescale``: seconds lost at a change, ``{up: 18, down: 12, start: 10}`` or ``up:18;down:12;start:10``;
-      what is not given costs nothing, and without this key a model's own costs are taken;
+      missing ones are zero, and without this key a model's own costs are used;
     - ``priority`` (1); ``deadline``: seconds after the log's start (none);
-    - ``count`` (1): so many of them, their names numbered.
+    - ``count`` (1): number of such trainers, with numbered names.
 
     Parameters
     ----------
     path
         The list, ``.csv`` or YAML.
     models
-        Those that a curve may name.
+        Models that a curve may refer to.
 
     Raises
     ------
     InvalidInput
-        The file cannot be read, or something in it cannot be used; the message names the line.
+        The file cannot be read or contains something invalid; the message contains the line.
     """
     from freetrain_parsl.strict_yaml import read_text  # only a user's file needs YAML
 
@@ -89,22 +89,22 @@ def read_trainers(path: Path, models: Mapping[str, Model]) -> tuple[Trainer, ...
     for entry in entries:
         for trainer in _trainers(entry, models):
             if trainer.name in trainers:
-                raise entry.wrong("name", f"a trainer {trainer.name!r} exists already; names must differ")
+                raise entry.wrong("name", f"a trainer {trainer.name!r} already exists; names must be unique")
             trainers[trainer.name] = trainer
     if not trainers:
-        raise InvalidInput(f"{path}: no trainer in it; 'freetrain replay --example' writes a list to start from")
+        raise InvalidInput(f"{path}: contains no trainers; 'freetrain replay --example' writes a list to start from")
     return tuple(trainers.values())
 
 
 def numbered(name: str, index: int, count: int) -> str:
-    """Name one of several: ``name-07``; with as many digits as all of them need."""
+    """Name one of several trainers, such as ``name-07``, with as many digits as needed for all."""
     return f"{name}-{index:0{len(str(count - 1))}d}"
 
 
 def _trainers(entry: _Entry, models: Mapping[str, Model]) -> list[Trainer]:
     for key in entry.values:
         if key not in KEYS:
-            raise entry.wrong(key, f"unknown key {key!r}{did_you_mean(key, KEYS)}; known are {', '.join(KEYS)}")
+            raise entry.wrong(key, f"unknown key {key!r}{did_you_mean(key, KEYS)}; available: {', '.join(KEYS)}")
     for key in _REQUIRED:
         if key not in entry.values:
             raise entry.wrong(key, f"a trainer needs {key!r}")
@@ -161,7 +161,7 @@ def _costs(entry: _Entry, default: RescaleCosts) -> RescaleCosts:
         value = _pairs(value)
     if not isinstance(value, dict) or not set(value) <= {"up", "down", "start"}:
         raise entry.wrong(
-            "rescale", f"'rescale' gives seconds for up, down and start, got {entry.get('rescale', '')!r}"
+            "rescale", f"'rescale' must give seconds for up, down and start, got {entry.get('rescale', '')!r}"
         )
     try:
         return RescaleCosts(**{name: _float(seconds) for name, seconds in value.items()})
@@ -170,19 +170,19 @@ def _costs(entry: _Entry, default: RescaleCosts) -> RescaleCosts:
 
 
 def _pairs(text: str) -> dict[str, str] | None:
-    """Split ``1:100;2:190``; ``None`` if it is something else, or a key comes twice."""
+    """Split ``1:100;2:190``; ``None`` if it has another form or a duplicate key."""
     pairs = [item.partition(":") for item in text.split(";") if item.strip()]
     split = {key.strip(): value.strip() for key, colon, value in pairs if colon}
     return split if split and len(split) == len(pairs) else None
 
 
 def _whole(value: Any) -> Any:
-    """Turn a text of digits into a number; what is something else stays, for the curve to refuse."""
+    """Convert a string of digits to an integer; return anything else unchanged, for the curve to reject."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
 
 
 def _float(value: Any) -> float:
-    """Turn a number or its text into a number (YAML takes ``1e8`` for a text); NaN for anything else."""
+    """Convert a number or a string to a float (YAML reads ``1e8`` as a string); NaN for anything else."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -200,7 +200,7 @@ def _read_csv(file: Path, text: str) -> list[_Entry]:
         if not header:
             header = [name.lower() for name in fields]
             if repeated := {name for name in header if header.count(name) > 1}:
-                raise InvalidInput(f"{file}:{reader.line_num}: column {min(repeated)!r} comes twice")
+                raise InvalidInput(f"{file}:{reader.line_num}: duplicate column {min(repeated)!r}")
             continue
         if len(fields) != len(header):
             raise InvalidInput(
@@ -214,7 +214,7 @@ def _read_csv(file: Path, text: str) -> list[_Entry]:
 
 
 def _read_yaml(file: Path, text: str) -> list[_Entry]:
-    """Entries by the node tree, which keeps lines and repeated keys."""
+    """Read entries from the node tree, which preserves lines and duplicate keys."""
     import yaml
 
     from freetrain_parsl.strict_yaml import compose
@@ -233,7 +233,7 @@ def _read_yaml(file: Path, text: str) -> list[_Entry]:
             line = key_node.start_mark.line + 1
             key = str(_plain(key_node, f"{file}:{line}"))
             if key in values:
-                raise InvalidInput(f"{file}:{line}: key {key[:80]!r} comes twice")
+                raise InvalidInput(f"{file}:{line}: duplicate key {key[:80]!r}")
             values[key] = (line, _plain(value_node, f"{file}:{line}"))
         entries.append(_Entry(file, item.start_mark.line + 1, values))
     return entries
@@ -254,5 +254,5 @@ def _plain(node: Any, where: str) -> Any:
         plain = {_plain(key, where): _plain(value, where) for key, value in node.value}
         if len(plain) == len(node.value):
             return plain
-        raise InvalidInput(f"{where}: a key comes twice")
+        raise InvalidInput(f"{where}: duplicate key")
     raise InvalidInput(f"{where}: expected a value, or a mapping such as {{1: 100, 2: 190}}")

@@ -1,4 +1,4 @@
-"""The trainers of a replay: built-in sets after the BFTrainer paper, and lists of a user's own."""
+"""The trainers of a replay: built-in sets after the BFTrainer paper, and user-defined lists."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["TrainerSet", "trainer_set", "with_costs"]
 
 _MAX_NODES = 64
-"""Of each built-in trainer: as far as the models were measured."""
+"""Of each built-in trainer: the range in which the models were measured."""
 
 _HPO = {"shufflenet": replace(MODELS["shufflenet"], costs=RescaleCosts(up=18.0, down=12.0))}
-"""In the paper's search over hyperparameters all jobs have these costs."""
+"""Costs of all jobs in the paper's hyperparameter search."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class TrainerSet:
     Parameters
     ----------
     name
-        What the user called it.
+        As given by the user.
     trainers
         `Trainer.submitted` and `Trainer.deadline` are seconds after the log's start.
     objective
-        Name of the objective that suits them, of `freetrain_parsl.planning.objectives.base.OBJECTIVES`.
+        Name of the suitable objective in `freetrain_parsl.planning.objectives.base.OBJECTIVES`.
     """
 
     name: str
@@ -52,28 +52,28 @@ def trainer_set(spec: str) -> TrainerSet:
     Parameters
     ----------
     spec
-        ``hpo:N``: N ShuffleNets, as in a search over hyperparameters; objective throughput. ``mixed:N``: the
-        seven of `MODELS` in turn, N in all; objective speed-up. Both are endless, on 1 to 64 nodes each, and
-        there from the log's start. Anything else is the path of a list, see `read_trainers`; its objective is
-        priority if there are different priorities, else throughput if all have the same curve, else speed-up.
+        ``hpo:N``: N ShuffleNets, as in a hyperparameter search; objective throughput. ``mixed:N``: N trainers that
+        cycle through the seven `MODELS`; objective speed-up. Both are endless, on 1 to 64 nodes each, and submitted at
+        the log's start. Anything else is the path of a list, see `read_trainers`; its objective is priority if
+        priorities differ, else throughput if all have the same curve, else speed-up.
 
     Raises
     ------
     InvalidSettings
-        There is no such set, or it would be empty.
+        The set does not exist or would be empty.
     InvalidInput
-        The file cannot be used; the message names the line.
+        The file is invalid; the message contains the line.
     """
     if match := re.fullmatch(r"(hpo|mixed):(.*)", spec):
         kind, number = match.groups()
         if not re.fullmatch(r"[0-9]{1,6}", number) or int(number) == 0:
-            raise InvalidSettings(f"trainers {spec!r}: after the colon stands how many, as in {kind}:10")
+            raise InvalidSettings(f"trainers {spec!r}: expected a number after the colon, as in {kind}:10")
         if kind == "hpo":
             return TrainerSet(spec, _endless(_HPO, int(number)), "throughput")
         return TrainerSet(spec, _endless(MODELS, int(number)), "speedup")
     path = Path(spec)
     if path.suffix.lower() not in (".yaml", ".yml", ".csv"):
-        raise InvalidSettings(f"no trainers {spec!r}; give hpo:N, mixed:N, or the path of a .yaml or .csv list")
+        raise InvalidSettings(f"unknown trainers {spec!r}; give hpo:N, mixed:N, or the path of a .yaml or .csv list")
     trainers = read_trainers(path, MODELS)
     objective = "speedup"
     if len({trainer.priority for trainer in trainers}) > 1:
@@ -84,7 +84,7 @@ def trainer_set(spec: str) -> TrainerSet:
 
 
 def with_costs(trainers: TrainerSet, up: float, down: float) -> TrainerSet:
-    """Let all trainers lose this many seconds when they grow or shrink; what a start costs stays."""
+    """Set the seconds that all trainers lose when they grow or shrink; the cost of a start is kept."""
     changed = (replace(item, costs=replace(item.costs, up=up, down=down)) for item in trainers.trainers)
     return replace(trainers, trainers=tuple(changed))
 

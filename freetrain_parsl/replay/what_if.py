@@ -1,4 +1,4 @@
-"""The same replay with cheaper and dearer changes: what faster rescaling, or slower starts, would make of U."""
+"""The same replay with lower and higher costs of changes: the effect of faster rescaling or slower starts on U."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["RESCALE_FACTORS", "START_SECONDS", "Case", "what_if"]
 
 RESCALE_FACTORS = (0.1, 0.5, 1.0, 2.0)
-"""Of what each trainer's rescales cost."""
+"""Factors on each trainer's rescale costs."""
 START_SECONDS = (0.0, 30.0, 60.0, 120.0)
-"""What each start costs."""
+"""Costs of each start, seconds."""
 _MOST_PROCESSES = 8  # each holds the log in memory
 
 
@@ -39,9 +39,9 @@ class Case:
     rates
         The trainers and the value of their samples.
     make_policy
-        Makes the policy; can be pickled.
+        Makes the policy; must be picklable.
     settings
-        How to replay, but for what a start costs.
+        How to replay, except for the cost of a start.
     """
 
     log: HoleLog
@@ -50,7 +50,7 @@ class Case:
     settings: ReplaySettings
 
     def value(self, factor: float, start: float) -> float:
-        """Return the value reached if rescales cost `factor` times as much, and each start `start` seconds."""
+        """Return the value reached if rescales cost `factor` times as much and each start `start` seconds."""
         trainers = [
             replace(
                 item, costs=replace(item.costs, up=factor * item.costs.up, down=factor * item.costs.down, start=start)
@@ -75,17 +75,17 @@ def what_if(
     case
         The replay.
     dedicated
-        Value on the dedicated nodes, on which no change costs anything.
+        Value on the dedicated nodes, where changes are free.
     processes
-        How many; ``None`` for one on each core that may be used, at most eight. With 1 it runs in this process.
+        Number of processes; ``None`` for one per available core, at most eight. With 1 it runs in this process.
     on_progress
-        Called with the share that is done.
+        Called with the completed share.
 
     Returns
     -------
     dict
-        ``rescale_factors``, ``start_seconds`` and ``efficiency``: a list for each factor, with U for each start;
-        ``None`` if the trainers can do nothing on the dedicated nodes.
+        ``rescale_factors``, ``start_seconds`` and ``efficiency``: a list for each factor with U for each start;
+        ``None`` if the trainers cannot run on the dedicated nodes.
     """
     pairs = [(factor, start) for factor in RESCALE_FACTORS for start in START_SECONDS]
     if processes is None:
@@ -115,7 +115,7 @@ def _one_by_one(case: Case, pairs: list[_Pair]) -> Iterator[tuple[_Pair, float]]
 
 
 def _in_parallel(case: Case, pairs: list[_Pair], processes: int) -> Iterator[tuple[_Pair, float]]:
-    # Not by fork: the solver's threads do not survive one.
+    # Not by fork: the solver's threads do not survive it.
     context = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(min(processes, len(pairs)), context, _begin, (case,)) as pool,
@@ -129,7 +129,7 @@ def _in_parallel(case: Case, pairs: list[_Pair], processes: int) -> Iterator[tup
 
 @contextmanager
 def _interruptions_wait() -> Iterator[None]:
-    """Hold Ctrl-C back; processes that are started meanwhile do so until `_begin`: their imports would print it."""
+    """Block Ctrl-C; processes started meanwhile block it until `_begin`, so that their imports print no traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -139,11 +139,11 @@ def _interruptions_wait() -> Iterator[None]:
 
 @contextmanager
 def _ended_at_an_error() -> Iterator[None]:
-    """End the processes that were started meanwhile if something fails, or at Ctrl-C, instead of waiting for them."""
+    """On an error or Ctrl-C, end the processes that were started meanwhile instead of waiting for them."""
     before = set(multiprocessing.active_children())
     try:
         yield
-    except BaseException:  # whatever it is, it goes on
+    except BaseException:  # re-raised below
         for process in set(multiprocessing.active_children()) - before:
             process.terminate()
         raise

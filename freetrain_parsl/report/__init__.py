@@ -1,1 +1,1 @@
-"""What a run looked like: its state folded from the journal, its figures, its live view and its timeline."""
+"""Reports of a run: its state folded from the journal, its figures, its live view and its timeline."""

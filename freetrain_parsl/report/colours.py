@@ -1,10 +1,10 @@
-"""One colour a training, the same in the terminal and in pictures."""
+"""One colour per training, the same in the terminal and in pictures."""
 
 from __future__ import annotations
 
 __all__ = ["colour_of"]
 
-# Okabe and Ito's palette (2008), told apart by the colour-blind, then four more; grey is left to main jobs.
+# The colour-blind-safe palette of Okabe and Ito (2008), then four more; grey is reserved for main jobs.
 _COLOURS = (
     "#E69F00",
     "#56B4E9",

@@ -1,4 +1,4 @@
-"""The figures of a run on a cluster that keeps accounts: what was idle, what was used, what it did to others."""
+"""The figures of a run on a cluster with accounting: idle and used node time, and delays of other jobs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def run_figures(
     delay_tolerance: float,
     slots_per_node: int = 1,
 ) -> dict[str, Any]:
-    """Sum a run up; the keys are those of ``freetrain demo --json``.
+    """Summarize a run; the keys are those of ``freetrain demo --json``.
 
     Parameters
     ----------
     run
         The run's state, from its journal.
     usage, delays
-        The cluster's accounts: ``ClusterClient.usage`` and ``ClusterClient.delays``.
+        The cluster's accounting: ``ClusterClient.usage`` and ``ClusterClient.delays``.
     main_jobs
-        Jobs of the main queue that were submitted.
+        Number of jobs submitted to the main queue.
     results
-        Training name -> what its function returned.
+        Training name -> return value of its function.
     delay_tolerance
-        A main job counts as delayed if it started more than this many seconds after its start in the same queue
-        without us.
+        A main job counts as delayed if it started more than this many seconds later than in the same queue without
+        our jobs.
     slots_per_node
-        To turn slot-seconds into node-seconds.
+        Converts slot-seconds to node-seconds.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal: nodes and who has them, windows, trainings."""
+"""The live view of a run in a terminal: nodes and their jobs, windows, trainings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def live_view(
     Parameters
     ----------
     run
-        From the journal.
+        Read from the journal.
     nodes
-        Node -> who has it: ``kind`` is ``main``, ``preemptible`` (ours) or ``idle``, ``job`` an id.
+        Node -> its holder: ``kind`` is ``main``, ``preemptible`` (ours) or ``idle``, ``job`` an id.
     now, elapsed
-        Seconds since the epoch, and since the run began.
+        Seconds since the epoch, and since the start of the run.
     title
-        Stands above it all.
+        Heading.
     """
     head = f"{title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
     parts: list[RenderableType] = [_node_table(run, nodes, now), Text(), training_table(run.trainings.values())]
@@ -44,7 +44,7 @@ def live_view(
 
 
 def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableType]:
-    """Say of each training that cannot start or save why not, and when it tries again.
+    """Report for each training that cannot start or save the reason, and the time of its next attempt.
 
     Parameters
     ----------
@@ -58,12 +58,12 @@ def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableTy
 
 
 def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float) -> Table:
-    """One row a node: its name, who has it, and until when its window is open."""
+    """Draw one row per node: its name, its holder, and when its window closes."""
     names = list(run.trainings)
     trainer_of = {node: t.name for t in run.trainings.values() for node in t.nodes}
     closes = {node: window["closes"] for window in run.windows for node in window["nodes"]}
     table = Table(box=None, padding=(0, 2), expand=True)
-    for column in ("node", "who has it", "window"):
+    for column in ("node", "held by", "window"):
         table.add_column(column, header_style="dim")
     for node, holder in nodes.items():
         if node in trainer_of:
@@ -79,14 +79,14 @@ def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: floa
     return table
 
 
-def _time_left(is_open: bool, closes: float | None, now: float) -> Text:  # noqa: FBT001 - a table cell's two facts
+def _time_left(is_open: bool, closes: float | None, now: float) -> Text:  # noqa: FBT001 - two values of a table cell
     if not is_open:
         return Text("")
     return Text("open, end unknown" if closes is None else f"closes in {max(0.0, closes - now):.0f} s", style="cyan")
 
 
 def training_table(trainings: Sequence[TrainingState] | Any) -> Table:
-    """One row a training: progress, nodes, fragments, last loss."""
+    """Draw one row per training: progress, nodes, fragments, last loss."""
     table = Table(box=None, padding=(0, 1), expand=True)
     table.add_column("training", header_style="dim", no_wrap=True)
     table.add_column("state", header_style="dim", no_wrap=True)

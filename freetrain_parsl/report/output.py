@@ -1,7 +1,7 @@
-"""Writing the files that a user names: reports, figures as JSON, pictures.
+"""Write output files named by the user: reports, figures as JSON, pictures.
 
-A regular file is replaced once the new content is complete, so that a reader never sees half of it and a full disk
-leaves the file before. Anything else that a name can stand for (a device, a pipe, a terminal) is written in place.
+A regular file is replaced once the new content is complete, so that readers never see a partial file and a full disk
+leaves the old file intact. Anything else (a device, a pipe, a terminal) is written in place.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ __all__ = ["write_figure", "write_output"]
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file that a user named.
+    """Write an output file named by the user.
 
-    A symbolic link stays a link: the file that it points to is written. A file that belongs to another user, that has
-    several names (hard links), or whose directory takes no new files is overwritten in place, because a replacement
-    would change its owner or leave the other names behind. So is a file that standard output or standard error goes
-    to; the content is appended to what was written there.
+    Symbolic links are followed. A file that belongs to another user, has several hard links, or is in a directory
+    that is not writable is overwritten in place, because a replacement would change its owner or break the links. To
+    a file that standard output or standard error is redirected to, the content is appended.
 
     Parameters
     ----------
     path
-        Where to.
+        Output file.
     content
         The whole content; text is written as UTF-8.
 
     Raises
     ------
     OSError
-        It cannot be written. A regular file that was to be replaced is then unchanged.
+        The file cannot be written. A regular file that was to be replaced is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -55,11 +54,11 @@ def write_output(path: Path, content: str | bytes) -> None:
         except PermissionError:
             if present is None:
                 raise
-            _write_in_place(path, data)  # the directory takes no new files; the file itself may be writable
+            _write_in_place(path, data)  # the directory is not writable; the file itself may be
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Write a picture in the format that the suffix of `path` names, PNG if it has none; see `write_output`."""
+    """Write a picture in the format given by the suffix of `path`, PNG by default; see `write_output`."""
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.removeprefix(".") or "png", dpi=130)
     write_output(path, picture.getvalue())
@@ -71,7 +70,7 @@ def _may_be_replaced(present: os.stat_result) -> bool:
 
 def _is_standard_stream(present: os.stat_result) -> bool:
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # a descriptor that is closed is not this file
+        with contextlib.suppress(OSError):  # a closed descriptor is not this file
             if stat.S_ISREG(present.st_mode) and os.path.samestat(present, os.fstat(descriptor)):
                 return True
     return False

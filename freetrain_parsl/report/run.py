@@ -1,4 +1,4 @@
-"""The state of a run, folded from the journal's entries, while it goes on or afterwards."""
+"""The state of a run, folded from the journal's entries, during the run or afterwards."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["FailedStarts", "Fragment", "RunState", "TrainingState"]
 
 @dataclass
 class Fragment:
-    """A stretch of a training on one fixed set of nodes; times in seconds since the epoch."""
+    """The time that a training spends in one group; times in seconds since the epoch."""
 
     training: str
     nodes: tuple[str, ...]
     start: float
     end: float | None = None
     failure: bool = False
-    """It ended because a member failed, not by a pause."""
+    """Whether it ended because a member failed, not by a pause."""
     resumed_from: int | None = None
-    """Step of the checkpoint that it started from."""
+    """Step of the checkpoint from which it started."""
     in_place: bool = False
-    """It goes on where the fragment before ended, without a checkpoint."""
+    """Whether it continues the previous fragment without a checkpoint."""
     paused: float = 0.0
-    """Seconds without progress before it, if it goes on in place."""
+    """Seconds without progress before it, if it continues in place."""
 
 
 @dataclass
 class TrainingState:
-    """How a training stands.
+    """The state of a training.
 
     Parameters
     ----------
     state
         ``waiting``, ``running``, ``finished``, ``failed`` or ``cancelled``.
     progress
-        Its last progress report; see ``protocol.reports.Progress``.
+        Last progress report; see ``protocol.reports.Progress``.
     error
         Why it failed.
     """
@@ -60,23 +60,23 @@ class TrainingState:
     progress: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     waits_for: str = ""
-    """Why it gets no nodes: the condition of the checkpoint directory."""
+    """Why it gets no nodes: the state of the checkpoint directory."""
     next_attempt: float = 0.0
-    """When it will try again then, seconds since the epoch."""
+    """Time of the next attempt, seconds since the epoch."""
     stalled: str = ""
-    """Why else it has not got on for about a minute."""
+    """Any other reason for no progress in about a minute."""
     trained: bool = True
-    """A step was made in this run; otherwise its result is that of an earlier one."""
+    """Whether a step was made in this run; otherwise its result is from an earlier run."""
     code_note: str = ""
-    """What the user should know about a change of its code."""
+    """Remark for the user on a change of its code."""
 
     def remark(self, now: float | None = None) -> str:
-        """Say what the user should know: what keeps it from starting or saving, or that its result is an old one.
+        """Return a remark for the user: why it cannot start or save, or that its result is from an earlier run.
 
         Parameters
         ----------
         now
-            Seconds since the epoch, to say when the next attempt is; ``None``: that is left out.
+            Seconds since the epoch, to state the time to the next attempt; ``None``: omit it.
         """
         if self.state == "finished" and not self.trained:
             return "result of an earlier run: nothing was trained"
@@ -89,7 +89,7 @@ class TrainingState:
 
     @property
     def share_done(self) -> float | None:
-        """Samples done over samples in all; ``None`` while the total is not known."""
+        """Fraction of all samples that is done; ``None`` while the total is unknown."""
         total = self.progress.get("samples_total")
         return min(1.0, self.progress["samples"] / total) if total else None
 
@@ -101,11 +101,11 @@ class FailedStarts:
     Parameters
     ----------
     count, most
-        Attempts in a row; after `most` nothing is submitted any more.
+        Consecutive failed attempts; after `most`, no more blocks are submitted.
     next_attempt
-        Earliest time of the next, seconds since the epoch; ``None``: there is none.
+        Earliest time of the next attempt, seconds since the epoch; ``None``: no further attempt.
     reason
-        How the last of them ended.
+        Reason of the last failure.
     """
 
     count: int
@@ -114,7 +114,7 @@ class FailedStarts:
     reason: str
 
     def sentence(self, now: float) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         if self.next_attempt is None:
             when = "nothing is submitted any more"
         else:
@@ -123,12 +123,12 @@ class FailedStarts:
 
 
 class RunState:
-    """Everything that the journal tells, up to the last entry read.
+    """The content of the journal up to the last entry read.
 
     Parameters
     ----------
     journal
-        The journal's file; may not exist yet.
+        Journal file; may not exist yet.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -145,7 +145,7 @@ class RunState:
         self.solves_proven = 0
 
     def refresh(self) -> RunState:
-        """Read what is new."""
+        """Read new entries."""
         if self._journal.exists():
             for number, entry in read_journal(self._journal, self._read):
                 self._read = number
@@ -160,7 +160,7 @@ class RunState:
 
     @property
     def completed(self) -> int:
-        """How many trainings have finished."""
+        """Number of finished trainings."""
         return sum(training.state == "finished" for training in self.trainings.values())
 
     def _on_other_record(self, time: float, entry: record.Record | None) -> None:

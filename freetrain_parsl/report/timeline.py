@@ -1,4 +1,4 @@
-"""The timeline of a run: nodes over time, main jobs grey, trainings in colours, checkpoints and rescales marked."""
+"""The timeline of a run: nodes over time, main jobs grey, trainings coloured, checkpoints and rescales marked."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
     Parameters
     ----------
     run
-        From the journal.
+        Read from the journal.
     history
-        Stays of jobs on nodes: ``node``, ``kind`` (``main`` or ``preemptible``), ``start``, ``end`` (``None``: still).
+        Jobs on nodes: ``node``, ``kind`` (``main`` or ``preemptible``), ``start``, ``end`` (``None``: still running).
     path
-        Its suffix says the format.
+        Output file; the suffix selects the format.
     title
-        Stands above the picture.
+        Title of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
 
 
 def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: float) -> None:
-    """Draw a black line where a training goes on with other nodes than before."""
+    """Draw a black line where a training continues on other nodes."""
     before: dict[str, tuple[str, ...]] = {}
     for fragment in run.fragments:
         if fragment.training in before and before[fragment.training] != fragment.nodes:

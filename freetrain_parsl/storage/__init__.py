@@ -1,1 +1,1 @@
-"""Where checkpoints live."""
+"""Checkpoint storage."""

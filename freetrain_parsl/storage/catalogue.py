@@ -1,4 +1,4 @@
-"""All checkpoints below a directory, for people: what there is, what is intact, what may go."""
+"""Listing of all checkpoints below a directory: which exist, which are intact, which can be removed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _BELOW_A_RUN = "checkpoints"
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint, and what was found out about it.
+    """A checkpoint and the result of checking it.
 
     Parameters
     ----------
     training
-        Its training's name.
+        Name of its training.
     entry
-        Which one.
+        The checkpoint.
     manifest
-        What it tells of itself; empty if it does not.
+        Its manifest; empty if it cannot be read.
     problem
-        Why it is damaged; empty if it is not, as far as was looked.
+        Why it is damaged; empty if the check found no damage.
     """
 
     training: str
@@ -41,20 +41,20 @@ class Listed:
 
 
 def find_trainings(place: Path) -> dict[str, CheckpointDirectory]:
-    """Return the trainings with checkpoints at a place, by name.
+    """Return the trainings that have checkpoints at a path, by name.
 
     Parameters
     ----------
     place
-        A run directory, a checkpoint directory, or a training's own directory in that.
+        A run directory, a checkpoint directory, or the directory of one training in it.
 
     Raises
     ------
     InvalidInput
-        There are none.
+        No checkpoints were found.
     """
     if not place.is_dir():
-        raise InvalidInput(f"{place} is no directory; name a run's directory, or that of its checkpoints")
+        raise InvalidInput(f"{place} is not a directory; give a run directory or its checkpoint directory")
     place = place.absolute()
     for candidates in ([place], _directories(place / _BELOW_A_RUN), _directories(place)):
         found = {}
@@ -64,16 +64,16 @@ def find_trainings(place: Path) -> dict[str, CheckpointDirectory]:
                 found[unquote(path.name)] = directory
         if found:
             return found
-    raise InvalidInput(f"there are no checkpoints in {place}; name a run's directory, or that of its checkpoints")
+    raise InvalidInput(f"there are no checkpoints in {place}; give a run directory or its checkpoint directory")
 
 
 def choose_training(trainings: Mapping[str, CheckpointDirectory], name: str | None) -> dict[str, CheckpointDirectory]:
-    """Return the training of that name; all for ``None``.
+    """Return the training of this name; all trainings for ``None``.
 
     Raises
     ------
     InvalidInput
-        There is none.
+        There is no such training.
     """
     if name is None:
         return dict(trainings)
@@ -83,14 +83,14 @@ def choose_training(trainings: Mapping[str, CheckpointDirectory], name: str | No
 
 
 def list_checkpoints(trainings: Mapping[str, CheckpointDirectory], *, read: bool) -> Iterator[Listed]:
-    """Look at all checkpoints, newest of each training first.
+    """Check all checkpoints, newest of each training first.
 
     Parameters
     ----------
     trainings
         From `find_trainings`.
     read
-        Whether to read all bytes and hold them against their checksums; otherwise only sizes are compared.
+        Whether to read all bytes and compare their checksums; otherwise only file sizes are compared.
     """
     for name, directory in trainings.items():
         for entry in directory.entries():
@@ -100,7 +100,7 @@ def list_checkpoints(trainings: Mapping[str, CheckpointDirectory], *, read: bool
 def removable(training: str, directory: CheckpointDirectory, keep: int) -> list[Listed]:
     """Return the checkpoints that are older than the `keep` newest intact ones, newest first.
 
-    A damaged one does not count as kept, and stays if there is none intact that is newer.
+    A damaged checkpoint does not count as kept; it is returned only if `keep` intact ones are newer.
     """
     intact = 0
     older = []

@@ -1,4 +1,4 @@
-"""A complete checkpoint in a POSIX file system: what its manifest tells, and whether its bytes are those."""
+"""A complete checkpoint in a POSIX file system: its manifest, and verification against it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 SHARDS = "shards"
-"""Folder for what the members of a sharded training write; all its files must be listed in the manifest."""
+"""Folder for the files that the members of a sharded training write; the manifest must list all of them."""
 
 FORMAT = 3
-"""Version of the layout and of the state's own; another one is refused by name, not guessed at."""
+"""Version of the layout and of the state's format; checkpoints of other versions are rejected."""
 
 _OWN = "manifest_sha256"
 _BLANK = "0" * 64
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # of a file in a directory that is there
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # for a file in an existing directory
 
 
 def sign_manifest(manifest: Mapping[str, Any]) -> str:
-    """Return the text of a manifest, with the SHA-256 of this text as its last field.
+    """Return the text of a manifest with the SHA-256 of this text as its last field.
 
-    The checksum is taken with zeros in its own place.
+    The checksum is computed with zeros in its place.
     """
     text = json.dumps({**manifest, _OWN: _BLANK}, indent=1) + "\n"
     head, _, tail = text.rpartition(_BLANK)
@@ -47,7 +47,7 @@ class Entry:
     step
         Optimizer steps done.
     revision
-        0, or a number that tells apart checkpoints of one step (before and after the end of an epoch).
+        0, or a number that distinguishes checkpoints of one step (before and after the end of an epoch).
     path
         Its directory.
     """
@@ -62,11 +62,11 @@ class Entry:
         Raises
         ------
         DamagedCheckpoint
-            It is missing, unreadable, or of another checkpoint, or not as it was written.
+            It is missing, unreadable, modified, or belongs to another checkpoint.
         CheckpointMismatch
-            Another version of this package, with another format, wrote it.
+            It was written by a version of this package with another format.
         StorageUnavailable
-            The file system refuses for now.
+            The file system is temporarily unavailable.
         """
         path = self.path / MANIFEST
         try:
@@ -77,37 +77,37 @@ class Entry:
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpoint(f"damaged checkpoint {self.path}: unreadable {MANIFEST} ({error})") from error
         if not isinstance(manifest, dict):
-            raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} is no manifest")
-        if _OWN not in manifest and manifest.get("format") in range(1, FORMAT):  # those had no checksum of their own
+            raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} is not a manifest")
+        if _OWN not in manifest and manifest.get("format") in range(1, FORMAT):  # without a checksum of its own
             raise CheckpointMismatch(
-                f"{self.path} has format {manifest['format']}, this version reads {FORMAT}; go on with the version "
-                f"that wrote it (freetrain {manifest.get('freetrain')}), or begin afresh in another directory"
+                f"{self.path} has format {manifest['format']}, this version reads {FORMAT}; resume with the version "
+                f"that wrote it (freetrain {manifest.get('freetrain')}), or start over in another directory"
             )
         if not _is_signed(text, manifest.pop(_OWN, None)):
             raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} does not match its own SHA-256")
         if manifest.get("step") != self.step:
-            raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} does not tell step {self.step}")
+            raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} is not for step {self.step}")
         return manifest
 
     def verify(self, names: Collection[str] | None = None) -> tuple[Path, dict[str, Any]]:
-        """Read the checkpoint against its checksums.
+        """Read the checkpoint and compare its checksums.
 
         Parameters
         ----------
         names
-            Only these of its files; ``None``: all.
+            Files to check; ``None``: all.
 
         Returns
         -------
         state, manifest
-            Path of the state's file, and the manifest.
+            Path of the state file, and the manifest.
 
         Raises
         ------
         DamagedCheckpoint
-            Bytes are missing or different; the message has the path.
+            Bytes are missing or different; the message contains the path.
         CheckpointMismatch, StorageUnavailable
-            As from `manifest`.
+            See `manifest`.
         """
         manifest = self.manifest()
         files = _files(self, manifest)
@@ -116,17 +116,17 @@ class Entry:
         return self.path / STATE, manifest
 
     def check_sizes(self) -> dict[str, Any]:
-        """Make sure that all files are there and as long as they were; reads the manifest only.
+        """Check that all files exist and have their recorded sizes; reads only the manifest.
 
         Returns
         -------
         manifest
-            As from `verify`.
+            See `verify`.
 
         Raises
         ------
         DamagedCheckpoint
-            A file is missing, or shorter or longer than it was.
+            A file is missing or has another size.
         """
         manifest = self.manifest()
         for name, facts in _files(self, manifest).items():
@@ -139,7 +139,7 @@ class Entry:
 
 
 def _is_signed(text: bytes, own: object) -> bool:
-    """Whether a manifest's text is the one that was written."""
+    """Return whether a manifest's text is the one that was written."""
     if not isinstance(own, str) or len(own) != len(_BLANK):
         return False
     head, found, tail = text.rpartition(own.encode(errors="replace"))
@@ -147,14 +147,14 @@ def _is_signed(text: bytes, own: object) -> bool:
 
 
 def _files(entry: Entry, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files of a checkpoint: at least the state, and all that is in the folder of shards."""
+    """Return the files of a checkpoint: at least the state, and everything in the shards folder."""
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} does not tell its files")
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} does not list its files")
     for name in files:
         parts = PurePosixPath(name).parts
         if not parts or parts[0] == "/" or ".." in parts:
-            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} names a file outside, {name}")
+            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} lists {name}, which is outside")
     there = {STATE, *(f"{SHARDS}/{file.name}" for file in (entry.path / SHARDS).glob("*"))}
     if missing := sorted(there - files.keys()):
         raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {MANIFEST} does not list {missing[0]}")
@@ -162,7 +162,7 @@ def _files(entry: Entry, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unreadable(entry: Entry, name: str, error: OSError) -> CheckpointError:
-    """Tell a file that is damaged or gone from a file system that does not work, which is no reason to fall back."""
+    """Distinguish a damaged or missing file from an unavailable file system, which is no reason to fall back."""
     if is_unavailable(error) and not isinstance(error, _GONE):
         return storage_error(f"cannot read {entry.path / name}", entry.path.parent.parent, error)
     return DamagedCheckpoint(f"damaged checkpoint {entry.path}: unreadable {name} ({error})")

@@ -1,4 +1,4 @@
-"""Checksums: of what is written, on its way, and of what is read."""
+"""Checksums of files, computed while writing or by reading them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _CHUNK = 1 << 20
 
 
 class Sink(Protocol):
-    """Where the bytes of a state go."""
+    """Receives the bytes of a state."""
 
     def write(self, data: bytes, /) -> int:
         """Append `data` and return its length."""
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Write out buffered data."""
 
 
 class HashingSink:
-    """Passes bytes on to a file and keeps their count and SHA-256.
+    """Passes bytes on to a file and computes their count and SHA-256.
 
     Parameters
     ----------
@@ -56,12 +56,12 @@ class HashingSink:
         return self._digest.hexdigest()
 
     def fill(self, write: Callable[[Sink], object]) -> None:
-        """Let `write` write, and tell what the file system said, not what became of it on its way through C++.
+        """Call `write` on this sink, and raise the file system's own error instead of what C++ code turned it into.
 
         Raises
         ------
         OSError
-            The file system refuses.
+            The write failed.
         """
         try:
             write(self)
@@ -72,12 +72,12 @@ class HashingSink:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Read a file and return what a manifest tells of it: ``bytes`` and ``sha256``.
+    """Read a file and return its manifest entry: ``bytes`` and ``sha256``.
 
     Raises
     ------
     OSError
-        It cannot be read.
+        The file cannot be read.
     """
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""Whose files these are: nothing is read from, or written into, what another user could have prepared.
+"""Ownership checks: nothing is read from or written to files that another user could have prepared.
 
-As ssh does with its keys: every directory from the root of all checkpoints down to the files must belong to this user
-or to root, and nobody else may write in it. Only a sticky root, such as a shared scratch directory, may be writable by
-others: what others put there is refused by its owner.
+As ssh does with its keys: every directory from the checkpoint root down to the files must belong to this user or to
+root, and must not be writable by other users. Only a sticky root, such as a shared scratch directory, may be writable
+by others: files of other users in it are rejected by their owner.
 """
 
 from __future__ import annotations
@@ -24,46 +24,44 @@ _PRIVATE = 0o700
 
 
 def check_root(root: Path) -> None:
-    """Make sure that the root of all checkpoints, which may be a symbolic link of our own, is safe.
+    """Check that the checkpoint root, which may be a symbolic link of this user, is safe.
 
     Raises
     ------
     ForeignCheckpoint
-        It is not; the message says why and how to mend it.
+        It is not; the message gives the reason and the remedy.
     OSError
-        It cannot be looked at.
+        It cannot be accessed.
     """
     link = os.lstat(root)
     if stat.S_ISLNK(link.st_mode):
         _check_owner(root, link)
-    facts = os.stat(root)  # noqa: PTH116 - beside lstat
+    facts = os.stat(root)  # noqa: PTH116 - used next to lstat
     _check_owner(root, facts)
     if facts.st_mode & _OTHERS_WRITE and not facts.st_mode & stat.S_ISVTX:
         raise _writable(root, facts)
 
 
 def check_owned(path: Path) -> None:
-    """Make sure that a file or directory below the root belongs to us, and that nobody else may change it.
+    """Check that a file or directory below the root belongs to this user and is not writable by other users.
 
     Raises
     ------
     ForeignCheckpoint
-        It does not, or it is a symbolic link; the message says why and how to mend it.
+        The check failed, or it is a symbolic link; the message gives the reason and the remedy.
     OSError
-        It cannot be looked at.
+        It cannot be accessed.
     """
     facts = os.lstat(path)
     if stat.S_ISLNK(facts.st_mode):
-        raise ForeignCheckpoint(
-            f"{path} is a symbolic link, and could lead anywhere; put what it leads to in its place"
-        )
+        raise ForeignCheckpoint(f"{path} is a symbolic link, which could point anywhere; replace it with its target")
     _check_owner(path, facts)
     if facts.st_mode & _OTHERS_WRITE:
         raise _writable(path, facts)
 
 
 def check_tree(path: Path) -> None:
-    """Do as `check_owned` with a directory and all that is in it."""
+    """Apply `check_owned` to a directory and everything in it."""
     check_owned(path)
     with os.scandir(path) as entries:
         for entry in entries:
@@ -75,12 +73,12 @@ def check_tree(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Make a directory, and those above it that are missing, with access for this user only, whatever the umask.
+    """Create a directory and its missing parents, accessible to this user only, whatever the umask.
 
     Raises
     ------
     OSError
-        The file system refuses.
+        A directory cannot be created.
     """
     if not path.parent.exists():
         make_private(path.parent)

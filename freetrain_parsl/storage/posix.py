@@ -1,16 +1,17 @@
-"""Checkpoints in a POSIX file system: complete or absent, never half.
+"""Checkpoints in a POSIX file system: complete or absent, never partial.
 
-One directory a trainer, one directory a checkpoint::
+One directory per trainer, one directory per checkpoint::
 
-    <root>/<trainer>/step-0000000123/state.pt         the state, opaque here
-                                     shards/          what the members of a sharded training wrote, if it is one
-                                     manifest.json    step, size and SHA-256 of every file, and who wrote it when
-    <root>/<trainer>/latest                           name of the newest checkpoint, for people and tools
-    <root>/<trainer>/writer                           who writes, for people
+    <root>/<trainer>/step-0000000123/state.pt         the state, opaque to this module
+                                     shards/          files written by the members of a sharded training
+                                     manifest.json    step, size and SHA-256 of every file, origin and time
+    <root>/<trainer>/latest                           name of the newest checkpoint, for users and tools
+    <root>/<trainer>/writer                           the current writer, for users
 
 A checkpoint is written in the writer's staging directory, synced to disk, and renamed, so that a directory named
-``step-…`` is complete whatever was killed when; then ``latest`` is replaced, and old ones go. Reading relies on the
-directory names and checksums only, not on ``latest``. There is one writer at a time: the last that called `open`.
+``step-…`` is complete even if a process is killed at any point; then ``latest`` is replaced and old checkpoints are
+removed. Readers rely only on directory names and checksums, not on ``latest``. There is one writer at a time: the last
+one that called `open`.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class Draft:
     step
         Optimizer steps done.
     path
-        Its directory for now.
+        Its temporary directory.
     begun
-        When, on the directory's clock.
+        Start time on the directory's clock.
     files
         Path in the checkpoint -> ``{"bytes": …, "sha256": …}``.
     """
@@ -67,7 +68,7 @@ class Draft:
 
 
 def directory_name(trainer: str) -> str:
-    """Return the file name for a trainer: the name itself where it is harmless, else percent-encoded.
+    """Return the file name for a trainer: the name itself if it is safe, else percent-encoded.
 
     Different names never collide.
 
@@ -79,11 +80,11 @@ def directory_name(trainer: str) -> str:
     try:
         encoded = quote(trainer, safe="")
     except UnicodeEncodeError:
-        encoded = ""  # refused below
+        encoded = ""  # rejected below
     if encoded.startswith("."):
         encoded = "%2E" + encoded[1:]
     if not 1 <= len(encoded) <= _LONGEST_NAME:
-        raise InvalidSettings(f"trainer name {trainer!r}: give it 1 to {_LONGEST_NAME} plain characters")
+        raise InvalidSettings(f"trainer name {trainer!r}: use 1 to {_LONGEST_NAME} plain characters")
     return encoded
 
 
@@ -93,11 +94,11 @@ class CheckpointDirectory:
     Parameters
     ----------
     root
-        Directory of all trainers.
+        Directory that contains those of all trainers.
     trainer
         The trainer's name.
     clock
-        Seconds, for the writing time.
+        Seconds, to measure write times.
     """
 
     def __init__(self, root: Path, trainer: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -108,25 +109,25 @@ class CheckpointDirectory:
 
     @property
     def is_open(self) -> bool:
-        """Whether this is a writer, perhaps one that has been shut out since."""
+        """Whether this is a writer, possibly one that has since been replaced."""
         return self._staging is not None
 
     def open(self, generation: int = 0) -> None:
-        """Become the one writer: create the directory (private), shut out whoever wrote before and clear its remains.
+        """Become the only writer: create the directory (private), fence off the previous writer and remove its remains.
 
         Parameters
         ----------
         generation
-            Of the group that writes, for people.
+            Generation of the writing group, for users.
 
         Raises
         ------
         ForeignCheckpoint
-            The directory, or the root, is not ours alone.
+            Another user owns, or could change, the directory or the root.
         StorageUnavailable
-            The file system refuses for now.
+            The file system is temporarily unavailable.
         CheckpointError
-            The file system refuses.
+            The file system operation failed.
         """
         self.close()
         try:
@@ -140,25 +141,25 @@ class CheckpointDirectory:
             raise storage_error(f"cannot prepare the checkpoint directory {self.path}", self._root, error) from error
 
     def close(self) -> None:
-        """Cease to be the writer."""
+        """Stop being the writer."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
 
     def entry(self, step: int, revision: int = 0) -> Entry:
-        """Name a checkpoint, there or not."""
+        """Return the entry of a checkpoint, which need not exist."""
         name = f"step-{step:010d}-{revision}" if revision else f"step-{step:010d}"
         return Entry(step, revision, self.path / name)
 
     def entries(self) -> list[Entry]:
-        """List the checkpoints, newest first; intact or not is found out by `Entry.verify`.
+        """List the checkpoints, newest first; `Entry.verify` checks whether they are intact.
 
         Raises
         ------
         StorageUnavailable
-            The file system refuses for now.
+            The file system is temporarily unavailable.
         CheckpointError
-            The file system refuses.
+            The file system operation failed.
         """
         try:
             names = [path.name for path in self.path.iterdir()]
@@ -171,16 +172,16 @@ class CheckpointDirectory:
         return sorted(found, reverse=True)
 
     def check_owned(self, entry: Entry) -> None:
-        """Make sure that a checkpoint, and all that leads to it from the root, is ours alone.
+        """Check the ownership of a checkpoint and of all directories from the root down to it.
 
         Raises
         ------
         ForeignCheckpoint
-            Another user owns it or could have changed it.
+            Another user owns, or could have changed, one of them.
         StorageUnavailable
-            The file system refuses for now.
+            The file system is temporarily unavailable.
         DamagedCheckpoint
-            It is gone.
+            It no longer exists.
         """
         try:
             check_root(self._root)
@@ -189,35 +190,35 @@ class CheckpointDirectory:
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {error.strerror}") from error
         except OSError as error:
-            raise storage_error(f"cannot look at {entry.path}", self._root, error) from error
+            raise storage_error(f"cannot access {entry.path}", self._root, error) from error
 
     def begin(self, step: int) -> Draft:
-        """Make room for a checkpoint that is to be written.
+        """Create a draft of a checkpoint to be written.
 
         Raises
         ------
         CheckpointError
-            The file system refuses, or another process writes now.
+            The file system operation failed, or another process is now the writer.
         """
         with self._writing(f"write a checkpoint of step {step}") as staging:
             return Draft(step, Path(tempfile.mkdtemp(prefix="step-", dir=staging.path)), self._clock())
 
     def write(self, draft: Draft, name: str, write: Callable[[Sink], object]) -> None:
-        """Write a file of a checkpoint durably, and note its checksum.
+        """Write a file of a checkpoint durably and record its checksum.
 
         Parameters
         ----------
         draft
-            Of the checkpoint; removed if this fails.
+            Draft of the checkpoint; removed if this fails.
         name
-            Of the file.
+            Name of the file.
         write
-            Writes into the sink that it is given.
+            Writes to the given sink.
 
         Raises
         ------
         CheckpointError
-            The file system refuses (full, quota, read-only, gone), or another process writes now.
+            The write failed (full, quota, read-only, unmounted), or another process is now the writer.
         """
         with self._writing(f"write a checkpoint of step {draft.step}", draft), open_private(draft.path / name) as file:
             sink = HashingSink(file)
@@ -226,24 +227,24 @@ class CheckpointDirectory:
             draft.files[name] = {"bytes": sink.count, "sha256": sink.hexdigest()}
 
     def complete(self, draft: Draft, facts: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
-        """Make a checkpoint whose files are written count: it is durable when this returns.
+        """Publish a checkpoint whose files are written; it is durable when this returns.
 
         Parameters
         ----------
         draft
-            With all its files, synced, and their checksums.
+            Draft with all files synced and their checksums recorded.
         facts
-            What else the manifest should tell; JSON-able.
+            Further JSON-serializable fields of the manifest.
 
         Returns
         -------
         entry, manifest
-            Where it is, and its manifest: `facts` with ``step``, ``bytes``, ``files`` and ``write_seconds``.
+            Its entry and its manifest: `facts` with ``step``, ``bytes``, ``files`` and ``write_seconds``.
 
         Raises
         ------
         CheckpointError
-            The file system refuses, or another process writes now.
+            The file system operation failed, or another process is now the writer.
         """
         with self._writing(f"write a checkpoint of step {draft.step}", draft) as staging:
             manifest = {
@@ -264,44 +265,44 @@ class CheckpointDirectory:
     def publish(
         self, step: int, write: Callable[[Sink], object], facts: Mapping[str, Any]
     ) -> tuple[Entry, dict[str, Any]]:
-        """Write one checkpoint of one file so that it is durable and complete when this returns.
+        """Write a checkpoint that consists of one file; it is durable and complete when this returns.
 
         Parameters
         ----------
         step
             Optimizer steps done.
         write
-            Writes the state into the sink that it is given.
+            Writes the state to the given sink.
         facts
-            What else the manifest should tell; JSON-able.
+            Further JSON-serializable fields of the manifest.
 
         Returns
         -------
         entry, manifest
-            As from `complete`.
+            See `complete`.
 
         Raises
         ------
         CheckpointError
-            The file system refuses (full, quota, read-only, gone), or another process writes now.
+            The write failed (full, quota, read-only, unmounted), or another process is now the writer.
         """
         draft = self.begin(step)
         self.write(draft, STATE, write)
         return self.complete(draft, facts)
 
     def discard(self, draft: Draft) -> None:
-        """Give a draft up."""
-        shutil.rmtree(draft.path, ignore_errors=True)  # the next writer clears what could not be removed
+        """Discard a draft."""
+        shutil.rmtree(draft.path, ignore_errors=True)  # the next writer removes what is left
 
     def prune(self, newest: Entry, keep: int) -> None:
-        """Keep `newest` and the `keep` - 1 before it.
+        """Keep `newest` and the `keep` - 1 checkpoints before it.
 
-        Checkpoints beyond `newest` go too: the training went back behind them because they were damaged.
+        Checkpoints after `newest` are removed, too: the training fell back past them because they were damaged.
 
         Raises
         ------
         CheckpointError
-            The file system refuses, or another process writes now.
+            The file system operation failed, or another process is now the writer.
         """
         with self._writing("remove old checkpoints") as staging:
             entries = self.entries()
@@ -309,16 +310,16 @@ class CheckpointDirectory:
             for entry in entries:
                 if entry not in kept:
                     staging.remove(entry.path)
-            if not self._latest_is(newest):  # there was no room for that before
+            if not self._latest_is(newest):  # there was no disk space for it before
                 staging.note(_LATEST, newest.path.name + "\n")
 
     def set_aside(self) -> Path:
-        """Move all checkpoints into a directory of their own, where they are kept and do not count; return it.
+        """Move all checkpoints into a separate directory, where they are kept but ignored; return this directory.
 
         Raises
         ------
         CheckpointError
-            The file system refuses, or another process writes now.
+            The file system operation failed, or another process is now the writer.
         """
         with self._writing("set checkpoints aside"):
             number = 1
@@ -338,16 +339,16 @@ class CheckpointDirectory:
             return False
 
     def remove(self, entry: Entry) -> None:
-        """Remove a checkpoint at a person's request, whoever writes.
+        """Remove a checkpoint at the user's request, whichever process is the writer.
 
         Raises
         ------
         CheckpointError
-            The file system refuses.
+            The file system operation failed.
         """
         try:
             doomed = self.path / f"{TEMPORARY}gone-{entry.path.name}"
-            entry.path.rename(doomed)  # a directory named step-… is never seen half removed
+            entry.path.rename(doomed)  # so that a directory named step-… is never partially removed
             shutil.rmtree(doomed)
         except OSError as error:
             raise storage_error(f"cannot remove {entry.path}", self._root, error) from error
@@ -358,7 +359,7 @@ class CheckpointDirectory:
 
     @contextmanager
     def _writing(self, what: str, draft: Draft | None = None) -> Iterator[Staging]:
-        """Turn what the file system says into an error that says what it means; a draft that fails is removed."""
+        """Convert file system errors into errors of this package, and remove a draft that failed."""
         staging = self._staging
         if staging is None:
             raise CheckpointError(f"cannot {what} in {self.path}: it is not open for writing")

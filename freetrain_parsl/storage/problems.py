@@ -1,4 +1,4 @@
-"""What the file system says, as errors of ours: which failures pass, and what they mean for people."""
+"""Conversion of file system errors: which of them are temporary, and how they are described to the user."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ _CONDITIONS = {
     errno.ETIMEDOUT: "does not answer",
     errno.EHOSTDOWN: "does not answer",
     errno.EHOSTUNREACH: "does not answer",
-    errno.ENOLCK: "gives no locks",
+    errno.ENOLCK: "has no locks available",
 }
-"""Failures of a directory that was usable when the run began: waiting can mend them, and no training causes them."""
+"""Failures of a directory that was usable when the run began: they may be temporary; no training causes them."""
 
 
 def is_unavailable(error: BaseException | None) -> TypeGuard[OSError]:
-    """Whether an error says that a file system cannot be used for now."""
+    """Return whether an error means that a file system is temporarily unavailable."""
     return isinstance(error, OSError) and error.errno in _CONDITIONS
 
 
 def condition_of(directory: Path | str, error: OSError) -> str:
-    """Say in what condition a checkpoint directory is, such as ``the checkpoint directory /ck is full (ENOSPC)``."""
-    assert error.errno is not None, "asked only if `is_unavailable`"
+    """Describe the condition of a checkpoint directory, such as ``the checkpoint directory /ck is full (ENOSPC)``."""
+    assert error.errno is not None, "called only if `is_unavailable`"
     return f"the checkpoint directory {directory} {_CONDITIONS[error.errno]} ({errno.errorcode[error.errno]})"
 
 
 def storage_error(attempt: str, directory: Path, error: OSError) -> CheckpointError:
-    """Make the error of a failed attempt, to be raised from `error`.
+    """Return the error of a failed attempt, to be raised from `error`.
 
     Parameters
     ----------
     attempt
         What failed, such as ``cannot write a checkpoint of step 5 in /ck/net``.
     directory
-        Whose condition it is.
+        The checkpoint directory whose condition is reported.
     error
-        What the file system said.
+        The file system's error.
 
     Returns
     -------
     problem
-        A `StorageUnavailable` if waiting can mend it.
+        A `StorageUnavailable` if the failure may be temporary.
     """
     message = f"{attempt}: {error.strerror or error}"
     if is_unavailable(error):

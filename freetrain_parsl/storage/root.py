@@ -1,4 +1,4 @@
-"""The root of all checkpoints: whether it can be written to, and whether it is the same one everywhere."""
+"""The checkpoint root: whether it is writable, and whether it is the same directory on all hosts."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ logger = logging.getLogger(__name__)
 __all__ = ["check_same_root", "check_writable", "identify_root", "prepare_root", "probe_root"]
 
 _MARKER = ".freetrain-root"
-_PERMANENT_AT_FIRST = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)  # nobody has used it before
+_PERMANENT_AT_FIRST = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)  # it has not been used before
 _PROBE_BYTES = 1 << 16
 
 
 def prepare_root(root: Path) -> str:
-    """Make sure that checkpoints can be written, now or later, and return what `identify_root` does, if it can be had.
+    """Check that checkpoints can be written, now or later; return the root's identity (`identify_root`) if available.
 
     Raises
     ------
     InvalidSettings
-        They cannot, or other users could write there too; the message says why.
+        They cannot, or other users could write there, too; the message gives the reason.
     """
     try:
         check_writable(root)
         return identify_root(root)
     except StorageUnavailable as error:
-        logger.warning("%s; trainings wait for it, or go on without saving", error)
+        logger.warning("%s; trainings wait for it or continue without saving", error)
     except OSError as error:
         logger.warning("cannot mark %s: %s", root, error.strerror or error)
     return ""
 
 
 def check_writable(root: Path) -> None:
-    """Make sure that checkpoints can be written under `root`, creating it (private) if it is missing.
+    """Check that checkpoints can be written under `root`; create it (private) if it is missing.
 
     Raises
     ------
     InvalidSettings
-        They cannot, or other users could write there too; the message says why.
+        They cannot, or other users could write there, too; the message gives the reason.
     StorageUnavailable
-        They cannot for now: it is full, or its file system does not work.
+        They cannot at present: it is full or its file system is unavailable.
     """
     refusal = f"cannot write checkpoints in {root}"
     try:
@@ -72,19 +72,19 @@ def check_writable(root: Path) -> None:
 
 
 def identify_root(root: Path) -> str:
-    """Return what tells this root from any other directory of the same name, such as a mount point without its mount.
+    """Return an identity that distinguishes this root from other directories at its path, such as an empty mount point.
 
     Raises
     ------
     OSError
-        The file system refuses.
+        The file system operation failed.
     """
     marker = root / _MARKER
     if not marker.exists():
         aside = root / f"{TEMPORARY}root-{secrets.token_hex(4)}"
         write_text(aside, secrets.token_hex(16) + "\n")
         try:
-            os.link(aside, marker)  # of several who do this at a time, one comes first
+            os.link(aside, marker)  # if several processes do this at a time, one succeeds
             aside.unlink()
         except FileExistsError:
             aside.unlink()
@@ -94,12 +94,12 @@ def identify_root(root: Path) -> str:
 
 
 def check_same_root(root: Path, identity: str) -> None:
-    """Make sure that `root` is, on this host, the directory that `identify_root` was asked about.
+    """Check that on this host `root` is the directory for which `identify_root` returned `identity`.
 
     Raises
     ------
     StorageUnavailable
-        It is missing, or another one.
+        It is missing, or a different directory.
     """
     try:
         found = (root / _MARKER).read_text(encoding="ascii", errors="replace").strip()
@@ -107,26 +107,26 @@ def check_same_root(root: Path, identity: str) -> None:
         raise storage_error(f"cannot use the checkpoint directory {root} here", root, error) from error
     if found != identity:
         raise StorageUnavailable(
-            f"the checkpoint directory {root} is another one on host {socket.gethostname()}; is it mounted there?"
+            f"the checkpoint directory {root} is a different one on host {socket.gethostname()}; is it mounted there?"
         )
 
 
 def probe_root(root: Path, identity: str) -> None:
-    """Make sure that the root of all checkpoints, which has been used before, can be written to.
+    """Check that a checkpoint root that has been used before is writable.
 
     Parameters
     ----------
     root
         The directory.
     identity
-        From `identify_root`; empty: not known.
+        From `identify_root`; empty if unknown.
 
     Raises
     ------
     StorageUnavailable
-        It cannot for now.
+        It is temporarily not writable.
     CheckpointError
-        It cannot.
+        It is not writable.
     """
     if identity:
         check_same_root(root, identity)

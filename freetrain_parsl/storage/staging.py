@@ -1,8 +1,8 @@
-"""A writer's own place in a directory that several may believe to be theirs: the fence against stale writers.
+"""Staging directories: the fence against stale writers in a directory that several processes may try to write.
 
-Whatever a writer publishes, it prepares in its *staging directory* and then moves out of it by one rename. The next
-writer makes a staging directory of its own and takes away that of the one before. A writer that was stopped, or cut
-off, and comes back finds its own gone: each of its renames fails, without any check that it could be stopped after.
+A writer prepares everything in its *staging directory* and publishes it with a single rename. The next writer creates
+its own staging directory and removes the previous one. A writer that was stopped or disconnected and then resumes finds
+its staging directory gone: each of its renames fails, without a check after which it could be stopped again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 TEMPORARY = ".tmp-"
-"""How the names of all begin that does not count as published."""
+"""Prefix of all names that do not count as published."""
 
 _WRITER = "writer"
 _PREFIX = f"{TEMPORARY}writer-"
@@ -30,14 +30,14 @@ class Staging:
     Parameters
     ----------
     parent
-        The directory to write in; all writers before this one are shut out.
+        The directory to write in; all previous writers are fenced off.
     generation
-        Of the group that writes, for people.
+        Generation of the writing group, for users.
 
     Raises
     ------
     OSError
-        The file system refuses.
+        The file system operation failed.
     """
 
     def __init__(self, parent: Path, generation: int) -> None:
@@ -50,32 +50,32 @@ class Staging:
 
     @property
     def is_mine(self) -> bool:
-        """Whether no other writer has come since; also true if the file system does not tell."""
+        """Return whether no other writer has taken over; also true if the file system does not show it."""
         try:
             self._parent.stat()
-        except OSError:  # the whole directory is gone, with the mount it is on perhaps: that is no other writer
+        except OSError:  # the whole directory is missing, perhaps unmounted: that is not another writer
             return True
         try:
             return self.path.is_dir()
-        except OSError:  # network file systems say so of a directory that another machine removed
+        except OSError:  # reported by network file systems for a directory that another machine removed
             return False
 
     def successor(self) -> str:
-        """Say who writes now, as far as that is known."""
+        """Describe the current writer as far as known."""
         try:
             return (self._parent / _WRITER).read_text(encoding="utf-8").strip()
         except OSError:
             return "unknown"
 
     def replace(self, name: str, text: str) -> None:
-        """Put a small file into the parent directory in place of the one before, durably."""
+        """Durably replace a small file in the parent directory."""
         aside = self.path / name
         write_text(aside, text)
         aside.replace(self._parent / name)
         sync_directory(self._parent)
 
     def note(self, name: str, text: str) -> None:
-        """Do as `replace` with a file that is for people only: without room for it, the one before stays."""
+        """Like `replace`, for an informational file: if the disk is full, the previous one remains."""
         try:
             self.replace(name, text)
         except OSError as error:
@@ -83,19 +83,19 @@ class Staging:
                 raise
 
     def remove(self, path: Path) -> None:
-        """Remove something of the parent directory; it is never seen half removed."""
+        """Remove an entry of the parent directory; it never appears partially removed."""
         doomed = self.path / f"gone-{path.name}"
         path.rename(doomed)
         _remove(doomed)
 
     def close(self) -> None:
-        """Leave; nothing of the staging directory stays."""
-        shutil.rmtree(self.path, ignore_errors=True)  # the next writer clears what could not be removed
+        """Remove the staging directory."""
+        shutil.rmtree(self.path, ignore_errors=True)  # the next writer removes what is left
 
     def _take_away(self, stale: Path) -> None:
         doomed = self.path / f"gone-{stale.name}"
-        with contextlib.suppress(FileNotFoundError):  # its writer ended just now
-            stale.rename(doomed)  # this shuts it out; what follows only makes room
+        with contextlib.suppress(FileNotFoundError):  # its writer has just ended
+            stale.rename(doomed)  # this fences it off; what follows only frees space
             if doomed.is_dir():
                 shutil.rmtree(doomed, ignore_errors=True)
             else:
@@ -103,21 +103,21 @@ class Staging:
 
 
 def open_private(path: Path) -> IO[bytes]:
-    """Open a file for writing that only this user may read, whatever the umask."""
+    """Open a file for writing that only this user can read, whatever the umask."""
     file = path.open("wb")
     os.fchmod(file.fileno(), _PRIVATE)
     return file
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, durably."""
+    """Write a small file durably."""
     with open_private(path) as file:
         file.write(text.encode())
         sync(file)
 
 
 def sync(file: IO[bytes]) -> None:
-    """Make what was written into a file durable."""
+    """Make the data written to a file durable."""
     file.flush()
     os.fsync(file.fileno())
 

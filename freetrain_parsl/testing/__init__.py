@@ -1,4 +1,4 @@
-"""What FreeTrain's own tests are made of, shipped for the tests of yours.
+"""Building blocks of FreeTrain's own tests, also for tests of user code.
 
 ``policy_suite`` has the contract of a policy as a pytest class, ``instances`` random allocation problems,
 ``exact`` their optimum by dynamic programming.

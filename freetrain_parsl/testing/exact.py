@@ -1,4 +1,4 @@
-"""The count model without a solver: its formula term by term, and a dynamic programme over counts."""
+"""The count model without a solver: its formula term by term, and a dynamic program over counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def value(objective: Objective, trainer: Trainer, current: int, nodes: int, hori
     objective
         Value per second.
     trainer
-        Whose.
+        The trainer.
     current, nodes
         Its number of nodes before and after.
     horizon
@@ -48,7 +48,7 @@ def best_value(values: npt.NDArray[np.float64]) -> float:
         v_j(n), shape (J, N + 1); minus infinity where a count is not allowed.
     """
     size = values.shape[1]
-    best = np.zeros(size)  # of the trainers so far, with at most so many nodes
+    best = np.zeros(size)  # value of the trainers so far, by maximum number of nodes
     for row in values:
         extended = np.full(size, -np.inf)
         for nodes in np.flatnonzero(np.isfinite(row)):

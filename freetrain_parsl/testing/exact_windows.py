@@ -1,4 +1,4 @@
-"""The window-aware model without a solver: its formula second by second, and every choice tried."""
+"""The window-aware model without a solver: its formula second by second, by exhaustive search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trainer_value(instance: WindowInstance, trainer: int, nodes: Sequence[int]) 
     instance
         The problem.
     trainer
-        Which trainer.
+        Index of the trainer.
     nodes
         Its nodes of each class.
     """
@@ -72,7 +72,7 @@ def trainer_value(instance: WindowInstance, trainer: int, nodes: Sequence[int]) 
 
 
 def best_window_value(instance: WindowInstance) -> float:
-    """Return the optimum of a tiny problem, by trying everything.
+    """Return the optimum of a tiny problem by exhaustive search.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Random allocation problems, the same for the same seed."""
+"""Random allocation problems, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Instance:
 
 
 def random_instance(seed: int, *, max_trainers: int = 8, max_nodes: int = 24) -> Instance:
-    """Make a small problem with everything that a policy must stand.
+    """Make a small problem with all difficulties that a policy must handle.
 
     Curves that are neither concave nor monotone, rates of zero, trainers larger than the pool, costs from
     nothing to prohibitive, nodes that close at known and unknown times, trainers that have lost nodes.
@@ -41,12 +41,12 @@ def random_instance(seed: int, *, max_trainers: int = 8, max_nodes: int = 24) ->
 
 
 def measured_like_instance(seed: int, *, trainers: int, nodes: int) -> Instance:
-    """Make a problem of a given size with curves like those of real trainings.
+    """Make a problem of a given size with curves similar to real trainings.
 
     A rate of 1000-7000 samples per second on one node; each doubling gains a factor 1.55-2.03, as in the
     measurements of seven ImageNet models on Summit in BFTrainer (arXiv 2106.12091), and one point in ten
     falls short by up to 40 %, so that few curves are concave and some are not monotone. Rescaling costs 17-19
-    seconds up and 11-13 down, as there. About two thirds of the trainers run already.
+    seconds up and 11-13 down, as there. About two thirds of the trainers are already running.
     """
     rng = np.random.default_rng(seed)
     made = [_real_trainer(rng, index, nodes) for index in range(trainers)]
@@ -58,7 +58,7 @@ def _names(nodes: int) -> list[str]:
 
 
 def _pool(rng: np.random.Generator, nodes: int, *, closing: float) -> Pool:
-    """Nodes of which the share `closing` closes at one of a few known times."""
+    """Make nodes; the fraction `closing` of them closes at one of a few known times."""
     times = rng.uniform(1000, 5000, size=4)
     return Pool(PoolNode(name, float(rng.choice(times)) if rng.random() < closing else None) for name in _names(nodes))
 
@@ -100,7 +100,7 @@ def _real_trainer(rng: np.random.Generator, index: int, nodes: int) -> Trainer:
 
 
 def _running(rng: np.random.Generator, trainers: list[Trainer], names: list[str]) -> Allocation:
-    """Give most trainers a random allowed number of nodes, as far as these go."""
+    """Give most trainers a random allowed number of nodes, while nodes are left."""
     free = rng.permutation(names).tolist()
     current = {}
     for index in rng.permutation(len(trainers)):

@@ -1,4 +1,4 @@
-"""A real Slurm of several nodes on this one machine's loopback, for tests and benchmarks: neither systemd nor root.
+"""A real Slurm of several nodes on the loopback of one machine, for tests and benchmarks, without systemd or root.
 
 ::
 
@@ -7,9 +7,8 @@
         cluster.wait_for_state(job, "RUNNING")
 
 The daemons are Slurm's own (Debian: ``slurmctld slurmd slurm-client munge``); nothing is installed here, and
-`LoopbackSlurm.missing` tells what is not there. Nodes have whatever hardware the cluster's maker says they have; their
-jobs are real processes of this machine. All of it ends with the context, and also if this process is killed: see
-`testing.sweeper`.
+`LoopbackSlurm.missing` returns what is missing. Nodes have the hardware given in the settings; their jobs are real
+processes of this machine. Everything ends with the context, and also if this process is killed: see `testing.sweeper`.
 """
 
 from __future__ import annotations
@@ -66,48 +65,48 @@ _ACCOUNTING_PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server", "m
 _LONGEST_PATH = 80  # a socket's path may have 107 bytes
 _PERIOD = 0.02
 _NODE_MARK = "FREETRAIN_LOOPBACK_NODE"  # environment variable of a node's daemon and of its job steps
-_JOB_NODE = "SLURMD_NODENAME"  # the same of its jobs, by Slurm itself
+_JOB_NODE = "SLURMD_NODENAME"  # the same for its jobs, set by Slurm
 _READ_ALL = ["setpriv", "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
 _FOREIGN = ("SLURM", "SBATCH", "SQUEUE", "SINFO", "SALLOC", "SRUN")  # another cluster's settings
 
 
 class LoopbackSlurm:
-    """A cluster that lives as long as its context.
+    """A cluster that exists as long as its context.
 
     Parameters
     ----------
     directory
-        For everything that it writes; must not hold anything, and is removed at the end. Default: a temporary one.
+        Directory of all its files; must be empty, and is removed at the end. Default: a temporary one.
     nodes, cpus, memory, gpus
-        Number of nodes, and what each has; `memory` in MiB.
+        Number of nodes, and resources of each; `memory` in MiB.
     features
         Node -> its features, comma-separated.
     partitions
         Default: `PARTITIONS`.
     bf_interval, bf_resolution
-        Seconds: between passes of the backfill scheduler, and the grain of its plan.
+        Seconds between passes of the backfill scheduler, and the resolution of its plan.
     kill_wait
         Seconds between SIGTERM and SIGKILL at the end of a job's time.
     slurmd_timeout
-        Seconds after which a silent node is down.
+        Seconds after which an unresponsive node is down.
     accounting
-        Whether there is a slurmdbd, and with it ``sacct`` and QOS; takes some seconds.
+        Whether to run slurmdbd, for ``sacct`` and QOS; takes some seconds.
     warn_preempted
-        Whether preempted jobs get the signal that they asked for with ``--signal``.
+        Whether preempted jobs get the signal requested with ``--signal``.
     jobs_read_all
         Jobs of users other than root may read every file: a test's interpreter and code are often below a private
         home directory. Needs root; `as_user` gives clients the same.
     scheduler_parameters, extra
-        Further words of SchedulerParameters, and lines of ``slurm.conf``.
+        Additional SchedulerParameters, and lines of ``slurm.conf``.
 
     Attributes
     ----------
     environment
-        What a client of this cluster needs, all of it: ``subprocess.run(…, env=cluster.environment)``.
+        Complete environment for clients of this cluster: ``subprocess.run(…, env=cluster.environment)``.
     node_names
         The nodes, in order.
     work
-        A directory that every user may write to, where clients are run.
+        Working directory of clients, writable for all users.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class LoopbackSlurm:
         name = f"loop{secrets.token_hex(4)}"
         self.directory = (directory or Path(tempfile.gettempdir(), f"ft-slurm-{name}")).absolute()
         if len(str(self.directory)) > _LONGEST_PATH:
-            raise InvalidSettings(f"{self.directory}: too long a path for the sockets in it, give a shorter one")
+            raise InvalidSettings(f"{self.directory}: the path is too long for its sockets; give a shorter one")
         self.node_names = node_names(nodes)
         self.work = self.directory / "work"
         self._plan = ClusterPlan(
@@ -170,7 +169,7 @@ class LoopbackSlurm:
 
     @staticmethod
     def missing(*, accounting: bool = False) -> str | None:
-        """Say what this machine lacks for a cluster, in a line; ``None`` if nothing."""
+        """Return the requirements not met on this machine, in one line; ``None`` if all are met."""
         if not Path("/proc/self/environ").exists():
             return f"a loopback Slurm needs Linux (it reads /proc), this is {sys.platform}"
         programs = _PROGRAMS | (_ACCOUNTING_PROGRAMS if accounting else {})
@@ -182,7 +181,7 @@ class LoopbackSlurm:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of the installed Slurm: ``(22, 5)``."""
+        """Version of the installed Slurm: ``(22, 5)``."""
         return self._plan.version
 
     def __enter__(self) -> Self:
@@ -191,14 +190,14 @@ class LoopbackSlurm:
         Raises
         ------
         BatchSystemError
-            A daemon did not start; the message has its last words.
+            A daemon did not start; the message contains the end of its log.
         InvalidSettings
-            A setting is out of range, or the directory holds something.
+            A setting is out of range, or the directory is not empty.
         """
-        files = self._files()  # which refuses settings before anything is written
+        files = self._files()  # rejects invalid settings before anything is written
         self.directory.mkdir(exist_ok=True)
         if any(self.directory.iterdir()):
-            raise InvalidSettings(f"{self.directory}: not empty, a cluster wants a directory of its own")
+            raise InvalidSettings(f"{self.directory}: not empty; a cluster needs its own directory")
         self._start_sweeper()
         try:
             self._write(files)
@@ -218,31 +217,31 @@ class LoopbackSlurm:
         self._sweeper.stdin.close()
         while self._sweeper.poll() is None:
             for daemon in self._daemons.values():
-                daemon.poll()  # else they stay zombies
+                daemon.poll()  # otherwise they stay zombies
             time.sleep(_PERIOD)
         self._daemons.clear()
         failed, self._sweeper = self._sweeper.returncode, None
         if failed:
-            raise BatchSystemError(f"processes of cluster {self._plan.name} would not die")
+            raise BatchSystemError(f"processes of cluster {self._plan.name} did not die")
 
-    # Its users.
+    # For users of the cluster.
 
     def run(self, *arguments: str, user: str | None = None, timeout: float = 60.0) -> str:
-        """Run a client command and return what it printed.
+        """Run a client command and return its output.
 
         Parameters
         ----------
         *arguments
             The command and its arguments.
         user
-            As whom; needs root.
+            User that runs it; needs root.
         timeout
             Seconds.
 
         Raises
         ------
         BatchSystemError
-            It failed; the message has its complaint.
+            It failed; the message contains its error output.
         """
         done = subprocess.run(
             self._on_its_host("client", arguments, str(self.work)),
@@ -272,12 +271,12 @@ class LoopbackSlurm:
         return [*_READ_ALL, f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups", *command]
 
     def describe(self, job: str) -> dict[str, str]:
-        """Get what ``scontrol show job`` tells of a job, field by field; of its first task if it is an array."""
+        """Return the fields of ``scontrol show job`` for a job, or for the first task of an array."""
         text = self.run("scontrol", "--oneliner", "show", "job", job).partition("\n")[0]
         return {name: value for name, _, value in (word.partition("=") for word in text.split()) if value}
 
     def state_of(self, job: str) -> str:
-        """Get the state of a job: ``PENDING``, ``RUNNING`` and so on."""
+        """Return the state of a job: ``PENDING``, ``RUNNING`` and so on."""
         return self.describe(job)["JobState"]
 
     def wait_for_state(self, job: str, *states: str, timeout: float = 30.0) -> str:
@@ -286,7 +285,7 @@ class LoopbackSlurm:
         Raises
         ------
         BatchSystemError
-            It was not within `timeout` seconds.
+            It did not reach one of them within `timeout` seconds.
         """
         seen = ""
 
@@ -299,7 +298,7 @@ class LoopbackSlurm:
         return seen
 
     def clear(self, timeout: float = 30.0) -> None:
-        """End all jobs, remove reservations, and wait until every node is idle: as the cluster was at first."""
+        """End all jobs, remove reservations, and wait until every node is idle: the initial state."""
         self.start_controller()
         for name in self.node_names:
             self.start_node(name)
@@ -322,14 +321,14 @@ class LoopbackSlurm:
                 self.run("scontrol", "update", f"NodeName={name}", "State=UNDRAIN")
         self._await_nodes()
 
-    # Its administrator, and its accidents.
+    # Administration and failures.
 
     def stop_node(self, name: str) -> None:
-        """End a node's daemon in good order; jobs on it go on."""
+        """Stop a node's daemon cleanly; its jobs continue."""
         self._end(name, signal.SIGTERM)
 
     def kill_node(self, name: str) -> None:
-        """Kill a node with all that runs on it, as a loss of power does."""
+        """Kill a node and all its processes, as a power failure does."""
         self._lost.add(name)
         self._end(name, signal.SIGKILL)  # first, so that it starts nothing more
 
@@ -343,9 +342,9 @@ class LoopbackSlurm:
         _wait(dead, 60.0, lambda: f"the processes of {name} to die")
 
     def start_node(self, name: str) -> None:
-        """Start a node's daemon, unless it runs."""
+        """Start a node's daemon, unless it is running."""
         if not self._runs(name):
-            boot = ["-b"] if name in self._lost else []  # the controller then knows that the jobs there are gone
+            boot = ["-b"] if name in self._lost else []  # informs the controller that its jobs are gone
             self._lost.discard(name)
             command = ["slurmd", "-D", "-N", name, "-f", str(self._conf), *boot]
             if self._jobs_read_all:
@@ -353,11 +352,11 @@ class LoopbackSlurm:
             self._start(name, *command, extra={_NODE_MARK: name})
 
     def stop_controller(self) -> None:
-        """End slurmctld; jobs go on, clients get no answer."""
+        """Stop slurmctld; jobs continue, clients get no response."""
         self._end("slurmctld", signal.SIGTERM)
 
     def start_controller(self) -> None:
-        """Start slurmctld where it left off, unless it runs, and wait until it answers."""
+        """Start slurmctld from its saved state, unless it is running, and wait until it responds."""
         if not self._runs("slurmctld"):
             self._start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
         self._await("slurmctld", lambda: self._answers("sinfo", "--noheader"))
@@ -368,11 +367,11 @@ class LoopbackSlurm:
         self.start_controller()
 
     def log(self, daemon: str) -> str:
-        """Read what a daemon has written: ``slurmctld``, ``munged``, a node's name."""
+        """Return the log of a daemon: ``slurmctld``, ``munged``, or a node's name."""
         file = self.directory / "log" / f"{daemon}.log"
         return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
-    # How it comes up.
+    # Start-up.
 
     @property
     def _conf(self) -> Path:
@@ -381,11 +380,11 @@ class LoopbackSlurm:
     def _files(self) -> dict[str, str]:
         """Make the configuration: name -> text."""
         files = {"slurm.conf": slurm_conf(self._plan)}
-        # slurmd wants a plugin for cgroups though nothing uses them; this one starts where none is mounted.
+        # slurmd requires a cgroup plugin even if it is unused; this one works without mounted cgroups.
         plugin = "disabled" if self.version >= (24, 5) else "cgroup/v1"
         files["cgroup.conf"] = f"CgroupPlugin={plugin}\n"
         if self._plan.gpus:
-            # Only character devices give jobs CUDA_VISIBLE_DEVICES; nothing opens these.
+            # Jobs get CUDA_VISIBLE_DEVICES only for character devices; these are never opened.
             lines = [f"Name=gpu File={device}" for device in character_devices(self._plan.gpus)]
             files["gres.conf"] = "\n".join(["AutoDetect=off", *lines, ""])
         if self._plan.accounting:
@@ -393,7 +392,7 @@ class LoopbackSlurm:
         return files
 
     def _write(self, files: Mapping[str, str]) -> None:
-        self.directory.chmod(0o755)  # clients of other users come through it
+        self.directory.chmod(0o755)  # clients of other users traverse it
         for name in ("etc", "state", "spool", "log", "run", "work"):
             (self.directory / name).mkdir()
         self.work.chmod(0o1777)
@@ -468,7 +467,7 @@ class LoopbackSlurm:
             )
 
     def _on_its_host(self, daemon: str, command: tuple[str, ...], directory: str) -> list[str]:  # noqa: ARG002
-        """Return the command that runs a daemon's or a client's command where it belongs; see `hosts.SlurmOnHosts`."""
+        """Return the command that runs a daemon's or a client's command on its host; see `hosts.SlurmOnHosts`."""
         return list(command)
 
     def _runs(self, name: str) -> bool:
@@ -476,7 +475,7 @@ class LoopbackSlurm:
 
     def _end(self, name: str, number: signal.Signals) -> None:
         if name not in self._daemons:
-            raise InvalidSettings(f"{name!r} is no daemon of this cluster: {', '.join(self._daemons)}")
+            raise InvalidSettings(f"{name!r} is not a daemon of this cluster: {', '.join(self._daemons)}")
         daemon = self._daemons[name]
         daemon.send_signal(number)
         daemon.wait(30.0)
@@ -511,7 +510,7 @@ def _wait(ready: Callable[[], bool], timeout: float, what: Callable[[], str]) ->
 
 
 def _runs_on(pid: int, node: str) -> bool:
-    """Whether a process is a daemon, a step or a job of this node."""
+    """Return whether a process is a daemon, a step or a job of this node."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -40,27 +40,27 @@ def _trainer(name: str, least: int, most: int) -> Trainer:
 
 
 class PolicyConformance(ABC):
-    """What holds for every policy, whatever it maximises."""
+    """Properties of every policy, regardless of its objective."""
 
     @abstractmethod
     def make_policy(self) -> Policy:
-        """Make a fresh policy; two must answer alike."""
+        """Make a new policy; two instances must return the same allocations."""
 
     def test_has_a_name(self) -> None:
-        """The name is what settings and logs call it."""
+        """The name is used in settings and logs."""
         name = self.make_policy().name
         assert isinstance(name, str)
         assert name
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_allocation_is_feasible(self, seed: int) -> None:
-        """Only nodes of the pool, each once; each trainer has none or a number within its bounds."""
+        """Only nodes of the pool are allocated, each once; each trainer has none or a number within its bounds."""
         case = random_instance(seed)
         check_allocation(_decide(self.make_policy(), case).allocation, case.pool, case.trainers)
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_nobody_is_moved(self, seed: int) -> None:
-        """Who grows keeps its nodes, who shrinks keeps some of them: there is no migration.
+        """A growing trainer keeps its nodes, a shrinking one keeps a subset: there is no migration.
 
         A policy that may exchange nodes in one step sets this test to ``None`` in its class.
         """
@@ -73,7 +73,7 @@ class PolicyConformance(ABC):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_same_question_same_answer(self, seed: int) -> None:
-        """Neither an earlier question nor the order of the arguments changes an answer."""
+        """Neither earlier calls nor the order of the arguments change an allocation."""
         case = random_instance(seed)
         used = self.make_policy()
         _decide(used, random_instance(seed + len(_SEEDS)))
@@ -98,7 +98,7 @@ class PolicyConformance(ABC):
         assert decision.solve_seconds >= 0
 
     def test_empty_pool_gives_nobody_anything(self) -> None:
-        """Without nodes nobody runs, whoever ran before."""
+        """Without nodes no trainer runs, even if it ran before."""
         trainers = (_trainer("a", 1, 4), _trainer("b", 2, 4))
         current = {"a": frozenset({"gone"})}
         assert not self.make_policy().allocate(Pool(), trainers, current, 0.0).allocation
@@ -108,27 +108,27 @@ class PolicyConformance(ABC):
         assert not self.make_policy().allocate(Pool([PoolNode("n0")]), (), {}, 0.0).allocation
 
     def test_lost_nodes_are_not_given(self) -> None:
-        """A node that has left the pool is nobody's any more."""
+        """A node that has left the pool is not allocated."""
         pool = Pool([PoolNode("n0"), PoolNode("n1")])
         current = {"a": frozenset({"n0", "gone"})}
         allocation = self.make_policy().allocate(pool, (_trainer("a", 1, 4),), current, 0.0).allocation
         assert "gone" not in allocation.get("a", frozenset())
 
     def test_who_lost_too_many_nodes_does_not_go_on(self) -> None:
-        """A trainer that is left with fewer nodes than its minimum, and no others to be had, gets none."""
+        """A trainer left with fewer nodes than its minimum, without other free nodes, gets none."""
         pool = Pool([PoolNode("n0"), PoolNode("n1")])
         current = {"a": frozenset({"n0", "n1", "gone"})}
         assert not self.make_policy().allocate(pool, (_trainer("a", 3, 4),), current, 0.0).allocation
 
     def test_trainer_larger_than_the_pool_gets_nothing(self) -> None:
-        """A minimum that the pool does not have is no reason to give less."""
+        """A trainer whose minimum exceeds the pool does not get fewer nodes."""
         pool = Pool([PoolNode("n0"), PoolNode("n1")])
         trainers = (_trainer("large", 3, 8), _trainer("small", 1, 2))
         allocation = self.make_policy().allocate(pool, trainers, {}, 0.0).allocation
         assert "large" not in allocation
 
     def test_arguments_are_left_alone(self) -> None:
-        """The trainers and the current allocation are as before the call."""
+        """The call does not modify the trainers or the current allocation."""
         case = random_instance(3)
         trainers, current = list(case.trainers), dict(case.current)
         self.make_policy().allocate(case.pool, trainers, current, case.now)

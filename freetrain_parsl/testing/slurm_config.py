@@ -1,8 +1,8 @@
 """The configuration of a Slurm on one machine's loopback, as text; pure functions.
 
-What makes several nodes of one machine work, without root, systemd or cgroups: one ``slurmd -N NAME`` a node, each with
-a port of its own; ``config_overrides``, so that a node has the hardware that the configuration says; a process
-tracker without kernel help; a private munged.
+Several nodes on one machine, without root, systemd or cgroups, need: one ``slurmd -N NAME`` per node, each with its own
+port; ``config_overrides``, so that a node has the hardware given in the configuration; a process tracker without kernel
+support; a private munged.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class LoopbackPartition:
     Parameters
     ----------
     name
-        Its name.
+        Name.
     nodes
         A host list; ``ALL`` for all.
     tier
-        Jobs of a partition with a larger tier go first.
+        Jobs of a partition with a larger tier have priority.
     preempt
-        What happens to its jobs when one of a larger tier wants their nodes: ``off``, ``cancel`` or ``requeue``.
+        How its jobs are preempted by jobs of a larger tier: ``off``, ``cancel`` or ``requeue``.
     grace
         Seconds between the first signal to a preempted job and its end.
     default
-        Whether jobs that name no partition go here.
+        Whether it is the default partition.
     extra
-        Further words for its line in ``slurm.conf``, e.g. ``MaxTime=30``.
+        Additional options in its line of ``slurm.conf``, e.g. ``MaxTime=30``.
     """
 
     name: str
@@ -62,29 +62,28 @@ PARTITIONS = (
     LoopbackPartition("preemptible", preempt="cancel", grace=10),
     LoopbackPartition("requeue", preempt="requeue", grace=10),
 )
-"""A main queue, and below it a partition whose jobs stay, one whose jobs are cancelled for those of the main
-queue, and one whose jobs are requeued."""
+"""A main queue, and lower-tier partitions whose jobs are not preempted, cancelled, and requeued, respectively."""
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What the files of one cluster are made from; see `LoopbackSlurm` for what is not told here.
+    """Parameters of a cluster's configuration files; see also `LoopbackSlurm`.
 
     Parameters
     ----------
     name, directory, user
-        The cluster's name and place, and whose daemons they are.
+        Name and directory of the cluster, and user of its daemons.
     version
-        Of the installed Slurm: ``(22, 5)``.
+        Version of the installed Slurm: ``(22, 5)``.
     ports
-        Daemon -> port; ``slurmd`` is that of the first node, the others follow.
+        Daemon -> port; ``slurmd`` is the port of the first node, the others follow.
     loopback_only
-        Whether the daemons can listen on the loopback alone, which they can only if the machine's own name is a
+        Whether the daemons can listen on the loopback only, which requires that the machine's own name resolves to a
         loopback address.
     controller
         Hostname and address of slurmctld: ``NAME(ADDRESS)``.
     addresses
-        Node -> its address, for nodes that are hosts of that name; the others are on the loopback.
+        Node -> its address, for nodes on a host of that name; the others are on the loopback.
     """
 
     name: str
@@ -112,13 +111,13 @@ class ClusterPlan:
 
 
 def node_names(count: int) -> list[str]:
-    """Name the nodes of a cluster: node01, node02 and so on."""
+    """Return the node names of a cluster: node01, node02 and so on."""
     digits = max(2, len(str(count)))
     return [f"node{number:0{digits}d}" for number in range(1, count + 1)]
 
 
 def slurm_conf(plan: ClusterPlan) -> str:
-    """Write ``slurm.conf``."""
+    """Format ``slurm.conf``."""
     home = plan.directory
     lines = [
         f"ClusterName={plan.name}",
@@ -127,7 +126,7 @@ def slurm_conf(plan: ClusterPlan) -> str:
         f"SlurmUser={plan.user}",
         f"SlurmdUser={plan.user}",
         "AuthType=auth/munge",
-        # A requeued job waits until the credential of its former start has expired, 120 s by default.
+        # A requeued job waits until the credential of its previous start has expired, 120 s by default.
         f"AuthInfo=socket={home}/run/munge.sock,cred_expire=5",
         "CredType=cred/munge",
         f"StateSaveLocation={home}/state",
@@ -233,7 +232,7 @@ def _partition(partition: LoopbackPartition) -> str:
 
 
 def slurmdbd_conf(plan: ClusterPlan) -> str:
-    """Write ``slurmdbd.conf``; it holds a password, if of a database that only the loopback reaches."""
+    """Format ``slurmdbd.conf``; it contains a password of a database that is reachable only on the loopback."""
     lines = [
         "AuthType=auth/munge",
         f"AuthInfo=socket={plan.directory}/run/munge.sock",

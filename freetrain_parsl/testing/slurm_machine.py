@@ -1,4 +1,4 @@
-"""What a `LoopbackSlurm` needs of the machine: programs, ports, devices."""
+"""Requirements of a `LoopbackSlurm` on the machine: programs, ports, devices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["PATH", "character_devices", "choose_ports", "is_loopback_only", "listens", "slurm_version"]
 
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-"""Where daemons are too, for an ordinary user."""
+"""Additional search path for daemons, for ordinary users."""
 
-_FIRST_PORT, _LAST_PORT = 10240, 32000  # below those that the kernel gives away
+_FIRST_PORT, _LAST_PORT = 10240, 32000  # below the kernel's ephemeral ports
 
 
 def slurm_version() -> tuple[int, int]:
-    """Ask the installed Slurm for its version: ``(22, 5)``."""
+    """Return the version of the installed Slurm: ``(22, 5)``."""
     command = [shutil.which("slurmctld", path=PATH) or "slurmctld", "-V"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     major, minor = printed.split()[-1].split(".")[:2]
@@ -33,19 +33,19 @@ def slurm_version() -> tuple[int, int]:
 
 
 def choose_ports(nodes: int) -> dict[str, int]:
-    """Choose a row of free ports: daemon -> port, where ``slurmd`` is the first node's and the others follow.
+    """Choose consecutive free ports: daemon -> port, where ``slurmd`` is the first node's and the others follow.
 
     Raises
     ------
     BatchSystemError
-        There is none.
+        There are none.
     """
     count = nodes + 3
     for _ in range(100):
         first = random.randrange(_FIRST_PORT, _LAST_PORT - count)
         if _are_free(range(first, first + count)):
             return dict(zip(("slurmctld", "slurmdbd", "database", "slurmd"), range(first, first + 4), strict=True))
-    raise BatchSystemError(f"no {count} free ports in a row on the loopback")
+    raise BatchSystemError(f"no {count} consecutive free ports on the loopback")
 
 
 def _are_free(ports: Collection[int]) -> bool:
@@ -61,7 +61,7 @@ def _are_free(ports: Collection[int]) -> bool:
 
 
 def is_loopback_only() -> bool:
-    """Whether this machine's own name is a loopback address, without which Slurm listens on all."""
+    """Return whether this machine's own name is a loopback address; otherwise Slurm listens on all interfaces."""
     try:
         return socket.gethostbyname(socket.gethostname()).startswith("127.")
     except OSError:
@@ -69,7 +69,7 @@ def is_loopback_only() -> bool:
 
 
 def listens(path: Path) -> bool:
-    """Whether somebody listens on a socket."""
+    """Return whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -79,15 +79,15 @@ def listens(path: Path) -> bool:
 
 
 def character_devices(count: int) -> list[str]:
-    """Name devices that can stand for GPUs.
+    """Return character devices that can represent GPUs.
 
     Raises
     ------
     InvalidSettings
-        There are not so many.
+        There are too few.
     """
     devices = [f"/dev/tty{number}" for number in range(count)]
     absent = [device for device in devices if not Path(device).exists()]
     if absent:
-        raise InvalidSettings(f"pretended GPUs stand on character devices, and there is no {absent[0]}")
+        raise InvalidSettings(f"simulated GPUs need character devices, and there is no {absent[0]}")
     return devices

@@ -8,7 +8,7 @@
         def make_source(self):
             return MyWindowSource()
 
-The source may be of a real batch system: nothing is submitted. Give it a job of yours to look at with `own_job`.
+The source may be of a real batch system: nothing is submitted. Provide one of your jobs to query with `own_job`.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ __all__ = ["WindowSourceConformance"]
 
 
 class WindowSourceConformance(ABC):
-    """What holds for every window source, whatever batch system it asks."""
+    """Properties of every window source, for any batch system."""
 
     unknown_job: str = "999999999"
     """A well-formed id of a job that does not exist."""
 
     @abstractmethod
     def make_source(self) -> WindowSource:
-        """Make a source that can be asked right away."""
+        """Make a source that is ready for queries."""
 
     def own_job(self) -> tuple[str, str] | None:
-        """Name a living job of this user, id and name, if there is one to look at."""
+        """Return id and name of a live job of this user, if there is one to query."""
         return None
 
     def test_no_node_is_in_two_windows(self) -> None:
-        """A node closes once."""
+        """Each node is in at most one window."""
         nodes = [name for window in self.make_source().survey().windows for name in window.nodes]
         assert len(nodes) == len(set(nodes))
 
     def test_windows_are_open(self) -> None:
-        """They have opened already and have not closed yet."""
+        """All windows are open: they have opened, and have not closed yet."""
         survey = self.make_source().survey()
         for window in survey.windows:
             assert window.opens <= survey.time
             assert window.remaining(survey.time) > 0
 
     def test_largest_window_comes_first(self) -> None:
-        """So that a reader sees what matters first."""
+        """The most important windows come first."""
         sizes = [len(window.nodes) for window in self.make_source().survey().windows]
         assert sizes == sorted(sizes, reverse=True)
 
     def test_terms_can_be_kept(self) -> None:
-        """Some block satisfies them."""
+        """Some block satisfies the limits."""
         terms = self.make_source().survey().terms
         assert 0 <= terms.start_delay < math.inf
         assert 0 < terms.walltime_step <= terms.max_walltime
         assert 1 <= terms.min_nodes <= (math.inf if terms.max_nodes is None else terms.max_nodes)
 
     def test_exactly_the_jobs_asked_for_are_told_of(self) -> None:
-        """One that does not exist is unknown, not missing."""
+        """A job that does not exist is unknown, not missing."""
         source = self.make_source()
         assert dict(source.survey().blocks) == {}
         blocks = source.survey([self.unknown_job]).blocks
@@ -74,30 +74,30 @@ class WindowSourceConformance(ABC):
         assert blocks[self.unknown_job].state is BlockState.UNKNOWN
 
     def test_nothing_is_wanted_of_who_has_nothing(self) -> None:
-        """Only nodes that our jobs hold can be wanted back."""
+        """Yield requests are only for nodes held by our jobs."""
         assert dict(self.make_source().survey([self.unknown_job]).wanted) == {}
 
     def test_notes_are_lines(self) -> None:
-        """Each is one line that says something."""
+        """Each note is one nonempty line."""
         for note in self.make_source().survey().notes:
             assert note.strip()
             assert "\n" not in note
 
     def test_ending_what_has_ended_is_no_error(self) -> None:
-        """Nor is ending nothing."""
+        """Ending no jobs is not an error."""
         source = self.make_source()
         source.cancel([])
         source.cancel([self.unknown_job])
 
     def test_jobs_are_found_by_the_beginning_of_their_names(self) -> None:
-        """A prefix that no name has finds none."""
-        assert self.make_source().find_jobs("no job of anybody is called this ") == {}
+        """An unused prefix matches no jobs."""
+        assert self.make_source().find_jobs("no job has this name ") == {}
 
     def test_own_job_is_found_and_told_of(self) -> None:
-        """By its name, and as living; a running one holds nodes, which are in no window."""
+        """It is found by name, and is live; a running one holds nodes, which are in no window."""
         own = self.own_job()
         if own is None:
-            pytest.skip("there is no job to look at: override own_job")
+            pytest.skip("there is no job to query: override own_job")
         job, name = own
         source = self.make_source()
         assert source.find_jobs(name)[job] == name
@@ -111,11 +111,11 @@ class WindowSourceConformance(ABC):
 
     @pytest.mark.parametrize("complaint", ["", "it said no", "one line\nand another"])
     def test_refusal_is_explained_in_one_line(self, complaint: str) -> None:
-        """Also one that was never heard before, which passes for lasting."""
+        """Any complaint is classified, even an unknown one, which counts as permanent."""
         refusal = self.make_source().explain_refusal(complaint)
         assert "\n" not in refusal.reason.strip()
         assert refusal.passing is False
 
     def test_healthy_source_is_not_refused(self) -> None:
-        """A block of a minute can run somewhere."""
+        """A one-minute block can run somewhere."""
         self.make_source().check(60.0)

@@ -1,1 +1,1 @@
-"""Training on the compute node: sessions, process groups, data and checkpoints. Torch, but not Parsl."""
+"""Training on the compute node: sessions, process groups, data and checkpoints. Uses torch, but not Parsl."""

@@ -1,9 +1,9 @@
-"""Running a training in one process: the slot's way into it, and the only one.
+"""Running a training in one process: the entry point for slots.
 
-The user's function is called once, and goes on while other processes come and go. It ends in one of four ways: it
-returns (`Finished`), a step boundary decides to stop (`Paused`: the state is saved, or others have it), peers vanish
-and nobody tells how to go on (`PeerFailed`: nothing is saved, the last checkpoint holds), or it raises an error of its
-own, which goes through unchanged.
+The user's function is called once and continues while other processes join and leave. It ends in one of four ways: it
+returns (`Finished`), it is stopped at a step boundary (`Paused`: the state is saved, or other members have it), peers
+fail and no command to continue arrives (`PeerFailed`: nothing is saved, the last checkpoint remains), or it raises an
+error, which is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from freetrain_parsl.training.runtime import Runtime, Unwind
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.signature import check_signature
 
-if TYPE_CHECKING:  # torch.distributed does not declare it among its exports
+if TYPE_CHECKING:  # torch.distributed does not export it
     from torch._C._distributed_c10d import Store
 
     from freetrain_parsl.protocol.options import OnCodeChange
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 TrainingFunction = Callable[..., Any]
-"""Takes a `TrainingSession`, then the user's own arguments."""
+"""Takes a `TrainingSession`, then the user's arguments."""
 
 
 def run_fragment(
@@ -61,32 +61,32 @@ def run_fragment(
     report: Callable[[Report], None],
     clock: Clock = time.monotonic,
 ) -> Finished | Paused:
-    """Run a training in this process until it is done or has to leave.
+    """Run a training in this process until the training is done or this process has to leave.
 
     Parameters
     ----------
     function, args, kwargs
         The user's function, called as ``function(session, *args, **kwargs)``.
     options
-        How the training keeps its state; the same on all members.
+        Options of the training; the same on all members.
     membership
-        This process's place at first; ``None``: it joins a training that runs, by an order of the `mailbox`.
+        This process's initial membership; ``None``: it joins a running training, by a command in the `mailbox`.
     meet
-        Gives the store in which the members of a membership meet; not called for a group of one.
+        Returns the store in which the members of a group meet; not called for a group of one.
     mailbox
-        What the slot tells while the training runs.
+        Commands of the slot while the training runs.
     report
-        Gets the progress on the first member (at the start, at checkpoints, at the end, and between them at most
-        twice a second), and on all members what happens to their group. It must not block.
+        Receives the progress on the first member (at the start, at checkpoints, at the end, and in between at most
+        twice a second), and on all members the changes of their group. It must not block.
     clock
-        Seconds on a clock that never goes back.
+        Monotonic clock, in seconds.
 
     Raises
     ------
     PeerFailed
-        Other members are gone and the training cannot go on here; what was done since the last checkpoint is lost.
+        Other members have failed and the training cannot continue here; the work since the last checkpoint is lost.
     CheckpointError
-        The state cannot be read, or could not be saved at the end of the fragment.
+        The state cannot be loaded, or could not be saved at the end of the fragment.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -112,7 +112,7 @@ def run_fragment(
     except Exception as error:
         if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerFailed):
             raise PeerFailed(
-                f"trainer {options.name!r}: lost a member of a group of {members.group.size} ({gist(error)})"
+                f"trainer {options.name!r}: a member of a group of {members.group.size} failed ({gist(error)})"
             ) from error
         raise
     finally:
@@ -129,16 +129,16 @@ def run_alone(
     on_code_change: OnCodeChange = "refuse",
     **kwargs: Any,
 ) -> Any:
-    """Run a training function to its end in this process, without Parsl: to try it out or to debug it.
+    """Run a training function to its end in this process, without Parsl, for testing or debugging.
 
     Parameters
     ----------
     function, args, kwargs
         Called as ``function(session, *args, **kwargs)``.
     directory
-        Where its checkpoints go; a second call goes on from them. ``None``: they are thrown away.
+        Checkpoint directory; a second call resumes from it. ``None``: checkpoints are discarded.
     seed
-        Start of every random number.
+        Seed of all random numbers.
     on_code_change
         What to do if the checkpoints were written by other code: ``"refuse"``, ``"resume"`` or ``"restart"``.
 
@@ -166,7 +166,7 @@ def run_alone(
             mailbox=ControlMailbox(),
             report=lambda _progress: None,
         )
-    assert isinstance(end, Finished)  # nobody has the notice to pause it with
+    assert isinstance(end, Finished)  # nothing can pause it: the mailbox is not shared
     return end.value
 
 

@@ -1,4 +1,4 @@
-"""What passes between a slot and the training inside it. Importable anywhere: no torch here."""
+"""The interface between a slot and the training that it runs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Clock = Callable[[], float]
-"""Seconds on a clock that never goes back; injected wherever time matters."""
+"""Monotonic clock, in seconds; injected wherever time matters."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """One process's place among the processes that train together.
+    """The membership of one process in a group.
 
     Parameters
     ----------
     trainer
         Name of the training.
     generation
-        Number of the fragment: never used twice in one training, so that a process of an earlier
-        fragment cannot meet those of this one.
+        Number of the group: never used twice in one training, so that a process of an earlier group
+        cannot meet those of this one.
     rank, world_size
         This process's number, from 0, and how many there are.
     timeout
-        How long a collective waits for a silent peer, if nobody breaks it off before: a peer that dies is noticed at
-        once, and one that hangs by whoever sends orders (`ControlMailbox.waited`, `Regroup.abort`).
+        How long a collective waits for an unresponsive peer unless it is aborted before: a dead peer is detected at
+        once, a hanging peer by the sender of the commands (`ControlMailbox.waited`, `Regroup.abort`).
     meeting
-        How long the members wait for each other when they form the group.
+        Maximum wait of the members for each other to form the group.
     interface
-        Network interface that carries the collectives, such as ``"ib0"``; ``None`` lets the library choose.
+        Network interface for the collectives, such as ``"ib0"``; ``None`` lets the library choose.
     address
-        This process's IP address at that interface; the members check there that they reach each other before they
-        form the group. ``None``: they do not check. Either all members have one or none has.
+        This process's IP address on that interface; before they form the group, the members check that they reach
+        each other there. ``None``: no check. Either all members have an address or none has.
     admission
-        How long the members wait for each other's proofs of membership once all are connected.
+        Maximum wait for the proofs of membership once all members are connected.
 
     Raises
     ------
     InvalidSettings
-        The rank is not one of the group's.
+        The rank is out of range.
     """
 
     trainer: str
@@ -69,14 +69,14 @@ class Membership:
 
 @dataclass(frozen=True)
 class Regroup:
-    """An order to go on, in place, in another process group.
+    """A command to continue, in place, in another process group.
 
     Parameters
     ----------
     membership
-        This process's place in the new group; ``None``: the others go on without it, and its fragment ends.
+        This process's membership in the new group; ``None``: the others continue without it, and its fragment ends.
     abort
-        A member of the present group is lost: do not wait for a boundary that all agree on, leave the group at once.
+        A member of the current group has failed: leave the group at once, without waiting for an agreed boundary.
     """
 
     membership: Membership | None
@@ -84,14 +84,14 @@ class Regroup:
 
 
 class ControlMailbox:
-    """What the slot tells the training while it runs: pause, regroup, and when the node closes.
+    """Commands of the slot for a running training: pause, regroup, and the time at which the node closes.
 
     Thread-safe; the training reads it at step boundaries.
 
     Parameters
     ----------
     clock
-        Seconds on a clock that never goes back.
+        Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -104,23 +104,23 @@ class ControlMailbox:
         self.pause_requested = threading.Event()
         """Set it to end the fragment at the next step boundary, after a checkpoint."""
         self.underway = threading.Event()
-        """Set by the training after its first step: until then the fragment can be dropped and nothing is lost."""
+        """Set by the training after its first step: until then the fragment can be dropped without losing work."""
         self.blocked: Callable[[], float] = lambda: 0.0
-        """Set by the training: seconds for which its main thread has been blocked in a collective, as far as seen."""
+        """Set by the training: seconds for which its main thread has been observed to be blocked in a collective."""
         self.on_abort: Callable[[], None] = lambda: None
-        """Set by the training: breaks the collectives that its main thread may wait in."""
+        """Set by the training: aborts the collectives in which its main thread may wait."""
 
     def close_after(self, remaining: timedelta | None) -> None:
-        """Say that the node closes that long from now; ``None`` if that is not known (any more)."""
+        """Set the time until the node closes; ``None`` if it is unknown or no longer known."""
         self._closes = None if remaining is None else self._clock() + remaining.total_seconds()
 
     def closes_in(self) -> float | None:
-        """Seconds until the node closes, negative once past; ``None`` if unknown."""
+        """Return the seconds until the node closes, negative after that time; ``None`` if unknown."""
         closes = self._closes
         return None if closes is None else closes - self._clock()
 
     def order(self, regroup: Regroup) -> None:
-        """Give an order; one that has not been carried out yet is replaced."""
+        """Post a command; it replaces one that has not been carried out yet."""
         with self._changed:
             self._order = regroup
             self._changed.notify_all()
@@ -129,18 +129,18 @@ class ControlMailbox:
 
     @property
     def pending(self) -> Regroup | None:
-        """The order that waits to be carried out."""
+        """The command that has not been carried out yet."""
         return self._order
 
     def take_order(self, timeout: float | None = 0.0) -> Regroup | None:
-        """Take the order out, waiting for one; ``None`` after `timeout` seconds, or once a pause is asked for."""
+        """Wait for a command and take it; return ``None`` after `timeout` seconds, or if a pause is requested."""
         with self._changed:
             self._changed.wait_for(lambda: self._order is not None or self._ended, timeout)
             order, self._order = self._order, None
             return order
 
     def end(self) -> None:
-        """Ask for a pause and end all waiting for orders: the slot leaves, or the training is over."""
+        """Request a pause and end all waiting for commands: the slot leaves, or the training is done."""
         self.pause_requested.set()
         with self._changed:
             self._ended = True
@@ -148,7 +148,7 @@ class ControlMailbox:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark the time in which this process does nothing but wait for the other members."""
+        """Mark the time in which this process only waits for other members."""
         self._waiting_since = self._clock()
         try:
             yield
@@ -156,9 +156,9 @@ class ControlMailbox:
             self._waiting_since = None
 
     def waited(self) -> float:
-        """Seconds for which it has been waiting for the other members, zero if it is not.
+        """Return the seconds for which this process has been waiting for other members; 0.0 if it is not waiting.
 
-        To be called about once a second: waits in collectives of user code are only seen then.
+        Call it about once a second: otherwise waits in collectives of user code are not detected.
         """
         since, blocked = self._waiting_since, self.blocked()
         return blocked if since is None else self._clock() - since
@@ -171,9 +171,9 @@ class Finished:
     Parameters
     ----------
     value
-        What the user's function returned, on this rank.
+        Return value of the user's function on this rank.
     progress
-        The last state.
+        The final progress.
     checkpoint
         Directory of the final checkpoint; ``None`` if the function never prepared a model.
     """
@@ -190,11 +190,11 @@ class Paused:
     Parameters
     ----------
     reason
-        Why.
+        Reason of the pause.
     progress
-        The state at the end.
+        The progress at the end.
     checkpoint
-        Directory of the checkpoint to go on from; ``None`` for a member that left while the others go on.
+        Directory of the checkpoint to resume from; ``None`` for a member that left while the others continue.
     """
 
     reason: PauseReason

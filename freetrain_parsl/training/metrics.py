@@ -1,4 +1,4 @@
-"""The books of a training: steps, samples, losses, the ledger, and the metrics that the user gets."""
+"""The metrics of a training: steps, samples, losses, sample counts, and the user's metrics."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """What the members tell each other of one step, in one tensor that travels with the gradients.
+    """Losses, sample counts and checksum of one step, in one tensor that is summed with the gradients.
 
-    Losses stand share by share, in places of their own: so their sum over the members has the same bits whoever had
-    which share.
+    Each shard has its own element for the loss: so the sum over the members has the same bits, whichever member had
+    which shard.
 
     Parameters
     ----------
     batch
         The batch.
     device
-        Where the losses are.
+        Device of the losses.
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self.values = torch.zeros(batch.shards + 2, dtype=torch.float64, device=device)
 
     def add(self, loss: torch.Tensor, piece: Piece) -> None:
-        """Note the mean loss of a piece."""
+        """Add the mean loss of a piece."""
         if piece.weight:
             self.values[piece.shard] += loss.detach().double() * piece.weight
             self.values[-2] += piece.weight
@@ -43,42 +43,42 @@ class Tally:
 
 
 class TrainingMetrics:
-    """What has been done so far, in all fragments; the same on every member.
+    """Metrics over all fragments so far; the same on every member.
 
-    Losses stay where they are (on a GPU) until asked for (`settle`), so that no step waits for them.
+    Losses stay on their device until `settle` is called, so that no step waits for a GPU.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.samples = 0
-        self.slot_seconds = 0.0  # spent in the steps that count, times the slots that took part
+        self.slot_seconds = 0.0  # time of the counted steps, times the number of slots
         self.audit = Audit()
         self.metrics: dict[str, Any] = {"epochs": 0, "steps": 0, "samples": 0, "loss": None, "history": []}
         self._ledger: Ledger | None = None
-        self._row_open = False  # whether log() is about an epoch that has no row in the history yet
+        self._row_open = False  # whether log() refers to an epoch without a row in the history
         self._log: dict[str, Any] = {}
-        self._loss_sum = 0.0  # over this epoch and the whole group
+        self._loss_sum = 0.0  # of this epoch, over the whole group
         self._loss_samples = 0
-        self._pending = torch.zeros(3, dtype=torch.float64)  # loss, samples and checksum, not yet looked at
-        self._expected = [0, 0]  # samples and checksum of the batches in it
+        self._pending = torch.zeros(3, dtype=torch.float64)  # loss, samples and checksum, not yet read
+        self._expected = [0, 0]  # samples and checksum of the pending batches
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss a sample of this epoch, as far as settled; ``None`` before its first step."""
+        """Mean loss per sample of this epoch, as far as settled; ``None`` before its first step."""
         return self._loss_sum / self._loss_samples if self._loss_samples else None
 
     @property
     def has_steps(self) -> bool:
-        """Whether a sample was trained on in this epoch, by any member and in any fragment."""
+        """Whether any sample was trained on in this epoch, by any member and in any fragment."""
         return self._ledger is not None and bool(self._ledger.counts.any())
 
     def has_row(self, epoch: int) -> bool:
-        """Whether the history has a row of an epoch."""
+        """Return whether the history has a row for an epoch."""
         history = self.metrics["history"]
         return bool(history) and history[-1]["epoch"] == epoch
 
     def keep_ledger(self, length: int) -> None:
-        """Count from now on how often each of `length` samples is trained on."""
+        """Start to count how often each of `length` samples is trained on."""
         self._ledger = Ledger(length)
 
     def count_step(self, batch: Batch, tally: Tally) -> None:
@@ -88,55 +88,55 @@ class TrainingMetrics:
         self.samples += batch.samples
         self.metrics["steps"], self.metrics["samples"] = self.step, self.samples
         self._ledger.add(batch.positions)
-        loss = tally.values[:-2].sum(0, keepdim=True)  # of one shape in one order, whoever had which share
+        loss = tally.values[:-2].sum(0, keepdim=True)  # same shape and order, whichever member had which shard
         self._pending = self._pending.to(loss.device) + torch.cat([loss, tally.values[-2:]])
         self._expected[0] += batch.samples
         self._expected[1] += checksum(batch.positions)
 
     def settle(self) -> None:
-        """Look at what the steps since the last time have told.
+        """Read the tallies of the steps since the last call.
 
         Raises
         ------
         NonFiniteLoss
-            The loss is not a number, or infinite.
+            The loss is NaN or infinite.
         TrainingError
-            The members did not train on the samples of the batches: a defect of ours.
+            The members did not train on the samples of the batches: a bug in this package.
         """
-        loss, samples, told = self._pending.tolist()
+        loss, samples, received = self._pending.tolist()
         expected, self._expected = self._expected, [0, 0]
         self._pending = torch.zeros(3, dtype=torch.float64)
         if not math.isfinite(loss):
             raise NonFiniteLoss(
-                f"the loss is {loss} by step {self.step}: nothing that follows would be of use; lower the learning "
-                "rate, clip gradients, or look for bad samples"
+                f"the loss is {loss} at step {self.step} or shortly before; lower the learning rate, clip gradients, "
+                "or look for bad samples"
             )
-        if [int(samples), int(told)] != expected:
-            raise TrainingError(f"by step {self.step} the members trained on other samples than those of the batches")
+        if [int(samples), int(received)] != expected:
+            raise TrainingError(f"at step {self.step} or before, members trained on samples other than the batch's")
         self._loss_sum += loss
         self._loss_samples += expected[0]
 
     def open_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or go on with it; its row is written when it has had all its batches."""
+        """Begin or resume an epoch; its row is written after its last batch."""
         self._row_open = not self.has_row(epoch)
 
     def close_pass(self, epoch: int, expected: torch.Tensor) -> None:
-        """Close an epoch that had all its batches: audit the ledger, write the history's row.
+        """Close an epoch after its last batch: audit the sample counts and write the row of the history.
 
         Parameters
         ----------
         epoch
-            Its number.
+            Number of the epoch.
         expected
             Positions of all samples of the epoch.
         """
         assert self._ledger is not None
         self.audit += audit(self._ledger.counts, expected)
         self._write_row(epoch)
-        self.metrics["epochs"] = epoch + 1  # here already: a function may return without going on to the next one
+        self.metrics["epochs"] = epoch + 1  # already here: a function may return without asking for the next epoch
 
     def close_epoch(self, epoch: int) -> None:
-        """End an epoch; one that the user's loop left early gets its row here, unaudited."""
+        """End an epoch; if the user's loop left it early, its row is written here, without an audit."""
         if not self.has_row(epoch):
             self._write_row(epoch)
         self.metrics["epochs"] = epoch + 1
@@ -145,13 +145,13 @@ class TrainingMetrics:
             self._ledger.clear()
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Put values of the user's own into the row of this epoch; between epochs, into the last row."""
+        """Add the user's values to the row of this epoch or, between epochs, to the last row."""
         history = self.metrics["history"]
         row = self._log if self._row_open or not history else history[-1]
         row.update({name: _plain(name, value) for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the metrics as plain values and tensors."""
         self.settle()
         return {
             "step": self.step,
@@ -167,11 +167,11 @@ class TrainingMetrics:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state, except for the ledger (see `load_ledger`)."""
+        """Load a state, except for the sample counts (see `load_ledger`)."""
         self.step, self.samples = state["step"], state["samples"]
         self.slot_seconds = state["slot_seconds"]
         self.audit = Audit(**state["audit"])
-        # In place: the user may hold session.metrics.
+        # In place: the user may have a reference to session.metrics.
         self.metrics.clear()
         self.metrics.update(state["metrics"])
         self._log = state["log"]
@@ -181,7 +181,7 @@ class TrainingMetrics:
         self._expected = [0, 0]
 
     def load_ledger(self, state: Mapping[str, Any]) -> None:
-        """Take over the counts."""
+        """Load the sample counts."""
         assert self._ledger is not None
         if state["ledger"] is not None:
             self._ledger.counts.copy_(state["ledger"])

@@ -1,12 +1,12 @@
-"""What goes on behind a session: agreeing, going on in other groups, saving and restoring.
+"""The implementation behind a session: decisions at boundaries, changes of the group, saving and restoring.
 
-Decisions to stop, to save or to regroup are taken at *boundaries*: when the next batch or the next epoch is asked
-for. All that the user's loop does after a step is then done, and the state is whole. At a boundary the members of a
-group add up one small vector, so that all of them decide the same; a group of one does not communicate.
+Decisions to stop, to save or to regroup are made at *boundaries*: when the next batch or the next epoch is requested.
+By then the user's loop has done everything that follows a step, and the state is consistent. At a boundary the members
+of a group sum one small vector, so that all of them decide the same; a group of one does not communicate.
 
-Every member has the whole state, so the members are each other's snapshots. When one is lost, the others drop the
-group, form another, and who is a step behind gets the state of one that is ahead; the batch that was cut off is done
-again.
+Every member has the whole state, so the members are replicas of each other. When one fails, the others leave the group
+and form a new one, and members that are a step behind receive the state of one that is ahead; the interrupted batch is
+repeated.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SECONDS = 0.5  # least time between two reports
+_REPORT_SECONDS = 0.5  # minimum time between two reports
 
 
 class Unwind(BaseException):
-    """Carries a pause through the user's function; no Exception, so that no ``except Exception`` stops it."""
+    """Carries a pause through the user's function; a BaseException, so that ``except Exception`` does not stop it."""
 
     def __init__(self, reason: PauseReason) -> None:
         super().__init__(reason.value)
@@ -56,25 +56,25 @@ class Unwind(BaseException):
 
 
 class Runtime:
-    """One member's part in one training, from its coming to its leaving.
+    """One member's part in a training, from joining to leaving.
 
     Parameters
     ----------
     options
-        How the training keeps its state.
+        Options of the training.
     members
-        Who trains together.
+        This member's view of the group.
     mailbox
-        What the slot tells.
+        Commands of the slot.
     report
-        Gets the progress on the first member, and what happens to the group on all; must not block.
+        Receives the progress on the first member, and the changes of the group on all; must not block.
     clock
-        Seconds on a clock that never goes back.
+        Monotonic clock, in seconds.
 
     Raises
     ------
     DamagedCheckpoint, CheckpointMismatch, CheckpointError
-        The training has a state that cannot be used.
+        The training has checkpoints, but cannot resume from them.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Runtime:
         self._clock = clock
         self._in_place = True
         self._total_epochs: int | None = None
-        self._pass_ended_here = False  # whether this epoch had its last batch since this process came
+        self._pass_ended_here = False  # whether this epoch had its last batch since this process joined
         self._pace = Pace()
         self._paced_samples = 0  # samples at the last boundary
         self._write_seconds = 0.0
@@ -128,29 +128,31 @@ class Runtime:
 
     @property
     def group(self) -> Group:
-        """Who trains together now; another object after each change."""
+        """The current group; a new object after each change."""
         return self._members.group
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this process waits to be taken into a training that others run."""
+        """Whether this process waits to join a running training."""
         return self._members.is_newcomer
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The members as a device mesh; UsageError if they share a GPU, or this one is about to join them."""
+        """The members as a device mesh; raises UsageError if they share a GPU or this process is a newcomer."""
         if self._members.is_newcomer:
             raise UsageError("session.mesh: a process that joins in place cannot shard a model; shard in all or none")
         return self.group.mesh(self.device)
 
     @property
     def user_directory(self) -> Path:
-        """Where the user's function may keep files of its own."""
+        """Directory for the user function's own files."""
         return self.checkpoint_manager.path / "files"
 
     def close(self) -> None:
-        """Leave the group, wait for a checkpoint in the background, and leave torch's settings as they were."""
+        """Leave the group, wait for a background checkpoint, and restore torch's settings."""
         self._bypass.close()
+        if self.batch_runner is not None:
+            self.batch_runner.close()
         self._members.leave()
         self.checkpoint_manager.close()
         if self._was_deterministic is not None:
@@ -159,7 +161,7 @@ class Runtime:
     # ── before the loop ───────────────────────────────────────────────────────────────────────────
 
     def register(self, model: nn.Module, objects: Mapping[str, Stateful], size: int) -> None:
-        """Save these objects from now on, and restore them, in this order, if there is a state.
+        """Include these objects in the state, and restore them, in this order, if there is a checkpoint.
 
         Parameters
         ----------
@@ -173,7 +175,7 @@ class Runtime:
         Raises
         ------
         CheckpointMismatch
-            The checkpoint is of other objects.
+            The checkpoint contains other objects.
         """
         if self._state.objects:
             raise UsageError("call session.prepare once, before the loop, with everything that has a state")
@@ -192,18 +194,18 @@ class Runtime:
         self.checkpoint_manager.load_into(self._state.objects, self._restored)
 
     def use(self, order: Order, *, ramp: int) -> None:
-        """Train on a dataset in that order.
+        """Train on a dataset in this order.
 
         Raises
         ------
         UsageError
-            There is a loader already, no model yet, or the loop has begun.
+            There already is a loader, there is no model yet, or the loop has begun.
         CheckpointMismatch
-            The checkpoint is of another dataset or batch size.
+            The checkpoint belongs to another dataset or batch size.
         """
         if self._started:
             raise UsageError(
-                "session.loader() was called inside the epoch loop; make it before the loop: "
+                "session.loader() was called inside the epoch loop; call it before the loop: "
                 "`data = session.loader(…)`, then `for epoch in session.epochs(…):`, then `for … in data:`"
             )
         if self._state.order is not None:
@@ -212,8 +214,8 @@ class Runtime:
             raise UsageError("call session.prepare(model, optimizer) before session.loader()")
         if order.shards is not None:
             if not self._in_place:
-                raise UsageError("session.loader: deterministic=True does not go with a model that is sharded")
-            if self.device.type == "cuda":  # else torch refuses to multiply matrices
+                raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
+            if self.device.type == "cuda":  # otherwise torch raises an error for matrix products
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             self._was_deterministic = torch.are_deterministic_algorithms_enabled()
             torch.use_deterministic_algorithms(mode=True)
@@ -224,18 +226,18 @@ class Runtime:
             self._state.take_order(self._restored.state)
 
     def start(self, total_epochs: int) -> None:
-        """Begin to train: from here on the random numbers depend on the place in the data.
+        """Begin to train: from here on the random numbers depend on the position in the data.
 
-        Until here all members, in all fragments, draw the same, so that what the user's function makes
-        before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits here
-        until the others take it in.
+        Until here all members, in all fragments, draw the same random numbers, so that what the user's function
+        creates before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits
+        here to join the group.
         """
         if self.batch_runner is None:
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
         self._total_epochs = total_epochs
         if self._started:
             return
-        self._restored = None  # everything in it is in place now
+        self._restored = None  # everything in it has been loaded
         self._members.state = self._state.whole
         self._members.adopt = self._adopt
         if self._members.is_newcomer:
@@ -246,7 +248,7 @@ class Runtime:
             except PeerFailed as error:
                 self._recover(error)
         self._started = True
-        # From here on: the time before the loop made nothing that a periodic checkpoint could save.
+        # The interval starts here: before the loop there is nothing to save.
         self._boundary_time = self._clock()
         self.checkpoint_manager.due(self._boundary_time)
         self._paced_samples = self.training_metrics.samples
@@ -256,18 +258,18 @@ class Runtime:
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
     def boundary(self) -> None:
-        """Decide, together with the others, whether to stop, to save, or to go on in another group.
+        """Decide, together with the other members, whether to stop, to save, or to change the group.
 
         Raises
         ------
         Unwind
-            Stop: the state is saved, or the others have it.
+            To stop: the state is saved, or other members have it.
         PeerFailed
-            A member is gone, and the training cannot go on in place.
+            A member has failed, and the training cannot continue in place.
         """
         self.check_running()
         self._count_time()
-        if not self._regrouped:  # else the last thing that all members did together was to form this group
+        if not self._regrouped:  # otherwise the group has just been formed in this boundary
             try:
                 self._decide()
             except PeerFailed as error:
@@ -278,61 +280,61 @@ class Runtime:
         self._boundary_time = self._clock()
 
     def check_running(self) -> None:
-        """Go on unwinding if the user's function held up the first attempt."""
+        """Raise `Unwind` again if the user's function caught it."""
         if self.unwinding is not None:
             raise Unwind(self.unwinding)
 
     def open_epoch(self) -> int:
-        """Begin an epoch, or go on with it; return its number."""
+        """Begin or resume an epoch; return its number."""
         self.boundary()
         self.training_metrics.open_epoch(self.cursor.epoch)
         return self.cursor.epoch
 
     def begin_pass(self) -> bool:
-        """Begin, or go on with, the batches of this epoch; whether any are left."""
+        """Begin or resume the batches of this epoch; return whether any are left."""
         self.check_running()
         if not self._started:
             raise UsageError("iterate over the session's loader inside `for epoch in session.epochs(…)`")
         if self._pass_ended_here:
             raise UsageError(
-                "the session's loader gives its batches once an epoch; go over them again with a DataLoader"
+                "the session's loader can be iterated over once per epoch; use a DataLoader for further passes"
             )
         return not self.cursor.pass_ended
 
     def open_batch(self, batch: Batch) -> None:
-        """Begin with a batch."""
+        """Begin a batch."""
         assert self.batch_runner is not None, "a loader needs a model"
         self.batch_runner.open_batch(self.group, batch, self.device, done=self.cursor.steps)
 
     def hand_out(self, piece: Piece) -> None:
-        """Note what the user's code is going to train on, and seed what it draws meanwhile."""
+        """Note the piece that the user's code trains on next, and seed the random numbers for it."""
         assert self.batch_runner is not None, "a loader needs a model"
         self.batch_runner.hand_out(piece)
         self._bypass.begin_batch()
         random_streams.seed_all(self.options.seed, self.cursor.epoch, self.cursor.position, piece.shard)
 
     def take_back(self) -> None:
-        """Note that the user's code is done with a piece, whether it made a step or not."""
+        """Note that the user's code is done with a piece, with or without a step."""
         assert self.batch_runner is not None, "a loader needs a model"
         self.batch_runner.take_back()
         self._bypass.end_batch()
 
     @property
     def cut_off(self) -> bool:
-        """Whether the batch in hand lost a member, and is to be done again."""
+        """Whether the current batch was interrupted by a failed member and has to be repeated."""
         return self.batch_runner is not None and self.batch_runner.cut_off
 
     def leave_batch(self) -> None:
-        """Note that the user's code asks for no more of the batch in hand, which may be done or not."""
+        """Note that the user's loop over the current batch has ended, whether the batch is done or not."""
         if self.batch_runner is not None:
             self.batch_runner.leave_batch()
 
     def close_batch(self, batch: Batch) -> None:
-        """Leave a batch behind."""
+        """Advance past a batch."""
         self.cursor.pass_by(batch.samples)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add a piece's gradients; after the last piece they are those of the whole batch, on all members."""
+        """Add a piece's gradients; after the last piece, ``.grad`` is that of the whole batch, on all members."""
         batch_runner = self._batch_runner_in_hand()
         self._bypass.before_backward()
         try:
@@ -343,7 +345,7 @@ class Runtime:
             self._recover(error)
 
     def step(self, optimizer: Optimizer | None) -> bool:
-        """Make the optimizer's step if the batch is complete; whether it was made."""
+        """Make the optimizer step if the batch is complete; return whether it was made."""
         batch_runner = self._batch_runner_in_hand()
         with self._bypass.session_acts():
             made = batch_runner.step(optimizer, self._state.scaling)
@@ -355,21 +357,21 @@ class Runtime:
         return True
 
     def end_pass(self, expected: torch.Tensor) -> None:
-        """Close the books of an epoch that has had all its batches, which has the positions `expected`."""
+        """Close the metrics of an epoch after its last batch; `expected` are the positions of its samples."""
         self.check_running()
-        assert self._state.order is not None, "there was a loader"
+        assert self._state.order is not None, "there is a loader"
         self._bypass.end_pass(self.cursor.epoch, self._state.order.batches, trained=self.training_metrics.has_steps)
         self.training_metrics.close_pass(self.cursor.epoch, expected)
         self.cursor.pass_ended = self._pass_ended_here = True
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Put values of the user's own into the history."""
-        if not self._started:  # what stands there runs again in each fragment
+        """Add the user's values to the history."""
+        if not self._started:  # this code runs again in each fragment
             raise UsageError("call session.log inside or after `for epoch in session.epochs(…)`")
         self.training_metrics.log(values)
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch."""
+        """Advance to the next epoch."""
         self.check_running()
         self.leave_batch()
         self._bypass.end_epoch(self.cursor.epoch, trained=self.training_metrics.has_steps)
@@ -383,12 +385,12 @@ class Runtime:
         """Save the final state."""
         self._bypass.end_training(self.training_metrics.step)
         if self._state.objects:
-            # Even if this step is saved: after the loop, functions log, or finish their models.
+            # Even if this step is saved already: functions may log or change their models after the loop.
             self._save_last("the training is done", mark=None, patiently=True)
         self._tell(at_once=True)
 
     def progress(self) -> Progress:
-        """Return how far the training is."""
+        """Return the progress of the training."""
         total = None
         if self._total_epochs is not None and self._state.order is not None:
             total = self._total_epochs * self._state.order.samples
@@ -417,8 +419,8 @@ class Runtime:
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
 
     def _decide(self) -> None:
-        """Agree with the others on what to do at this boundary, and do it."""
-        ordered = self._members.has_order()  # raises if a member is lost
+        """Agree with the other members on what to do at this boundary, and do it."""
+        ordered = self._members.has_order()  # raises if a member has failed
         if self.group.is_first:
             self._write_seconds = self.checkpoint_manager.write_seconds_estimate
             self._look_after_writing(self.checkpoint_manager.poll)
@@ -427,7 +429,7 @@ class Runtime:
         save_due: float = self.group.is_first and self.checkpoint_manager.due(self._clock())
         ready: float = self.checkpoint_manager.ready
         if self.group.size > 1:
-            # One sum over: votes, and the first member's estimate, which only it can learn.
+            # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if self.group.is_first else 0.0
             votes = torch.tensor([requested, closing, save_due, ordered, ready, estimate], dtype=torch.float64)
             requested, closing, save_due, orders, ready, self._write_seconds = self.group.sum(votes).tolist()
@@ -447,7 +449,7 @@ class Runtime:
             self._save("periodic", mark=self._mark)
 
     def _closing(self) -> bool:
-        """Whether one more step would leave too little time for the last checkpoint."""
+        """Return whether another step would leave too little time for the last checkpoint."""
         closes_in = self._mailbox.closes_in()
         if closes_in is None:
             return False
@@ -483,7 +485,7 @@ class Runtime:
             self._paced_samples = self.training_metrics.samples
 
     def _seed(self) -> None:
-        """Seed what is drawn between batches: the same on all members."""
+        """Seed the random numbers drawn between batches, the same on all members."""
         random_streams.seed_all(self.options.seed, *self.cursor.place)
         if self._state.scaling is not None:
             self._state.scaling.aim(self.group.size)
@@ -491,14 +493,14 @@ class Runtime:
     # ── other groups ──────────────────────────────────────────────────────────────────────────────
 
     def _recover(self, error: PeerFailed) -> None:
-        """Go on without the lost members, in place; the batch in hand, if any, is cut off.
+        """Continue without the failed members, in place; the current batch, if any, is interrupted.
 
         Raises
         ------
         PeerFailed
-            The training cannot go on in place.
+            The training cannot continue in place.
         Unwind
-            The others go on without this member.
+            The others continue without this member.
         """
         if not self._in_place:
             raise error
@@ -506,7 +508,7 @@ class Runtime:
         self._change_group(lambda: self._members.strand(str(error)), began)
 
     def _change_group(self, first_order: Callable[[], Any], began: float | None) -> None:
-        """Leave the group and go on in the one that is ordered; the orders may change while it forms."""
+        """Leave the group and continue in the one given by a command, which may change while the group forms."""
         left = self._members.move(first_order, self._place)
         if left:
             self._unwind(PauseReason.LEFT)
@@ -518,15 +520,15 @@ class Runtime:
         self._tell(at_once=True)
 
     def _place(self) -> tuple[int, ...]:
-        """Where this member is, and a fingerprint of its parameters; a newcomer is nowhere yet."""
-        assert self.batch_runner is not None, "members change in the loop"
+        """Return this member's position and a fingerprint of its parameters; a newcomer has no position yet."""
+        assert self.batch_runner is not None, "groups change only in the loop"
         begun = not self._members.is_newcomer
         return (int(begun), *(int(value) for value in self.cursor.place), self.batch_runner.fingerprint())
 
     def _adopt(self, state: dict[str, Any]) -> None:
-        """Take over the state of a member that is ahead."""
+        """Load the state of a member that is ahead."""
         if not self._members.is_newcomer and state["cursor"]["epoch"] != self.cursor.epoch:
-            # The user's loop stands in an epoch that the others have left, and cannot be moved on from here.
+            # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
             self._unwind(PauseReason.LEFT)
         self._state.adopt(state)
 
@@ -538,12 +540,12 @@ class Runtime:
         Raises
         ------
         TrainingError
-            It failed, as have all before it: there will never be a checkpoint.
+            This write and all before it have failed: no checkpoint can be written.
         """
         self.checkpoint_manager.save(self._state.whole, wait=False, mark=mark, **self._facts(reason))
 
     def _save_last(self, reason: str, *, mark: tuple[int, ...] | None, patiently: bool) -> None:
-        """Save the state that the fragment ends with, see `CheckpointManager.save_last`; all members call this."""
+        """Save the final state of the fragment, see `CheckpointManager.save_last`; all members call this."""
         self.checkpoint_manager.save_last(self._state.whole, patiently=patiently, mark=mark, **self._facts(reason))
 
     def _facts(self, reason: str) -> dict[str, Any]:
@@ -551,11 +553,11 @@ class Runtime:
 
     @property
     def _mark(self) -> tuple[int, ...]:
-        """Tells the present state from those that are saved already."""
+        """Identifies the current state, to compare it with saved ones."""
         return self.training_metrics.step, *self.cursor.place
 
     def _look_after_writing(self, look: Callable[[], None]) -> None:
-        """Learn how the write in the background went."""
+        """Call `look`, and report progress if it has found a new checkpoint."""
         before = self.checkpoint_manager.newest
         look()
         if self.checkpoint_manager.newest != before:
@@ -565,8 +567,8 @@ class Runtime:
         self.check_running()
         if self.batch_runner is None or not self.batch_runner.has_piece:
             raise UsageError(
-                "session.step() was called without a batch of session.loader(), or twice for one: make the loader with "
-                "data = session.loader(dataset, batch_size=…) before the epoch loop, write `for … in data:`, and call "
-                "session.step() once in it"
+                "session.step() was called without a batch of session.loader(), or twice for one: create the loader "
+                "with data = session.loader(dataset, batch_size=…) before the epoch loop, write `for … in data:`, and "
+                "call session.step() once in it"
             )
         return self.batch_runner

@@ -1,4 +1,4 @@
-"""The session: what a training function is given, and all that it needs to know of FreeTrain."""
+"""The session: the interface of FreeTrain for a training function."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.audit import Audit
     from freetrain_parsl.training.runtime import Runtime
 
-_STATES_PER_PARAMETER = 3  # the parameter, and two moments in the most common optimizers
+_STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 
 
 class TrainingSession:
     """One training, in this process.
 
-    A training function takes it as its first argument. Processes come and go while it runs: the loop goes on in those
-    that stay, with another part of each batch. The function may also be left at any step boundary, after a
-    checkpoint, and started again from its top, elsewhere::
+    A training function takes it as its first argument. Processes join and leave while it runs: the loop continues in
+    those that stay, with another part of each batch. The function may also be stopped at any step boundary, after a
+    checkpoint, and called again on other nodes::
 
         def train(session, lr=0.1):
             model, optimizer = session.prepare(Net(), SGD, lr=lr)
@@ -42,8 +42,8 @@ class TrainingSession:
                     session.step(cross_entropy(model(x), y))
             return session.metrics
 
-    What stands before the loop runs in every process that comes, with the same random numbers each time. Batches
-    are *global*: each process gets its part, and gradients are weighted so that they are those of the whole batch.
+    The code before the loop runs in every process that joins, with the same random numbers each time. Batches are
+    *global*: each process gets its part, and gradients are weighted to equal those of the whole batch.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -51,36 +51,36 @@ class TrainingSession:
 
     @property
     def rank(self) -> int:
-        """Number of this process among those that train together now, from 0.
+        """Rank of this process among those that currently train together, from 0.
 
-        It is -1 in a process that is to join a running training, until its ``session.epochs`` gives the first epoch.
+        It is -1 in a process that joins a running training, until its ``session.epochs`` yields the first epoch.
         """
         return -1 if self._runtime.is_waiting else self._runtime.group.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together now; 1 in a process that is to join a running training."""
+        """Number of processes that currently train together; 1 in a process that has yet to join a running training."""
         return self._runtime.group.size
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that should print, plot or write files.
 
-        True in one process at a time. It is False in a process that is to join a running training, until its
-        ``session.epochs`` gives the first epoch.
+        True in one process at a time. It is False in a process that joins a running training, until its
+        ``session.epochs`` yields the first epoch.
         """
         return not self._runtime.is_waiting and self._runtime.group.is_first
 
     @property
     def device(self) -> torch.device:
-        """Where the model and the loader's batches are: a GPU if there is one."""
+        """Device of the model and of the loader's batches: a GPU if available."""
         return self._runtime.device
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All processes that train together now, to shard a model over: ``fully_shard(model, mesh=session.mesh)``.
+        """The processes that currently train together, for sharded models: ``fully_shard(model, mesh=session.mesh)``.
 
-        Call `fully_shard` before `prepare`. The training then changes its processes through checkpoints.
+        Call `fully_shard` before `prepare`. The training is then rescaled through checkpoints.
 
         Raises
         ------
@@ -91,28 +91,28 @@ class TrainingSession:
 
     @property
     def directory(self) -> Path:
-        """A directory for the training's own files, the same in all fragments."""
+        """A directory for the user's files of this training, the same in all fragments."""
         path = self._runtime.user_directory
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """What has been done so far, in all fragments; the usual return value of a training function.
+        """Metrics over all fragments so far; the usual return value of a training function.
 
-        ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss a sample of the last whole epoch;
-        ``history``: one dictionary an epoch with ``epoch``, ``loss`` and what `log` was given.
+        ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss per sample of the last complete epoch;
+        ``history``: one dictionary per epoch with ``epoch``, ``loss`` and the values passed to `log`.
         """
         return self._runtime.training_metrics.metrics
 
     @property
     def batch_loss(self) -> float:
-        """Mean loss over the whole batch that was trained on last, the same on all processes; for logs and plots.
+        """Mean loss over the whole last batch, the same on all processes; for logs and plots.
 
         Raises
         ------
         UsageError
-            This process has made no step yet.
+            This process has not made a step yet.
         """
         loss = None if self._runtime.batch_runner is None else self._runtime.batch_runner.batch_loss
         if loss is None:
@@ -123,7 +123,7 @@ class TrainingSession:
 
     @property
     def audit(self) -> Audit:
-        """Samples seen, lost and repeated over the finished epochs: counted, not assumed."""
+        """Samples seen, lost and repeated over the finished epochs, counted by the session."""
         return self._runtime.training_metrics.audit
 
     def prepare(
@@ -133,37 +133,37 @@ class TrainingSession:
         *others: Stateful,
         **optimizer_options: Any,
     ) -> tuple[Any, ...]:
-        """Put a model on the device, restore it from the newest checkpoint, and keep all its replicas equal.
+        """Move a model to the device, restore it from the newest checkpoint, and keep its replicas equal.
 
-        The model stays the very object that was given. In a process that joins a running training it gets its state
-        when the loop begins, in ``session.epochs``.
+        The model is the same object, not a wrapper. In a process that joins a running training it receives its state at
+        the start of the loop, in ``session.epochs``.
 
         Parameters
         ----------
         model
             The network.
         optimizer
-            An optimizer on the model's parameters, or its class with `optimizer_options`.
+            An optimizer of the model's parameters, or an optimizer class with `optimizer_options`.
         others
             Everything else with ``state_dict`` and ``load_state_dict``: learning-rate schedulers, more optimizers, an
-            averaged model, more models, a `Stream`. A ``torch.amp.GradScaler`` scales the losses and makes the
-            optimizers' steps from then on.
+            averaged model, more models, a `Stream`. A ``torch.amp.GradScaler`` then scales the losses and makes the
+            optimizer steps.
         optimizer_options
-            For an optimizer's class.
+            Arguments for an optimizer class.
 
         Returns
         -------
         model, optimizer, *others
-            To be used from here on.
+            The objects to use from here on.
 
         Raises
         ------
         UsageError
-            An argument is of a wrong kind.
+            An argument has the wrong type.
         CheckpointMismatch
-            The newest checkpoint is of another model or optimizer.
+            The newest checkpoint belongs to another model or optimizer.
         CheckpointError
-            Something has a state that a checkpoint cannot hold.
+            A state cannot be saved in a checkpoint.
         """
         if not isinstance(model, nn.Module):
             raise UsageError(f"session.prepare needs a torch.nn.Module first, got {type(model).__name__}")
@@ -174,7 +174,7 @@ class TrainingSession:
                 raise UsageError(f"session.prepare needs a torch optimizer second, got {type(optimizer).__name__}")
         elif optimizer_options:
             names = ", ".join(optimizer_options)
-            raise UsageError(f"session.prepare: give {names} to the optimizer, or give the optimizer's class")
+            raise UsageError(f"session.prepare: give {names} to the optimizer, or pass the optimizer class")
         objects: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
         states = model.state_dict()
         check_restorable("the model", {name: states[name] for name in states if not torch.is_tensor(states[name])})
@@ -190,7 +190,7 @@ class TrainingSession:
         self._runtime.register(model, objects, _STATES_PER_PARAMETER * _bytes_of(model))
         for thing in objects.values():
             if isinstance(thing, Optimizer):
-                # Else a scheduler that steps first in this process warns that the optimizer never did.
+                # Otherwise a scheduler that steps first in this process warns that the optimizer has not stepped.
                 thing._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no setter
         return (model, optimizer, *others)
 
@@ -210,55 +210,55 @@ class TrainingSession:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed_samples: bool = True,
     ) -> SessionLoader:
-        """Return the training data in batches, on the device; every sample exactly once an epoch.
+        """Return the training data in batches, on the device; every sample exactly once per epoch.
 
-        Iterate over it once in each epoch. For validation use a plain ``torch.utils.data.DataLoader``, on all
-        processes or on the first one only.
+        Iterate over it once in each epoch. For validation use a plain ``torch.utils.data.DataLoader``, on all processes
+        or only on the first one.
 
         Parameters
         ----------
         dataset
-            With ``len()`` and positions, or a `stream`.
+            A map-style dataset (``len()`` and indexing), or a `stream`.
         batch_size
-            Samples in a batch, of all processes together.
+            Samples in a batch, over all processes.
         shuffle
-            Whether each epoch has its own order; it depends on the seed and the epoch only. Not of a stream.
+            Whether each epoch has its own order, which depends only on the seed and the epoch. Not for streams.
         drop_last
-            Whether to leave out a last batch that is not full.
+            Whether to drop an incomplete last batch.
         micro_batch
-            Most samples that a process runs through the model at a time. Where its part of a batch is larger, the
-            loop's body runs several times for a step, and `step` returns False but for the last.
+            Maximum samples that a process runs through the model at a time. If its part of a batch is larger, the
+            loop's body runs several times per step, and `step` returns False except for the last.
         deterministic
-            Whether the parameters have the same bits for any number of processes, on one kind of hardware. A batch is
-            then always cut into `shards` parts, each with its own pass through the model, and added up in their order.
+            Whether the parameters are bitwise equal for any number of processes, on the same kind of hardware. A batch
+            is then always divided into `shards` parts, each with its own pass through the model, summed in order.
         shards
-            That number; at least as many as there will be processes, or the further ones have nothing to do.
+            Number of these parts; at least the maximum number of processes, as further processes have nothing to do.
         scaled
-            Whether `batch_size` is that of one process, so that the batch grows with their number, and the learning
-            rate with it.
+            Whether `batch_size` is per process, so that the batch, and with it the learning rate, grows with the number
+            of processes.
         ramp
-            Steps over which the learning rate follows.
+            Steps over which the learning rate is adjusted.
         num_workers
-            Processes that fetch samples; 0: this one.
+            Processes that fetch samples; 0: this process.
         collate_fn
-            Makes a batch of a list of samples; torch's own by default.
+            Merges a list of samples into a batch; torch's function by default.
         seed_samples
-            Whether random numbers are seeded for each sample, so that augmentation does not depend on who fetches it.
-            Some microseconds a sample; not for datasets that fetch many samples at once (``__getitems__``).
+            Whether random numbers are seeded for each sample, so that augmentation does not depend on the fetching
+            process. Takes some microseconds per sample; not for datasets that fetch samples in bulk (``__getitems__``).
 
         Raises
         ------
         UsageError
-            The dataset has no positions, or no batch comes out of it.
+            The dataset is not map-style, or it yields no batch.
         CheckpointMismatch
-            The newest checkpoint is of another dataset or batch size.
+            The newest checkpoint belongs to another dataset or batch size.
         """
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
         for name, number in (("micro_batch", micro_batch), ("shards", shards), ("ramp", ramp)):
             if number is not None and number < 1:
                 raise UsageError(f"session.loader: {name} must be at least 1, got {number}")
         if deterministic and scaled:
-            raise UsageError("session.loader: deterministic=True needs a batch that does not grow: no scaled=True")
+            raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
         order = Order(
             len(dataset),
             batch_size,
@@ -280,23 +280,23 @@ class TrainingSession:
         )
 
     def stream(self, source: Iterable[Any], samples: int) -> Stream:
-        """Give a stream positions, so that `loader` can share it out exactly once.
+        """Make a stream accessible by position, so that `loader` can divide it with each sample exactly once.
 
-        Give the result to `prepare`, too: a source with ``state_dict`` and ``load_state_dict`` is then not read again
-        from its front after a move.
+        Pass the result to `prepare`, too: a source with ``state_dict`` and ``load_state_dict`` is then not read from
+        its start again after a move.
 
         Parameters
         ----------
         source
-            Gives samples, always the same ones, when it is iterated over: an ``IterableDataset``, or torchdata's
-            ``StatefulDataLoader`` with ``batch_size=None``. It is told of each epoch if it has ``set_epoch``.
+            Yields samples, always the same ones, when it is iterated over: an ``IterableDataset``, or torchdata's
+            ``StatefulDataLoader`` with ``batch_size=None``. Its ``set_epoch``, if any, is called for each epoch.
         samples
-            How many of them make an epoch.
+            Number of samples in an epoch.
 
         Raises
         ------
         UsageError
-            There is no sample in an epoch, or the source cannot be iterated over.
+            `samples` is less than 1, or the source is not iterable.
         """
         if samples < 1:
             raise UsageError(f"session.stream: samples must be at least 1, got {samples}")
@@ -305,18 +305,17 @@ class TrainingSession:
         return Stream(source, samples)
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
-        """Count the epochs of the whole training, beginning with the first one that is not done.
+        """Yield the epoch numbers of the whole training, beginning with the first one that is not done.
 
         Parameters
         ----------
         count
-            Epochs of the whole training, those of earlier fragments included. Default: what the training app
-            states.
+            Epochs of the whole training, including earlier fragments. Default: the number given to the training app.
 
         Raises
         ------
         UsageError
-            `prepare` has not been called, or `count` is negative or stated nowhere.
+            `prepare` has not been called, or `count` is negative or missing.
         """
         count = self._runtime.options.epochs if count is None else count
         if count is None:
@@ -327,10 +326,10 @@ class TrainingSession:
         return self._epochs(count)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of a batch; for what goes between that and the step, such as clipping.
+        """Compute the gradients of a batch, for operations before the step, such as clipping.
 
-        Afterwards ``.grad`` holds the gradients of the whole batch, on all processes; nothing while there are more
-        micro-batches to come.
+        Afterwards ``.grad`` contains the gradients of the whole batch, on all processes; it is empty if more
+        micro-batches follow.
 
         Parameters
         ----------
@@ -340,40 +339,40 @@ class TrainingSession:
         self._runtime.backward(loss)
 
     def step(self, loss: torch.Tensor | None = None, *, optimizer: Optimizer | None = None) -> bool:
-        """Train on a batch: gradients, optimizer step, gradients back to zero, and the books.
+        """Train on a batch: compute gradients, make the optimizer step, reset the gradients, update the metrics.
 
         Parameters
         ----------
         loss
             Mean loss over the samples of this process's batch, a scalar; ``None`` after `backward`.
         optimizer
-            The one to step, where several take turns in a batch; default: all that `prepare` got.
+            The optimizer to step, if several take turns in a batch; default: all optimizers passed to `prepare`.
 
         Returns
         -------
         made
-            Whether the optimizer's step was made. It was not if there are more micro-batches to come, or if a process
-            was lost meanwhile: then the batch is given again. What must happen once a step goes under
-            ``if session.step(loss):``; schedulers and averaged models that `prepare` got know by themselves.
+            Whether the optimizer step was made. It was not if more micro-batches follow, or if a process has failed:
+            then the batch is repeated. Put code that must run once per step under ``if session.step(loss):``;
+            schedulers and averaged models passed to `prepare` handle this automatically.
 
         Raises
         ------
         UsageError
-            There is no batch or no loss to make a step for.
+            There is no batch or no loss for a step.
         """
         if loss is not None:
             self.backward(loss)
         return self._runtime.step(optimizer)
 
     def log(self, **values: Any) -> None:
-        """Put numbers or strings into this epoch's row of ``metrics["history"]``.
+        """Add numbers or strings to this epoch's row of ``metrics["history"]``.
 
-        After the loop they go into the last row.
+        After the loop they are added to the last row.
 
         Raises
         ------
         UsageError
-            It is called before the loop, or a value is something else.
+            It is called before the loop, or a value has another type.
         """
         self._runtime.log(values)
 

@@ -1,4 +1,4 @@
-"""What a training function must look like."""
+"""Checks of a training function's signature."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["check_signature"]
 
 
 def check_signature(func: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called with a session, or that returns before it has trained.
+    """Reject a function that cannot be called with a session, or that returns before it has trained.
 
     Raises
     ------
     InvalidTrainer
-        It has no first parameter for the session, or is a coroutine or generator function.
+        The function has no first parameter for the session, or is a coroutine or generator function.
     """
     signature = inspect.signature(func)
     first = next(iter(signature.parameters.values()), None)
@@ -29,7 +29,7 @@ def check_signature(func: Callable[..., Any]) -> None:
         inside = ", ".join(str(parameter) for parameter in signature.parameters.values())
         raise InvalidTrainer(
             f"training function {name}({inside}) has no parameter for the session: its first parameter is the "
-            f"session and has no default value: def {name}({', '.join(filter(None, ['session', inside]))})"
+            f"session, without a default value: def {name}({', '.join(filter(None, ['session', inside]))})"
         )
     if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
         raise InvalidTrainer(

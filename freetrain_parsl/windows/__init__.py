@@ -1,1 +1,1 @@
-"""Asking the batch system: which nodes are idle until when, and what became of our jobs."""
+"""Queries to the batch system: which nodes are idle until when, and the states of our jobs."""

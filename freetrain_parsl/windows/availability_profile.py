@@ -1,21 +1,21 @@
-"""The staircase of windows: which nodes nobody holds, and until when, by the batch system's own plan.
+"""The availability profile: which nodes are free, and until when, according to the batch system's own plan.
 
-A node closes when the first of these begins: a job of somebody else that is planned on it, a reservation that it is
-in. The pending jobs are walked in the order in which the scheduler looks at them, and where the plan says nothing,
-the worst is assumed and noted:
+A node closes when the first of these begins: another user's job that is planned on it, or a reservation that contains
+it. The pending jobs are processed in the scheduler's order; where the plan is incomplete, the worst case is assumed
+and noted:
 
-- An eligible job without a planned start has not been looked at yet (or does not fit). If enough nodes that suit it
-  are free now for the whole of its walltime, jobs before it in the queue considered, it is taken to start now. If
-  not, then as soon as enough nodes would be free, were all others to leave theirs to it. Either way it takes the
-  nodes that are free longest, since those are the ones that it can use, and so many that the others could spare none.
-- A job with a planned start but without names of nodes takes the suitable nodes that are free longest.
-- The scheduler looks at `Scheduling.plan_jobs` jobs only; one that is deeper in the queue will not start before
-  it has moved up, and is left aside.
-- A job that is not eligible (held, waiting for another) matters only if it has a planned start.
+- An eligible job without a planned start has not been considered yet (or does not fit). If enough suitable nodes are
+  free now for its whole walltime, taking into account the jobs before it in the queue, it is assumed to start now;
+  otherwise, as soon as enough nodes would be free if all other jobs left theirs to it. In both cases it takes the nodes
+  that are free longest, since those are the ones that it can use, and its full number of nodes.
+- A job with a planned start but without planned nodes takes the suitable nodes that are free longest.
+- The scheduler considers only `Scheduling.plan_jobs` jobs; a job deeper in the queue does not start before it has
+  moved up, and is ignored.
+- A job that is not eligible (held, waiting for another) is considered only if it has a planned start.
 
-In a preemptible partition the jobs of a larger tier take nodes when they want, so the unplanned ones close nothing.
+In a preemptible partition, jobs of a higher tier take nodes at any time, so unplanned ones do not close windows.
 
-Where the jobs of others are hidden there is no such plan: see `windows.slurm.hidden_queue`.
+If other users' jobs are hidden, there is no such plan: see `windows.slurm.hidden_queue`.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _NAMED_IN_NOTE = 5
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What a block asks of each of its nodes.
+    """What a block requires of each of its nodes.
 
     Parameters
     ----------
     partition
-        Where it is submitted.
+        Partition to which it is submitted.
     exclusive
-        It takes whole nodes: only idle ones count. Otherwise also those with enough left.
+        It takes whole nodes: only idle ones count. Otherwise partly used nodes with enough resources count too.
     cpus, gpus
         Counts.
     memory
         MiB.
     features
-        Words that the node must have.
+        Features that the node must have.
     """
 
     partition: str
@@ -71,17 +71,17 @@ class NodeNeeds:
 
 @dataclass(frozen=True)
 class Staircase:
-    """What `find_windows` found.
+    """The result of `find_windows`.
 
     Parameters
     ----------
     windows
         Groups of nodes that close at the same time, largest first.
     wanted
-        Nodes that our jobs hold -> when a job of somebody else would start there if we were gone, seconds. Empty in
-        a preemptible partition: there the batch system takes what it wants.
+        Nodes that our jobs hold -> when another user's job would start there if we were gone, seconds. Empty in a
+        preemptible partition, where the batch system preempts.
     notes
-        What was assumed where the plan says nothing, one line each.
+        Assumptions where the plan is incomplete, one line each.
     unused
         Node of the partition that is in no window -> why, in plain English.
     """
@@ -93,22 +93,21 @@ class Staircase:
 
 
 def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()) -> Staircase:
-    """Find the windows for blocks that ask `needs` of each node.
+    """Find the windows for blocks that require `needs` of each node.
 
     Parameters
     ----------
     state
-        What the batch system told.
+        State of the batch system.
     needs
-        What a block asks of each node.
+        What a block requires of each node.
     ours
-        Ids of our own jobs: the pending ones are as if they were not there, and nodes of the running ones are not
-        free.
+        Ids of our own jobs: pending ones are ignored, and nodes of running ones are not free.
 
     Raises
     ------
     InvalidSettings
-        There is no such partition.
+        The partition does not exist.
     """
     partition = state.partitions.get(needs.partition)
     if partition is None:
@@ -125,7 +124,7 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
     groups: defaultdict[float, list[Node]] = defaultdict(list)
     for name in partition.nodes:
         node = state.nodes.get(name)
-        why = "the batch system tells nothing of it" if node is None else _why_not(node, needs, occupancy)
+        why = "not reported by the batch system" if node is None else _why_not(node, needs, occupancy)
         if node is None or why:
             unused[name] = why
         elif name in withheld:
@@ -154,7 +153,7 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
 
 
 class _Closings:
-    """When each free node closes, and why; built in one walk through the queue."""
+    """When each free node closes, and why; built in one pass through the queue."""
 
     def __init__(self, occupancy: Occupancy, partition: Partition) -> None:
         self.notes: list[str] = []
@@ -191,16 +190,16 @@ class _Closings:
             return ""
         longest = sorted(self._free_for(job), key=self.closes.__getitem__, reverse=True)
         self._close([*job.named_nodes, *longest][: job.node_count], start, job)
-        return "planned start without names of nodes: taken to need the nodes that are free longest"
+        return "planned start without planned nodes: assumed to take the nodes that are free longest"
 
     def _unplanned(self, job: PendingJob) -> str:
-        """Close what a job that the plan does not tell of may take."""
+        """Close the nodes that a job without a plan may take."""
         now = self._occupancy.now
         if job.named_nodes:
             start = max(map(self._occupancy.free_from, job.named_nodes))
             suitable = set(self._occupancy.suitable(job))
             if not suitable.issuperset(job.named_nodes):
-                return ""  # it waits for a node that is down
+                return ""  # it waits for an unavailable node
             nodes = list(job.named_nodes)
         else:
             fitting = [name for name in self._free_for(job) if self.closes[name] >= now + job.walltime]
@@ -209,18 +208,18 @@ class _Closings:
             if missing > 0:
                 ends = self._ends[job.partition, job.features]
                 if missing > len(ends):
-                    return ""  # the jobs before it have the nodes that it needs
+                    return ""  # the jobs before it take the nodes that it needs
                 start = ends[missing - 1]
                 fitting = [name for name in fitting if self.closes[name] >= start + job.walltime]
             nodes = sorted(fitting, key=self.closes.__getitem__, reverse=True)[: job.node_count]
         if not any(start < self.closes.get(name, -math.inf) for name in nodes):
-            return ""  # it takes nothing from us
+            return ""  # it does not affect our windows
         self._close(nodes, start, job)
         when = "at once" if start <= now else "as soon as enough nodes are free"
-        return f"eligible without a planned start: taken to start {when}, on the nodes that are free longest"
+        return f"eligible without a planned start: assumed to start {when}, on the nodes that are free longest"
 
     def _free_for(self, job: PendingJob) -> list[str]:
-        """List the nodes that suit a job and are free now, less those that jobs before it start on."""
+        """List the nodes that suit a job and are free now, except those on which jobs before it start."""
         key = (job.partition, job.features)
         occupancy = self._occupancy
         if key not in self._free:
@@ -248,7 +247,7 @@ def _jobs(jobs: list[str]) -> str:
 
 
 def _why_not(node: Node, needs: NodeNeeds, occupancy: Occupancy) -> str:
-    """Say why no block can start on a node now, whatever is planned there; nothing if one can."""
+    """Explain why no block can start on a node now, whatever is planned there; empty if one can."""
     if node.unusable:
         return node.unusable
     reservation = occupancy.in_force(node.name)
@@ -263,7 +262,7 @@ def _why_not(node: Node, needs: NodeNeeds, occupancy: Occupancy) -> str:
         ("MiB of memory", needs.memory, node.memory),
     ):
         if asked > has:
-            return f"has {has} {what}, {asked} are asked for"
+            return f"has {has} {what}, {asked} required"
     jobs = occupancy.jobs_on.get(node.name, ())
     for job in jobs:
         if job.job in occupancy.ours:
@@ -273,7 +272,7 @@ def _why_not(node: Node, needs: NodeNeeds, occupancy: Occupancy) -> str:
     if jobs:
         until = "" if jobs[0].ends is None else f" until {_clock(jobs[0].ends, occupancy.now)}"
         return f"runs job {jobs[0].job} of {jobs[0].user}{until}"
-    return "" if node.idle else "busy with a job that cannot be seen"
+    return "" if node.idle else "busy with a job that is not visible"
 
 
 def _lacks(node: Node, needs: NodeNeeds) -> str:
@@ -288,5 +287,5 @@ def _lacks(node: Node, needs: NodeNeeds) -> str:
 
 
 def _clock(when: float, now: float) -> str:
-    """Give a time of day, with the date if it is not within a day."""
+    """Format a time of day, with the date if it is not within a day."""
     return time.strftime("%H:%M" if abs(when - now) < 86400 else "%Y-%m-%d %H:%M", time.localtime(when))

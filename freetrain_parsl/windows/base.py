@@ -1,4 +1,4 @@
-"""What every batch system is asked: which nodes are idle until when, and what became of our jobs."""
+"""Interface to a batch system: which nodes are idle until when, and the states of our jobs."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
 __all__ = ["OUR_JOBS", "BlockState", "BlockStatus", "Refusal", "Survey", "WindowSource"]
 
 OUR_JOBS = "freetrain."
-"""How the names of all batch jobs of FreeTrain begin, whoever runs it: they do not make way for each other."""
+"""Prefix of the names of all FreeTrain batch jobs of all users: they do not yield to each other."""
 
 
 class BlockState(str, Enum):
-    """What became of a job of ours; the value is the sentence that the log shows."""
+    """State of one of our jobs; the value is the phrase shown in the log."""
 
     PENDING = "waiting in the queue"
-    HELD = "is held in the queue and would never start by itself"
+    HELD = "is held in the queue and will not start by itself"
     RUNNING = "running"
     COMPLETED = "ended by itself"
     TIMED_OUT = "reached the end of its walltime"
     PREEMPTED = "was preempted for another job"
     CANCELLED = "was cancelled"
     FAILED = "failed"
-    NODE_FAILED = "lost a node"
-    UNKNOWN = "is not known to the batch system"
+    NODE_FAILED = "had a node failure"
+    UNKNOWN = "is unknown to the batch system"
 
     @property
     def ended(self) -> bool:
-        """Whether the job holds no nodes any more and never will again."""
+        """Whether the job no longer holds nodes and never will again."""
         return self not in (BlockState.PENDING, BlockState.HELD, BlockState.RUNNING)
 
 
 @dataclass(frozen=True)
 class BlockStatus:
-    """A job of ours, as the batch system tells it.
+    """One of our jobs, as reported by the batch system.
 
     Parameters
     ----------
     state
-        What became of it.
+        Its state.
     nodes
         Names of its nodes once it runs.
     ends
-        When its walltime ends, seconds; ``None`` while it waits or if unknown.
+        When its walltime ends, seconds; ``None`` while it is pending or if unknown.
     reason
-        What the batch system says of it, in plain English, if anything.
+        The batch system's reason, in plain English, if any.
     lingers
-        It ended for us, but is in the queue, to start again though nobody waits for it: to be cancelled.
+        It has ended for us but was requeued and would start again: it must be cancelled.
     """
 
     state: BlockState
@@ -68,14 +68,14 @@ class BlockStatus:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the batch system did not take a job.
+    """Why the batch system rejected a job.
 
     Parameters
     ----------
     reason
-        One line in plain English, with the batch system's own words.
+        One line in plain English, including the batch system's message.
     passing
-        Whether the same job may be taken later without a change of settings: a full queue, a daemon that is down.
+        Whether the same job may be accepted later without a change of settings: a full queue, a daemon that is down.
     """
 
     reason: str
@@ -91,24 +91,24 @@ class Survey:
     time
         When the batch system answered, seconds since the epoch.
     windows
-        The holes that nobody holds, largest first. Nodes that our own pending jobs are planned on count as free.
+        The windows, largest first. Nodes on which our own pending jobs are planned count as free.
     blocks
-        Job id -> status, for exactly the jobs that were asked for.
+        Job id -> status, for exactly the requested jobs.
     terms
         How blocks start here.
     wanted
-        Nodes that our jobs hold -> when a job of somebody else would start there if we were gone, seconds.
+        Nodes that our jobs hold -> when another user's job would start there if we were gone, seconds.
     notes
-        Where the batch system's plan says nothing and what was assumed instead, one line each.
+        Assumptions where the batch system's plan is incomplete, one line each.
     unused
-        Nodes that are in no window -> why, in plain English, as far as the batch system tells.
+        Nodes that are in no window -> why, in plain English, as far as known.
     took
-        How long the round of queries took, seconds; `time` lies within it.
+        How long the round of queries took, seconds; `time` is within it.
     effort
-        What such a round costs the batch system, compared to an ordinary one: the pause until the next is that much
-        longer.
+        Cost of such a round to the batch system, relative to an ordinary one: the pause until the next is longer by
+        this factor.
     nodes
-        How many nodes there are for blocks in all, whoever has them; ``None`` if that is not known.
+        Total number of nodes available to blocks, in use or not; ``None`` if unknown.
     """
 
     time: float
@@ -123,7 +123,7 @@ class Survey:
     nodes: int | None = None
 
     def shifted(self, seconds: float) -> Survey:
-        """Return the same survey on a clock that is ahead by so many seconds."""
+        """Return the same survey on a clock that is ahead by `seconds`."""
         if not seconds:
             return self
         blocks = {
@@ -143,44 +143,44 @@ def _shifted(window: Window, seconds: float) -> Window:
     opens = window.opens + seconds
     if window.closes is None:
         return replace(window, opens=opens)
-    # Rounding must not make a very short window end where it begins.
+    # Rounding must not make the end of a very short window equal its beginning.
     return replace(window, opens=opens, closes=max(window.closes + seconds, math.nextafter(opens, math.inf)))
 
 
 class WindowSource(ABC):
-    """Asks one batch system; one call is a handful of commands, whatever the number of jobs and nodes.
+    """Queries one batch system; a call takes a few commands, independent of the number of jobs and nodes.
 
-    Every method may raise `BatchSystemError`: the batch system did not answer, or answered nonsense.
+    Every method may raise `BatchSystemError`: the batch system did not respond or returned invalid output.
     """
 
     @abstractmethod
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
-        """Find the windows, and the states of our jobs `job_ids`, which count as ours in windows and plans."""
+        """Find the windows and the states of our jobs `job_ids`, which count as ours in windows and plans."""
 
     @abstractmethod
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End jobs of ours, all in one command; those that have ended already are no error."""
+        """Cancel some of our jobs in one command; jobs that have already ended are not an error."""
 
     @abstractmethod
     def find_jobs(self, prefix: str) -> dict[str, str]:
-        """Find the living jobs of this user whose names begin with `prefix`: job id -> name."""
+        """Find this user's live jobs whose names begin with `prefix`: job id -> name."""
 
-    def check(self, least_walltime: float) -> None:  # noqa: B027 - most systems have nothing to refuse
-        """Refuse what can never run, before anything is submitted.
+    def check(self, least_walltime: float) -> None:  # noqa: B027 - most systems need no check
+        """Reject settings with which no block can run, before anything is submitted.
 
         Parameters
         ----------
         least_walltime
-            Of a block that is worth submitting, seconds.
+            Minimum useful walltime of a block, seconds.
 
         Raises
         ------
         InvalidSettings
-            There is no such partition, the account may not use it, its limit is below `least_walltime`, …
+            The partition does not exist, the account may not use it, its limit is below `least_walltime`, …
         CommandNotFound
-            The batch system's commands are not here.
+            The batch system's commands are not available.
         """
 
     def explain_refusal(self, complaint: str) -> Refusal:
-        """Say in plain English why a submission failed; `complaint` is what the submit command printed."""
+        """Explain in plain English why a submission failed; `complaint` is the output of the submit command."""
         return Refusal(complaint, passing=False)

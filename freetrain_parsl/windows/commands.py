@@ -1,4 +1,4 @@
-"""Running a batch system's commands: argument lists, never a shell; each with a time-out and one-line errors."""
+"""Run a batch system's commands: argument lists, never a shell, with a timeout and one-line errors."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ __all__ = ["Commands", "Runner"]
 
 
 class Runner(Protocol):
-    """What runs a command and gives its standard output."""
+    """Runs a command and returns its standard output."""
 
     def __call__(self, *arguments: str) -> str:
         """Run the command `arguments`."""
 
 
 class Commands:
-    """Runs commands of the batch system on this machine.
+    """Runs the batch system's commands on this machine.
 
     Parameters
     ----------
     timeout
-        A command that takes longer is killed.
+        Commands that take longer are killed.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         self.timeout = timeout
 
     def __call__(self, *arguments: str) -> str:
-        """Run a command and return what it printed.
+        """Run a command and return its standard output.
 
         Raises
         ------
         CommandNotFound
             It is not on PATH.
         BatchSystemError
-            It could not be started, failed, hung or printed what is not text; the message carries its own first line
-            of complaint.
+            It could not be started, failed, timed out or printed something other than text; the message contains the
+            first line of its error output.
         """
         command = arguments[0]
         try:
@@ -54,11 +54,11 @@ class Commands:
             )
         except FileNotFoundError:
             raise CommandNotFound(
-                f"{command} is not on PATH; run this where the batch system's commands are (a login node)"
+                f"{command} is not on PATH; run this on a host with the batch system's commands (a login node)"
             ) from None
         except PermissionError:
-            raise CommandNotFound(f"{command} is on PATH but may not be executed") from None
-        except OSError as error:  # no descriptors, memory or processes are left on this host
+            raise CommandNotFound(f"{command} is on PATH but is not executable") from None
+        except OSError as error:  # this host is out of descriptors, memory or processes
             raise BatchSystemError(f"{command} could not be started: {error.strerror or error}") from error
         except subprocess.TimeoutExpired:
             raise BatchSystemError(f"{command} did not answer within {self.timeout.total_seconds():g} s") from None
@@ -67,7 +67,7 @@ class Commands:
         try:
             return done.stdout.decode()
         except UnicodeDecodeError:
-            raise BatchSystemError(f"{command} answered with bytes that are not text") from None
+            raise BatchSystemError(f"{command} printed bytes that are not text") from None
 
 
 def _complaint(stderr: bytes, stdout: bytes, code: int) -> str:

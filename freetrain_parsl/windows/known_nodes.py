@@ -1,7 +1,7 @@
-"""The nodes between two questions about them: the queue tells which jobs have started and ended there since.
+"""Node states between two queries, updated from the queue: which jobs have started and ended there since.
 
-To ask for all nodes costs the controller as much as to ask for all jobs, and what changes from look to look is which
-jobs are where. Only whether a node works, and how much of it is left beside jobs that share it, must be asked for.
+A query for all nodes costs the controller as much as one for all jobs, and what mostly changes between polls is which
+jobs run where. Only a node's health and the free resources of shared nodes must be queried.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["KnownNodes"]
 
 
 class KnownNodes:
-    """Nodes as they were described last, and the jobs on them then."""
+    """Nodes as last described, and the jobs on them at that time."""
 
     def __init__(self) -> None:
         self._nodes: Mapping[str, Node] = {}
@@ -27,19 +27,19 @@ class KnownNodes:
         self._idle_since: dict[str, float] = {}
 
     def describe(self, nodes: Mapping[str, Node], running: Iterable[RunningJob]) -> None:
-        """Take a new description of all nodes, and the jobs that held some when it was made."""
+        """Store a new description of all nodes, and the jobs that held nodes at that time."""
         self._nodes, self._jobs = nodes, _jobs_by_node(running)
         self._idle_since = {name: since for name, since in self._idle_since.items() if name in nodes}
 
     def ended(self, running: Iterable[RunningJob]) -> set[str]:
-        """Name the jobs that held nodes when these were described and hold none any more."""
+        """Return the jobs that held nodes at the last description and no longer do."""
         return {job for jobs in self._jobs.values() for job in jobs}.difference(job.job for job in running)
 
     def with_jobs(self, running: Iterable[RunningJob], now: float) -> dict[str, Node]:
-        """Bring the description up to date with the jobs that hold nodes `now`, seconds since the epoch.
+        """Update the description with the jobs that hold nodes `now`, seconds since the epoch.
 
-        A node is idle when its last job has ended. Where a job has started, nothing is left; where one of several has
-        ended, as much as before.
+        A node is idle when its last job has ended. If a job has started on it, it has no free resources; if one of
+        several has ended, its free resources are unchanged.
         """
         jobs = _jobs_by_node(running)
         none: frozenset[str] = frozenset()

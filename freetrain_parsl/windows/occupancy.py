@@ -1,4 +1,4 @@
-"""Who holds which node until when, and which nodes a waiting job may use: what windows and claims both start from."""
+"""Which jobs hold which nodes until when, and which nodes a pending job may use; common to windows and claims."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Occupancy:
     Parameters
     ----------
     state
-        What the batch system told.
+        State of the batch system.
     ours
-        Ids of our own jobs; those that wait are as if they were not there.
+        Ids of our own jobs; pending ones are ignored.
     """
 
     def __init__(self, state: BatchState, ours: Collection[str]) -> None:
@@ -43,25 +43,25 @@ class Occupancy:
         self._suitable: dict[tuple[str, frozenset[str]], dict[str, None]] = {}
 
     def _order(self, job: PendingJob) -> tuple[float, float, int, str]:
-        """Sort as the scheduler does: tier of the partition, priority, then first come, first served."""
+        """Return the scheduler's sort key: tier of the partition, priority, then first come, first served."""
         return (-self.tier_of(job), -job.priority, len(job.job), job.job)
 
     def tier_of(self, job: PendingJob) -> float:
-        """Give the largest tier of the partitions in which a job waits."""
+        """Return the highest tier of the partitions in which a job is pending."""
         return max((self.state.partitions[name].tier for name in self.partitions_of(job)), default=0.0)
 
     def _out_of_reach(self) -> frozenset[str]:
-        """Name the jobs without a plan that are deeper in the queue than the scheduler looks."""
+        """Return the jobs without a plan that are deeper in the queue than the scheduler considers."""
         most = self.state.scheduling.plan_jobs
         eligible = [job for job in self.queue if job.eligible]
         return frozenset() if most is None else frozenset(job.job for job in eligible[most:] if job.start is None)
 
     def partitions_of(self, job: PendingJob) -> list[str]:
-        """Name the known partitions in which a job waits; Slurm separates several by commas."""
+        """Return the known partitions in which a job is pending; Slurm separates several by commas."""
         return [name for name in job.partition.split(",") if name in self.state.partitions]
 
     def suitable(self, job: PendingJob) -> Collection[str]:
-        """Name the nodes on which a job could run once they are free: of its partitions, usable, with its features."""
+        """Return the nodes on which a job could run once free: in its partitions, usable, with its features."""
         key = (job.partition, job.features)
         if key not in self._suitable:
             names = dict.fromkeys(
@@ -79,21 +79,21 @@ class Occupancy:
         return self._suitable[key]
 
     def in_force(self, name: str) -> Reservation | None:
-        """Find the reservation that a node is in now, if any."""
+        """Return the active reservation of a node, if any."""
         return next((item for item in self.reserved.get(name, ()) if item.start <= self.now), None)
 
     def next_reservation(self, name: str) -> float:
-        """Tell when the next reservation of a node begins, now if it has begun; infinity for none."""
+        """Return when the next reservation of a node begins, now if it has begun; infinity for none."""
         return min((max(self.now, item.start) for item in self.reserved.get(name, ())), default=math.inf)
 
     def is_free(self, node: Node) -> bool:
-        """Whether anybody's job could start on the whole node now, plans aside."""
+        """Return whether a job could start on the whole node now, regardless of plans."""
         return node.idle and not node.unusable and not self.jobs_on.get(node.name) and self.in_force(node.name) is None
 
     def free_from(self, name: str, tier: float = -math.inf) -> float:
-        """Tell when the jobs on a node that do not yield to `tier`, and a reservation in force, end at the latest.
+        """Return the latest end of an active reservation and of the jobs on a node that do not yield to `tier`.
 
-        Now if none can be seen, even if the node is busy.
+        Now if none is visible, even if the node is busy.
         """
         jobs = (job for job in self.jobs_on.get(name, ()) if not self._yields(job, tier))
         ends = [math.inf if job.ends is None else job.ends for job in jobs]
@@ -101,7 +101,7 @@ class Occupancy:
         return max(self.now, *ends, self.now if reservation is None else reservation.end)
 
     def can_be_preempted(self, name: str, tier: float) -> bool:
-        """Whether all jobs on a node, at least one, yield to a job of that tier."""
+        """Return whether there are jobs on a node and all of them yield to a job of this tier."""
         jobs = self.jobs_on.get(name, ())
         return bool(jobs) and self.in_force(name) is None and all(self._yields(job, tier) for job in jobs)
 

@@ -1,6 +1,6 @@
-"""What a batch system says of itself, in words that Slurm and PBS share: the input of `windows.availability_profile`.
+"""The state of a batch system in terms common to Slurm and PBS: the input of `windows.availability_profile`.
 
-All times are seconds since the epoch by the batch system's own clock.
+All times are seconds since the epoch on the batch system's own clock.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Node:
     name
         Its batch-system name.
     idle
-        Nothing runs on it; it may be planned for a job.
+        No job runs on it; it may be planned for one.
     unusable
-        Why nothing new may start on it (drained, down, …) in plain English; empty if something may.
+        Why no job can start on it (drained, down, …) in plain English; empty if one can.
     partitions
-        The partitions, or queues, that it serves.
+        The partitions or queues to which it belongs.
     cpus, cpus_free, gpus, gpus_free
         Counts.
     memory, memory_free
         MiB.
     features
-        The words that ``--constraint`` knows.
+        Features for ``--constraint``.
     idle_since
-        Since when nothing runs on it, if the batch system tells.
+        Since when it has been idle, if known.
     planned
-        The batch system has planned a job on it; told of idle nodes only.
+        The batch system has planned a job on it; reported for idle nodes only.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Node:
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A job that holds nodes until `ends` at the latest; ``None`` without a limit."""
+    """A job that holds nodes until `ends` at the latest; ``None`` for no limit."""
 
     job: str
     name: str
@@ -75,25 +75,25 @@ class PendingJob:
     Parameters
     ----------
     job, name, user, partition
-        Whose it is and where it waits.
+        Its id, name, owner and partition.
     node_count
-        Nodes that it needs at least.
+        Minimum number of nodes.
     walltime
-        Seconds that it asks for; infinity without a limit.
+        Requested seconds; infinity for no limit.
     priority
-        Larger goes first.
+        Higher values start first.
     eligible
         Whether it could start if there were nodes: not held, no unmet dependency, not before its begin time.
     start
         When the batch system plans to start it; ``None`` if it has no plan for it (yet).
     planned_nodes
-        Where it plans to; empty if it does not tell.
+        The nodes on which it is planned; empty if not reported.
     named_nodes
-        The nodes that the job itself insists on.
+        The nodes that the job itself requires.
     features
-        Words that its nodes must have; empty also if the constraint is more than a plain "and" of words.
+        Features that its nodes must have; also empty if the constraint is more than a plain "and" of features.
     reason
-        The batch system's own word for why it waits.
+        The batch system's own term for why it is pending.
     """
 
     job: str
@@ -113,7 +113,7 @@ class PendingJob:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Nodes that nobody without rights may use from `start` to `end`: maintenance, a class, a large run."""
+    """Nodes that only authorised users may use from `start` to `end`: maintenance, a class, a large run."""
 
     name: str
     nodes: tuple[str, ...]
@@ -128,23 +128,23 @@ class Partition:
     Parameters
     ----------
     name, nodes
-        Its nodes, by name.
+        Its name and the names of its nodes.
     up
         Whether jobs in it start.
     max_walltime
-        Seconds; infinity without a limit.
+        Seconds; infinity for no limit.
     min_nodes, max_nodes
-        Nodes of one job; ``None`` without a limit.
+        Nodes of one job; ``None`` for no limit.
     tier
-        Jobs of a partition with a larger tier go first, and may preempt those of this one if it is preemptible.
+        Jobs of a partition with a higher tier start first, and may preempt those of this one if it is preemptible.
     preemptible
         Whether jobs of this partition may be preempted.
     grace
-        Seconds of notice that a preempted job gets.
+        Seconds of notice before a job is preempted.
     shared
         Whether several jobs may use one node.
     allow_qos, allow_accounts
-        Who may use it; empty for everybody.
+        QOS and accounts that may use it; empty for all.
     """
 
     name: str
@@ -164,18 +164,18 @@ class Partition:
 
 @dataclass(frozen=True)
 class Scheduling:
-    """How the scheduler itself works.
+    """Parameters of the scheduler.
 
     Parameters
     ----------
     system, version
         E.g. ``slurm``, ``24.11.5``.
     cycle
-        Seconds from one pass of the backfill scheduler to the next: how long a start may take though nodes are free.
+        Seconds between passes of the backfill scheduler: how long a start may take although nodes are free.
     plan_ahead
         How far into the future it plans, seconds.
     plan_jobs
-        How many pending jobs it plans; ``None`` if not told.
+        How many pending jobs it plans; ``None`` if unknown.
     """
 
     system: str
@@ -187,10 +187,10 @@ class Scheduling:
 
 @dataclass(frozen=True)
 class BatchState:
-    """Everything that one round of queries has told.
+    """The result of one round of queries.
 
-    `hides_jobs`: the jobs of others are not among `running` and `pending`; `others_waiting`: how many of them wait,
-    where that is asked for.
+    `hides_jobs`: other users' jobs are missing from `running` and `pending`; `others_waiting`: how many of them are
+    pending, if queried.
     """
 
     time: float

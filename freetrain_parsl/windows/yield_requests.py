@@ -1,12 +1,12 @@
-"""Which of the nodes that our jobs hold somebody else's job is waiting for: the ones to hand back.
+"""Yield requests: which of the nodes held by our jobs another user's job is waiting for, so that we leave them.
 
-The pending jobs of others are walked in the scheduler's own order, as if our running jobs were gone:
+The pending jobs of other users are processed in the scheduler's order, as if our running jobs were gone:
 
-- A job that would start now gets free nodes first, then those of jobs that yield to it, then ours: these are wanted
+- A job that would start now gets free nodes first, then those of jobs that yield to it, then ours: these are requested
   now.
-- One that would not, but that the batch system plans on nodes of ours, is held up by us only if the other nodes of
-  its plan are free before its planned start; then ours are wanted from that time.
-- Nobody is let past: nodes of a job that must wait may be used by the jobs after it only until its start (EASY).
+- A job that would not, but is planned on some of our nodes, is delayed by us only if the other nodes of its plan are
+  free before its planned start; ours are then requested from that time.
+- Jobs do not overtake: nodes of a job that must wait may be used by later jobs only until its start (EASY).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["find_claims"]
 
 
 def find_claims(occupancy: Occupancy) -> dict[str, float]:
-    """Tell which nodes of our running jobs others wait for: node -> when their job would start there, seconds.
+    """Find the nodes of our running jobs for which other jobs wait: node -> when the job would start there, seconds.
 
-    Other users' FreeTrain takes what is left, as we do: if both made way for each other, neither would get anywhere.
+    Other users' FreeTrain jobs are ignored: they use idle nodes as ours do, and yielding to each other would stop both.
     """
     walk = _Walk(occupancy)
     if walk.mine:
@@ -64,7 +64,7 @@ class _Walk:
         self._ends: dict[tuple[str, frozenset[str]], list[float]] = {}
 
     def visit(self, job: PendingJob) -> None:
-        """Let a job start now, or keep nodes for its start."""
+        """Let a job start now, or reserve nodes for its start."""
         if job.eligible and self._starts_now(job):
             return
         if job.start is None:
@@ -77,7 +77,7 @@ class _Walk:
             self._keep(sorted(self._usable_by(job), key=self._lasts.__getitem__)[-job.node_count :], job.start)
 
     def _usable_by(self, job: PendingJob) -> list[str]:
-        """List the nodes that suit a job, that are free, ours or yield to it, and that no job before it has taken."""
+        """List the suitable nodes that are free, ours or yield to a job, and are not taken by jobs before it."""
         key = (job.partition, job.features)
         if key not in self._usable:
             tier = self._occupancy.tier_of(job)
@@ -117,14 +117,14 @@ class _Walk:
         self._keep(job.planned_nodes, start)
 
     def _keep_earliest(self, job: PendingJob) -> None:
-        """Keep nodes for a job without a plan, from the first time at which there are enough.
+        """Reserve nodes for a job without a plan, from the first time at which there are enough.
 
-        It gets those that come last, so that the others stay of use to the jobs after it.
+        It gets those that become free last, so that later jobs can use the others.
         """
         usable = self._usable_by(job)
         missing = job.node_count - len(usable)
         if missing <= 0:
-            return  # there are enough; it waits for the jobs before it, and its turn is after theirs
+            return  # there are enough; it only waits for the jobs before it
         key = (job.partition, job.features)
         if key not in self._ends:
             tier = self._occupancy.tier_of(job)

@@ -1,4 +1,4 @@
-"""Batch systems as the tests use them: the embedded one, fake Slurm and PBS commands in front of it, a real Slurm."""
+"""Batch systems for the tests: the embedded one, fake Slurm and PBS commands in front of it, a real Slurm."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WORKER_INIT = f"export PYTHONPATH={ROOT}"
 
 
 class Backend(ABC):
-    """A batch system, seen by its administrator and by the main queue.
+    """A batch system, as used by its administrator and the main queue.
 
     Attributes
     ----------
     nodes
-        How many there are.
+        Number of nodes.
     grace
         Seconds between a preempted job's signal and its end.
     """
@@ -43,44 +43,44 @@ class Backend(ABC):
 
     @abstractmethod
     def provider(self) -> ExecutionProvider:
-        """Make a provider that submits blocks which the main queue may preempt."""
+        """Make a provider of blocks that the main queue may preempt."""
 
     @abstractmethod
     def submit_main(self, nodes: int, seconds: float) -> str:
-        """Submit a job of the main queue that runs so long."""
+        """Submit a job of `seconds` to the main queue."""
 
     @abstractmethod
     def has_started(self, job: str) -> bool:
-        """Tell whether a main job has its nodes, or had them."""
+        """Return whether a main job has started."""
 
     @abstractmethod
     def jobs(self) -> dict[str, str]:
-        """Find our living jobs: id -> state."""
+        """Return our live jobs: id -> state."""
 
     @abstractmethod
     def cancel(self, job: str) -> None:
-        """Cancel a job of ours as the administrator does."""
+        """Cancel one of our jobs as the administrator."""
 
     @abstractmethod
     def break_down(self) -> None:
-        """Let nobody be answered; what runs goes on."""
+        """Stop responding; running jobs continue."""
 
     @abstractmethod
     def mend(self) -> None:
-        """Answer again; nothing if it is not broken."""
+        """Respond again; no effect if it is not broken."""
 
     @abstractmethod
     def times_asked(self) -> int:
         """Count the commands or requests since the last `break_down`."""
 
     def running(self) -> str:
-        """Name our one running job."""
+        """Return our only running job."""
         (job,) = [job for job, state in self.jobs().items() if state == "RUNNING"]
         return job
 
 
 class Embedded(Backend):
-    """The embedded cluster. When broken, whoever connects to it is hung up on."""
+    """The embedded cluster. When broken, it closes all connections."""
 
     def __init__(self, cluster: EmbeddedCluster) -> None:
         self.cluster = cluster
@@ -120,7 +120,7 @@ class Embedded(Backend):
         while True:
             try:
                 connection, _ = deaf.accept()
-            except OSError:  # mended
+            except OSError:  # repaired
                 return
             self._hung_up += 1
             connection.close()
@@ -157,7 +157,7 @@ class _Fake(Embedded):
 
 
 class FakeSlurm(_Fake):
-    """Fake Slurm commands, to be put on PATH from `commands`."""
+    """Fake Slurm commands, to be added to PATH from `commands`."""
 
     def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
         super().__init__(cluster, directory)
@@ -168,7 +168,7 @@ class FakeSlurm(_Fake):
 
 
 class FakePbs(_Fake):
-    """Fake PBS commands, to be put on PATH from `commands`."""
+    """Fake PBS commands, to be added to PATH from `commands`."""
 
     def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
         super().__init__(cluster, directory)
@@ -179,7 +179,7 @@ class FakePbs(_Fake):
 
 
 class Slurm(Backend):
-    """A real Slurm, and a partition of it for our blocks. When broken, its controller does not run."""
+    """A real Slurm, and a partition of it for our blocks. When broken, its controller is stopped."""
 
     def __init__(self, cluster: LoopbackSlurm, partition: str = "preemptible") -> None:
         self.cluster = cluster
@@ -189,7 +189,7 @@ class Slurm(Backend):
         self.commands: Path | None = None
 
     def count_commands(self, directory: Path) -> Path:
-        """Write commands that note each call and then do it; to be put on PATH."""
+        """Write wrappers that record each call; to be added to PATH."""
         self.commands = directory
         directory.mkdir()
         for name in ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "sacct"):
@@ -226,5 +226,5 @@ class Slurm(Backend):
         self.cluster.start_controller()
 
     def times_asked(self) -> int:
-        assert self.commands is not None, "calls are counted after `count_commands`"
+        assert self.commands is not None, "call `count_commands` first"
         return len((self.commands / "calls").read_text().splitlines())

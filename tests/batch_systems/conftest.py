@@ -21,15 +21,15 @@ from tests.batch_systems.driving import loaded_drivers
     ]
 )
 def backend(request, tmp_path, monkeypatch):
-    """Bring a batch system up, its commands on this process's PATH."""
-    monkeypatch.chdir(tmp_path)  # where the launcher of PBS leaves a list of nodes
+    """Start a batch system, with its commands on this process's PATH."""
+    monkeypatch.chdir(tmp_path)  # the PBS launcher writes a list of nodes there
     if request.param is Slurm:
         slurm = Slurm(request.getfixturevalue("cluster"))
         monkeypatch.setenv("PATH", str(slurm.count_commands(tmp_path / "counted")), prepend=":")
         yield slurm
         return
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as runtime:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # short: sockets lie in it
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # short: contains sockets
         with EmbeddedCluster(tmp_path / "cluster", nodes=2, grace=timedelta(seconds=4)) as cluster:
             if request.param is Embedded:
                 yield Embedded(cluster)
@@ -41,6 +41,6 @@ def backend(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def start(backend, tmp_path):
-    """Load Parsl in front of the batch system."""
+    """Load Parsl for the batch system."""
     with loaded_drivers(tmp_path) as load:
         yield lambda **changes: load(backend, **changes)

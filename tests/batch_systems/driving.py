@@ -1,4 +1,4 @@
-"""A driver in this process in front of any batch system, with a training that goes slowly until the test lets it go."""
+"""A driver in this process for any batch system, with a training that is slow until the test releases it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.report.run import RunState
     from tests.batch_systems.backends import Backend
 
-# Everything in seconds, where a site has minutes.
+# All in seconds, where a site has minutes.
 PLANNER = PlannerSettings(
     startup=8, min_useful=10, closing_margin=3, max_walltime=600, idle_timeout=3, join_timeout=120, settle=1
 )
@@ -39,7 +39,7 @@ class Driver(Site):
     provider
         Submits its blocks.
     directory
-        For the run and its checkpoints.
+        Directory of the run and its checkpoints.
     **changes
         Settings of the executor.
     """
@@ -67,28 +67,28 @@ class Driver(Site):
         return self
 
     def train(self, nodes: int = 1, epochs: int = 20) -> Future[Any]:
-        """Submit a training that goes slowly, more than a second an epoch, until `finish`."""
+        """Submit a training that is slow, more than a second per epoch, until `finish`."""
         self.slow.touch()
         self.epochs = epochs
         return make_app(max_nodes=nodes).options(name="t")(epochs=epochs, slow=str(self.slow))
 
     @property
     def step(self) -> int:
-        """The last step that the training has told."""
+        """Return the last step reported by the training."""
         return self.run.trainings["t"].progress.get("step", 0)
 
     def until_step(self, step: int = 5) -> RunState:
-        """Wait until the training has made that many steps."""
+        """Wait until the training has reached a step."""
         return self.until(
             lambda run: "t" in run.trainings and run.trainings["t"].progress.get("step", 0) >= step and run
         )
 
     def until_block_ended(self, pattern: str, seconds: float = 240.0) -> str:
-        """Wait until a block has ended for a reason that reads so."""
+        """Wait until a block has ended for a matching reason."""
         return self.until(lambda run: next((why for why in run.blocks_ended if re.search(pattern, why)), None), seconds)
 
     def finish(self, future: Future[Any]) -> None:
-        """Let the training go fast, and hold what must hold however it was disturbed: every sample once."""
+        """Let the training run fast, and assert that every sample was used exactly once."""
         self.slow.unlink()
         assert future.result(timeout=240)["metrics"]["samples"] == self.epochs * SAMPLES_PER_EPOCH
         progress = self.until(lambda run: run.completed and run.trainings["t"].progress)
@@ -97,7 +97,7 @@ class Driver(Site):
 
 @contextmanager
 def loaded_drivers(directory: Path) -> Iterator[Callable[..., Driver]]:
-    """Give what loads a `Driver` (backend, settings); at the end it leaves, and then no job of ours may be there.
+    """Yield a function that loads a `Driver` (backend, settings); after its end none of our jobs may be left.
 
     The backend's commands, if it has any, must be on this process's PATH.
     """

@@ -1,4 +1,4 @@
-"""A block whose script ends with an error before a worker connects: few jobs, and a message that says why."""
+"""A block whose script ends with an error before a worker connects: few jobs, and a message with the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from freetrain_parsl.executor.journal import read_journal
 
 
 def test_blocks_that_cannot_start_end_the_training_with_their_own_words(backend, start) -> None:
-    """Each attempt waits twice as long as the one before."""
+    """Each attempt waits twice as long as the previous one."""
     provider = backend.provider
     backend.provider = lambda: _with_worker_init(provider(), "echo $'no \\e[31mmodule\\e[0m today' >&2; exit 3")
     driver = start(max_failed_blocks=3, poll_interval=timedelta(seconds=0.5))

@@ -1,4 +1,4 @@
-"""A directory where ``freetrain`` is run as at a terminal, on whatever batch system its site file names."""
+"""A directory where ``freetrain`` is run as in a terminal, on the batch system of its site file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
 
 
 class Shell:
-    """Where commands are run; its `run_dir` is that of the one campaign there.
+    """Working directory of commands; `run_dir` belongs to its only campaign.
 
     Parameters
     ----------
     directory
-        Empty.
+        An empty directory.
     site, campaign
-        What ``site.yaml`` and ``campaign.yaml`` say; ``SLOW`` in the latter becomes the path of `slow`, a file that
-        makes the trainings of `APP` slow while it is there.
+        Contents of ``site.yaml`` and ``campaign.yaml``; ``SLOW`` in the latter is replaced by the path of `slow`, a
+        file that makes the trainings of `APP` slow while it exists.
     """
 
     def __init__(self, directory: Path, *, site: str, campaign: str) -> None:
@@ -51,7 +51,7 @@ class Shell:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # a process group of its own, as a terminal would give it
+                start_new_session=True,  # its own process group, as in a terminal
                 preexec_fn=hear_ctrl_c,  # noqa: PLW1509 - one signal, no lock
             )
         )
@@ -68,7 +68,7 @@ class Shell:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def until(self, condition: str, driver: subprocess.Popen[str], seconds: float = 240) -> None:
-        """Wait until a query of the run's database gives something, or the driver has ended."""
+        """Wait until a query of the run's database returns rows, or the driver has ended."""
         end = time.monotonic() + seconds
         database = self.run_dir / "campaign.sqlite"
         while not (database.exists() and _finds(database, condition)):
@@ -77,22 +77,22 @@ class Shell:
             time.sleep(0.2)
 
     def status(self) -> dict[str, Any]:
-        """Ask for the campaign's state."""
+        """Return the campaign's state."""
         return json.loads(self.run("status", "run", "--json").stdout)
 
     def left(self) -> list[str]:
-        """List the processes that live of all that was started here."""
+        """List the live processes of all that were started here."""
         return [line for process in marked(self._mark) if (line := command_line(process))]
 
     def check_results(self, samples: list[int], *, resumed: bool) -> None:
-        """Hold that each of the first trainings saw so many samples, none twice.
+        """Assert that each of the first trainings saw `samples` samples, none twice.
 
         Parameters
         ----------
         samples
-            Of each, all epochs together.
+            Number per training, over all epochs.
         resumed
-            Whether the last driver began with them where one before had ended.
+            Whether the last driver resumed them from where an earlier one had ended.
         """
         status = self.status()
         count = len(samples)
@@ -104,7 +104,7 @@ class Shell:
         assert [(fragment.resumed_from or 0) > 0 for fragment in run.fragments[:count]] == [resumed] * count
 
     def close(self) -> None:
-        """Kill what was started, if it runs."""
+        """Kill all started processes that are still running."""
         for process in self._started:
             process.kill()
             process.communicate()

@@ -14,7 +14,7 @@ SAMPLES = 200
 
 @training_app(max_nodes=2)
 def train(session, *, epochs=6, lr=0.02, slow=None, fail=False):
-    """Train; tell the number of samples, which is right only if none was lost or repeated."""
+    """Train; return the number of samples, which is correct only if none was lost or repeated."""
     if fail:
         raise ValueError("the user's own mistake")
     generator = torch.Generator().manual_seed(7)
@@ -24,7 +24,7 @@ def train(session, *, epochs=6, lr=0.02, slow=None, fail=False):
     data = session.loader(TensorDataset(x, y), batch_size=20)
     for _ in session.epochs(epochs):
         for a, b in data:
-            end = time.monotonic() + 1.0  # a minute in all: other commands of the test may take long to start
+            end = time.monotonic() + 1.0  # a minute in total: other commands of the test may be slow to start
             while slow is not None and Path(slow).exists() and time.monotonic() < end:
                 time.sleep(0.02)
             time.sleep(0.005)

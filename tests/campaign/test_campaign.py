@@ -1,4 +1,4 @@
-"""Campaign files: a whole campaign is checked before anything is submitted."""
+"""Campaign files: a whole campaign is validated before anything is submitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ APP = "slow_app.py:train"
 
 @pytest.fixture(autouse=True)
 def search_path(monkeypatch, tmp_path):
-    """Keep what a campaign imports to its test."""
+    """Isolate the imports of a campaign in its test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name, module in list(sys.modules.items()):
@@ -119,13 +119,13 @@ MANY = ", ".join(map(str, range(150)))
         ("training: []", r"unknown key 'training' \(did you mean 'trainings'\?\)"),
         ("trainings: [{name: x}]", r"c.yaml:1: trainings\[1\].app: is missing; give it like 'app: path.py:function'"),
         ("trainings: [{app: slow_app.py}]", r"an app is named 'module:function' or 'path.py:function'"),
-        ("trainings: [{app: 'none.py:train'}]", r"trainings\[1\].app: there is no file .*none.py"),
+        ("trainings: [{app: 'none.py:train'}]", r"trainings\[1\].app: no such file: .*none.py"),
         ("trainings: [{app: 'no_such_module:train'}]", "importing no_such_module from .* failed: ModuleNotFoundError"),
         (
             "trainings: [{app: 'slow_app.py:tran'}]",
             r"has no 'tran' \(did you mean 'train'\?\); its training apps: train",
         ),
-        ("trainings: [{app: 'slow_app.py:not_an_app'}]", "is no training app: decorate it with @training_app"),
+        ("trainings: [{app: 'slow_app.py:not_an_app'}]", "is not a training app: decorate it with @training_app"),
         (
             f"trainings: [{{app: '{APP}', max_node: 3}}]",
             r"unknown key 'trainings\[1\].max_node' \(did you mean 'max_nodes'",
@@ -135,17 +135,17 @@ MANY = ", ".join(map(str, range(150)))
         (f"trainings: [{{app: '{APP}', priority: 0}}]", "priority must be positive"),
         (
             f"trainings: [{{app: '{APP}', scaling: 3}}]",
-            "scaling: is a mapping of nodes to samples per second, or a file",
+            "scaling: must be a mapping of nodes to samples per second, or a file",
         ),
         (f"trainings: [{{app: '{APP}', scaling: none.csv}}]", "none.csv: cannot read the scaling curve"),
         (f"trainings: [{{app: '{APP}', scaling: {{2: 1}}}}]", "its scaling curve starts at 2 nodes"),
         (f"trainings: [{{app: '{APP}', arguments: {{lrr: 1}}}}]", r"takes no argument 'lrr' \(did you mean 'lr'\?\)"),
-        (f"trainings: [{{app: '{APP}', arguments: {{session: 1}}}}]", "is the training session, which FreeTrain gives"),
+        (f"trainings: [{{app: '{APP}', arguments: {{session: 1}}}}]", "is the training session, which FreeTrain"),
         (f"trainings: [{{app: '{APP}', arguments: [1]}}]", "arguments: should be a mapping"),
         (f"trainings: [{{app: '{APP}', grid: {{lr: 1}}}}]", "'lr' should be a list of values"),
         (
             f"trainings: [{{app: '{APP}', grid: {{lr: [1]}}, arguments: {{lr: 2}}}}]",
-            "'lr' is among the arguments already",
+            "'lr' is already an argument",
         ),
         (f"trainings: [{{app: '{APP}', name: 'x{{width}}', grid: {{lr: [1]}}}}]", r"a name may use \{lr\}, \{repeat\}"),
         (f"trainings: [{{app: '{APP}', name: same, grid: {{lr: [1, 2]}}}}]", "two trainings are named 'same'"),
@@ -165,7 +165,7 @@ def test_a_mistake_is_one_line_with_file_line_and_key(text: str, message: str) -
 
 
 def test_an_import_that_fails_is_told_in_one_line(tmp_path: Path) -> None:
-    """Importing runs the user's code, which may raise anything, in any number of lines."""
+    """Importing runs user code, which may raise anything, with multi-line messages."""
     (tmp_path / "breaks.py").write_text("raise RuntimeError('first\\nsecond')")
     with pytest.raises(InvalidInput, match=r"importing breaks from .* failed: RuntimeError: first$"):
         campaign("trainings: [{app: 'breaks.py:train'}]", tmp_path)
@@ -180,7 +180,7 @@ def test_a_required_argument_that_is_missing_is_told(tmp_path: Path) -> None:
 
 
 def test_a_file_whose_name_another_module_has_is_refused(tmp_path: Path) -> None:
-    """The nodes would import that other module."""
+    """The nodes would import the other module."""
     (tmp_path / "json.py").touch()
     with pytest.raises(InvalidInput, match=r"another module 'json' is loaded already .*; rename the file"):
         campaign("trainings: [{app: 'json.py:train'}]", tmp_path)

@@ -1,4 +1,4 @@
-"""Whatever a file holds, it is read or refused in one line, in bounded time and memory; no code in it is run."""
+"""Any file is read or rejected with a one-line error, in bounded time and memory; no code in it is run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOMB = "    arguments:\n      a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 def refusal_of(call: Callable[[], object]) -> str | None:
-    """Return the message of a refusal, which is one line; ``None`` if there is none."""
+    """Return the one-line error message; ``None`` if the file is valid."""
     try:
         call()
     except FreeTrainError as error:
@@ -64,8 +64,8 @@ def site(text: str) -> Site:
         ("    priority: nan", "priority: must be a number"),
         ("    priority: 1e400", "priority: must be a number"),
         ("    checkpoint_interval: 0 s", "checkpoint_interval: must be longer than zero"),
-        ("    checkpoint_interval: 99999999999999999999 d", "a length of time is written like"),
-        ("    checkpoint_interval: 9999 d", "a length of time may be up to 3650 days"),
+        ("    checkpoint_interval: 99999999999999999999 d", "a duration must be written like"),
+        ("    checkpoint_interval: 9999 d", "a duration may be up to 3650 days"),
         (f"    arguments: {{lr: {DIGITS}}}", "a number may have up to 300 digits, got 5000"),
         ("    arguments: {lr: 1e400}", "1e400 is too large for a number"),
         ("    arguments: {lr: !!timestamp 2020-99-99}", "f.yaml:3: not YAML: the tag .*timestamp.* is not supported"),
@@ -79,13 +79,13 @@ def site(text: str) -> Site:
         ("    name: '{lr:{repeat}}'\n    grid: {lr: [1, 2]}", "cannot be filled"),
         ("    name: 'x{lr:>99999999999}'\n    grid: {lr: [1, 2]}", "cannot be filled"),
         ("    name: 'x{lr:>900000000}'\n    grid: {lr: [1, 2]}", "cannot be filled"),
-        ("    name: 'x{lr:3}'\n    grid: {lr: [[1], [2]]}", r"'\[1\]' cannot be written in the format '3'"),
-        ('    name: "a\\0b"', r"name: holds the control character '\\x00'"),
+        ("    name: 'x{lr:3}'\n    grid: {lr: [[1], [2]]}", r"'\[1\]' cannot be formatted with '3'"),
+        ('    name: "a\\0b"', r"name: contains the control character '\\x00'"),
         ('    name: "a\\ud800b"', "half of a surrogate pair"),
         ('    name: "\\UFFFFFFFF"', "an escape or a number is out of range"),
         ('    "a\\nb": 1', "a key must be a word"),
-        ("    grid: {1: [1, 2]}", "argument '1' is no name of a parameter"),
-        ("    arguments: {lr: {a: 1, a: 2}}", "the key 'a' is there twice"),
+        ("    grid: {1: [1, 2]}", "argument '1' is not a valid Python parameter name"),
+        ("    arguments: {lr: {a: 1, a: 2}}", "the key 'a' is duplicated"),
         (f"    scaling: {'a' * 5000}.csv", "a path may have up to 4096 bytes"),
         ("    scaling: ~no-such-user/x.csv", "there is no user 'no-such-user'"),
         ("    repeat: 100000", "more than 10000 trainings"),
@@ -120,13 +120,13 @@ def test_a_module_that_exits_when_it_is_imported_is_refused(tmp_path: Path) -> N
     [
         (f"trainings: {{max_restarts: {DIGITS}}}", "must be a whole number"),
         ("checkpoints: {directory: ~no-such-user/x}", "there is no user 'no-such-user' with a home directory"),
-        ('checkpoints: {directory: "a\\0b"}', "holds the control character"),
+        ('checkpoints: {directory: "a\\0b"}', "contains the control character"),
         ("checkpoints: {interval: 0 s}", "must be longer than zero"),
         ("checkpoints: {least_free: 99999999 TB}", "an amount of memory"),
         ("block: {nodes: 99999999999}", "must be at most 10,000"),
         ("node: {slots: 1000000000}", "must be at most 1,024"),
-        ("network: {driver_address: 'a;b'}", "is an address or a name of letters"),
-        ("network: {node_interface: '$(id)'}", "is an address or a name of letters"),
+        ("network: {driver_address: 'a;b'}", "must be an address or a name of letters"),
+        ("network: {node_interface: '$(id)'}", "must be an address or a name of letters"),
     ],
 )
 def test_a_hostile_site_is_refused_in_one_line(text: str, message: str) -> None:
@@ -137,7 +137,7 @@ def test_a_hostile_site_is_refused_in_one_line(text: str, message: str) -> None:
 
 def test_names_of_accelerators_hold_nothing_special_to_a_shell() -> None:
     """They become part of the command that starts the workers."""
-    with pytest.raises(InvalidInput, match="is a number, or a list of their names"):
+    with pytest.raises(InvalidInput, match="must be a number, or a list of names"):
         site("system: slurm\nnode: {accelerators: ['a;b']}")
     assert site("system: slurm\nnode: {accelerators: ['0.0', 'GPU-ab:1']}").node.accelerators == ("0.0", "GPU-ab:1")
 
@@ -151,7 +151,7 @@ def test_no_nesting_exhausts_the_stack(text: str) -> None:
 
 
 def test_a_file_that_does_not_end_is_refused(tmp_path: Path) -> None:
-    """A device, or a pipe that somebody writes to for ever."""
+    """A device, or a pipe with endless input."""
     with pytest.raises(InvalidInput, match="/dev/zero: cannot read the campaign file: it has more than 1,000,000 char"):
         read_text(Path("/dev/zero"), "campaign file")
     pipe = tmp_path / "pipe"
@@ -238,7 +238,7 @@ def test_a_name_may_use_plain_formats(template: str, name: str) -> None:
     )
 )
 def test_free_values_are_read_as_json_writes_them(value: object) -> None:
-    """Every JSON value that is not too deep is YAML for the same value."""
+    """Every JSON value that is not nested too deeply is YAML for the same value."""
     text = json.dumps({"a": value})
     read: list[object] = []
     refusal = refusal_of(lambda: read.append(Section.parse(text, "f.yaml", Variables({}, {})).value("a")))

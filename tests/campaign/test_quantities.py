@@ -1,4 +1,4 @@
-"""Lengths of time and amounts of memory are read as people write them, and nothing is guessed."""
+"""Durations and amounts of memory are parsed in common formats, without guessing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_length_of_time_may_be_written_with_a_unit_or_as_batch_systems_do(text
 
 @pytest.mark.parametrize("text", ["", "90", "-5 s", "10 parsecs", "10:00", "00:61:00", "1e3 s", "s", "1 h 30 min"])
 def test_what_could_mean_several_things_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match="a length of time is written like '90s'"):
+    with pytest.raises(InvalidInput, match="a duration must be written like '90s'"):
         parse_duration(text)
 
 
@@ -44,5 +44,5 @@ def test_every_walltime_that_batch_systems_print_is_read_back(seconds: int) -> N
 @pytest.mark.parametrize(("text", "amount"), [("512 GB", 512e9), ("64GiB", 64 * 2**30), ("0.5 tb", 5e11)])
 def test_an_amount_of_memory_needs_its_unit(text: str, amount: float) -> None:
     assert parse_memory(text) == amount
-    with pytest.raises(InvalidInput, match="an amount of memory is written like"):
+    with pytest.raises(InvalidInput, match="an amount of memory must be written like"):
         parse_memory(text.rstrip("GBTibt ") or "1")

@@ -1,4 +1,4 @@
-"""The reference of both files has every key that the code reads, and no other."""
+"""The reference of both files documents exactly the keys that the code reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 @pytest.fixture
 def read_keys(monkeypatch):
-    """Collect the keys that were asked for, by section."""
+    """Collect the keys that are read, by section."""
     keys: dict[str, set[str]] = defaultdict(set)
     done = Section.done
 
@@ -31,7 +31,7 @@ def read_keys(monkeypatch):
 
 
 def documented(page: str, heading: str, system: str | None = None) -> set[str]:
-    """Names in the first column of a heading's table; of one system, if the second column tells which."""
+    """Names in the first column of a heading's table; for one system, if the second column names systems."""
     text = (REFERENCE / page).read_text(encoding="utf-8")
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert section is not None

@@ -1,4 +1,4 @@
-"""A campaign from the command line on an embedded cluster: to its end, stopped, killed, and gone on with."""
+"""A campaign from the command line on an embedded cluster: completed, stopped, killed, and resumed."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ trainings:
 
 
 class _Shell(Shell):
-    """A shell beside a cluster that outlives what runs in it."""
+    """A shell with a cluster that outlives the drivers."""
 
     def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
         super().__init__(directory, site=SITE % cluster.name, campaign=CAMPAIGN)
         self.cluster = cluster
 
     def jobs(self) -> list[str]:
-        """Name the blocks that are in the queue."""
+        """Return the names of the blocks in the queue."""
         return [job["name"] for job in self.cluster.client.queue().values() if job["kind"] == "preemptible"]
 
     def nothing_left_within(self, seconds: float) -> bool:
@@ -91,7 +91,7 @@ def test_a_campaign_runs_to_its_end_and_keeps_results_and_errors(shell: _Shell) 
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
     again = shell.run("resume", "run")
-    assert again.returncode == 1, "what failed by itself is tried again only if somebody asks for it"
+    assert again.returncode == 1, "a failed training is retried only on request"
     assert "1 of 3 trainings are not finished, 1 of them failed" in again.stdout
 
 
@@ -108,33 +108,33 @@ def test_a_killed_driver_is_told_and_its_campaign_goes_on_where_it_was(shell: _S
     prefix = shell.jobs()[0].partition("block-")[0]
     driver.kill()
     driver.wait(10)
-    # What runs ends by itself when the driver is silent; a block that waits in the queue does not.
+    # Running blocks end by themselves when the driver is gone; pending ones do not.
     shell.cluster.client.submit(["sleep", "600"], walltime=timedelta(hours=1), name=f"{prefix}block-99")
     assert shell.status()["driver"]["state"] == "dead"
-    assert "has died; last sign of life" in shell.run("status", "run").stdout
+    assert "has died; last heartbeat" in shell.run("status", "run").stdout
     shell.slow.unlink()
     resumed = shell.run("resume", "run")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "ending jobs that were left in the queue" in resumed.stdout
+    assert "cancelling jobs left in the queue" in resumed.stdout
     assert f"{prefix}block-99" in resumed.stdout
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=True)
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
 
 def test_stop_from_another_shell_saves_everything_and_resume_goes_on(shell: _Shell) -> None:
-    """There is no periodic checkpoint here: what is resumed from was saved at the stop."""
+    """There is no periodic checkpoint: the training resumes from the one saved at the stop."""
     shell.slow.touch()
     driver = shell.start_campaign()
     shell.until(BOTH_RUN, driver)
     stopped = shell.run("stop", "run")
     assert stopped.returncode == 0, stopped.stderr
-    assert "has ended in order (stopped)" in stopped.stdout
+    assert "has ended cleanly (stopped)" in stopped.stdout
     out, err = driver.communicate(timeout=120)
     assert driver.returncode == 1, err
     assert "2 of 2 trainings are not finished, 0 of them failed" in out
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
     assert [item["state"] for item in shell.status()["trainings"]] == ["waiting", "waiting"]
-    assert "no job was left" in shell.run("clean", "run").stdout
+    assert "no remaining jobs" in shell.run("clean", "run").stdout
     shell.slow.unlink()
     assert shell.run("resume", "run").returncode == 0
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=True)
@@ -158,7 +158,7 @@ def test_ctrl_c_ends_in_order_and_leaves_a_run_to_resume(shell: _Shell) -> None:
 
 
 def test_cancel_from_another_shell_keeps_the_checkpoint_and_resume_needs_the_name(shell: _Shell) -> None:
-    """There is no periodic checkpoint here: what is resumed from was saved when it was cancelled."""
+    """There is no periodic checkpoint: the training resumes from the one saved when it was cancelled."""
     shell.slow.touch()
     driver = shell.start_campaign()
     shell.until(BOTH_RUN, driver)
@@ -167,13 +167,13 @@ def test_cancel_from_another_shell_keeps_the_checkpoint_and_resume_needs_the_nam
     assert "--retry t0.01" in cancelled.stdout
     assert shell.status()["trainings"][0]["state"] == "cancelled"
     again = shell.run("cancel", "run", "t0.01").stderr
-    assert again.startswith("freetrain cancel: t0.01 has ended already: cancelled; go on with it: freetrain resume ")
+    assert again.startswith("freetrain cancel: t0.01 has ended already: cancelled; to continue it: freetrain resume ")
     assert (shell.run_dir / "checkpoints" / "t0.01" / "latest").exists()
     shell.slow.unlink()
     out, err = driver.communicate(timeout=300)
     assert driver.returncode == 0, out + err
     again = shell.run("resume", "run")
-    assert "left out, cancelled: t0.01; --retry NAME tries again" in again.stdout
+    assert "left out, cancelled: t0.01; --retry NAME retries them" in again.stdout
     assert [item["state"] for item in shell.status()["trainings"]] == ["cancelled", "finished"]
     named = shell.run("resume", "run", "--retry", "t0.01")
     assert named.returncode == 0, named.stdout + named.stderr
@@ -192,7 +192,6 @@ def test_what_could_not_start_is_tried_again_by_resume(shell: _Shell) -> None:
     resumed = shell.run("resume", "run", "--config", "good.yaml")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert (
-        "trying t0.01 again, which was interrupted: BatchSystemError: an attempt to start a block failed"
-        in resumed.stdout
+        "retrying t0.01, which was interrupted: BatchSystemError: an attempt to start a block failed" in resumed.stdout
     )
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=False)

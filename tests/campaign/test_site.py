@@ -1,4 +1,4 @@
-"""Site files: the shipped ones are right, and what is wrong in one is told in one line before anything is asked."""
+"""Site files: the shipped ones are valid, and errors are reported in one line before any query."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def site(text: str, given: dict[str, str] | None = None) -> Site:
 
 @pytest.fixture
 def no_commands(monkeypatch):
-    """No command of a batch system runs: Parsl's provider for Slurm asks `sacct` when it is made."""
+    """No batch system command runs; Parsl's Slurm provider calls `sacct` in its constructor."""
     asked = []
     monkeypatch.setattr(
         SlurmProvider, "execute_wait", lambda self, command, timeout=None: asked.append(command) or (1, "", "disabled")
@@ -47,7 +47,7 @@ def test_every_shipped_site_makes_a_provider_and_a_window_source(name: str, no_c
     if source is not None:
         before = list(no_commands)
         assert isinstance(read.window_source(), source)
-        assert no_commands == before, "a window source runs no command until it is asked"
+        assert no_commands == before, "a window source runs no command until it is queried"
     assert least_walltime(read.planner_settings) < read.planner_settings.max_walltime
 
 
@@ -178,18 +178,18 @@ def test_accelerators_may_have_names(no_commands: list[str]) -> None:
         ("system: slurm\nblock: {queue: x}", "site.yaml:2: unknown key 'block.queue'"),
         ("system: pbs\nblock: {qos: x}", r"site.yaml:2: unknown key 'block.qos'"),
         ("system: local\nblock: {partition: x}", "unknown key 'block.partition'"),
-        ("system: local\nblock: {cluster: c, nodes: 3}", "a cluster that is named has its own nodes"),
-        ("system: slurm\nblock: {partition: 'a; rm -rf /'}", "block.partition: may hold no blanks"),
-        ("system: pbs\nblock: {account: $(id)}", "block.account: may hold no blanks"),
+        ("system: local\nblock: {cluster: c, nodes: 3}", "a named cluster has its own nodes"),
+        ("system: slurm\nblock: {partition: 'a; rm -rf /'}", "block.partition: must not contain blanks"),
+        ("system: pbs\nblock: {account: $(id)}", "block.account: must not contain blanks"),
         ("system: slurm\nblock: {scheduler_options: --qos=x}", "each line begins with '#SBATCH '"),
         ("system: slurm\nblock: {launcher: aprun}", "block.launcher: must be srun or mpiexec"),
-        ("system: pbs\nblock: {launcher: mpirun, launcher_bind: x}", "belongs to the launcher mpiexec"),
+        ("system: pbs\nblock: {launcher: mpirun, launcher_bind: x}", "requires the launcher mpiexec"),
         ("system: slurm\nnode: {gpus: -1}", "node.gpus: must be a whole number of at least 0"),
         ("system: slurm\nnode: {gpus: 2, slots: 4}", "there are 2 accelerators for 4 slots"),
-        ("system: slurm\nnode: {accelerators: many}", "node.accelerators: is a number, or a list of their names"),
-        ("system: slurm\nnode: {accelerators: [0.1]}", "a list of their names in quotes"),
-        ("system: slurm\nnode: {memory: 64}", "node.memory: an amount of memory is written like"),
-        ("system: slurm\nplanner: {startup: 60}", "site.yaml:2: planner.startup: a length of time is written like"),
+        ("system: slurm\nnode: {accelerators: many}", "node.accelerators: must be a number, or a list of names"),
+        ("system: slurm\nnode: {accelerators: [0.1]}", "a list of names in quotes"),
+        ("system: slurm\nnode: {memory: 64}", "node.memory: an amount of memory must be written like"),
+        ("system: slurm\nplanner: {startup: 60}", "site.yaml:2: planner.startup: a duration must be written like"),
         (
             "system: slurm\nplanner: {max_walltime: 0 s}",
             "planner setting 'max_walltime' must be a number of at least 1",
@@ -197,7 +197,7 @@ def test_accelerators_may_have_names(no_commands: list[str]) -> None:
         ("system: slurm\nplanner: {max_pending_blocks: 1}", "unknown key 'planner.max_pending_blocks'"),
         ("system: slurm\nmanners: {poll_interval: 0 s}", "manners.poll_interval: must be longer than zero"),
         ("system: slurm\nmanners: {max_pending_blocks: 0}", "must be a whole number of at least 1"),
-        ("system: slurm\ntrainings: {policy: best}", "site.yaml:2: trainings.policy: .*no policy 'best'"),
+        ("system: slurm\ntrainings: {policy: best}", "site.yaml:2: trainings.policy: .*unknown policy 'best'"),
         ("system: slurm\ntrainings: {rescale_costs: 5 s}", "trainings.rescale_costs: should be a mapping"),
         (
             "system: slurm\nnetwork: {driver_interface: a, driver_address: b}",

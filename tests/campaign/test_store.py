@@ -1,4 +1,4 @@
-"""The state of a run: what is written is read back from any process, and a driver's end is told from its death."""
+"""The state of a run: it can be read by any process, and a driver's clean end differs from its death."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_a_driver_tells_is_read_back(store: RunStore) -> None:
     first = store.trainings()[0]
     assert (first.state, first.share, first.nodes) == ("running", 0.25, ("n1", "n2"))
     store.beat(driver, {"a": ("waiting", None, [])})
-    assert store.trainings()[0].share == 0.25, "a share that is not known now is the last one known"
+    assert store.trainings()[0].share == 0.25, "an unknown share keeps its last known value"
 
 
 def test_results_are_json_if_they_can_be_and_a_later_beat_does_not_undo_them(store: RunStore) -> None:
@@ -147,7 +147,7 @@ def test_a_living_driver_is_not_joined_by_another(store: RunStore) -> None:
 def test_the_lock_is_held_by_one(tmp_path: Path) -> None:
     with (
         driver_lock(tmp_path),
-        pytest.raises(InvalidInput, match="another driver has"),
+        pytest.raises(InvalidInput, match="another driver runs"),
         driver_lock(tmp_path),
     ):
         pass
@@ -156,7 +156,7 @@ def test_the_lock_is_held_by_one(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="is no run directory of 'freetrain run'"):
+    with pytest.raises(InvalidInput, match="is not a run directory of 'freetrain run'"):
         RunStore(tmp_path)
     (tmp_path / DATABASE).write_text("this is not a database, whatever its name says" * 100)
     with pytest.raises(InvalidInput, match="cannot be read: file is not a database"):
@@ -183,7 +183,7 @@ def test_the_newest_run_here_is_the_default(tmp_path: Path, monkeypatch: pytest.
 
 
 class _Queue:
-    """Stands in for a batch system's window source: jobs end `slow` looks after they were told to."""
+    """A fake window source: jobs end `slow` polls after their cancellation."""
 
     def __init__(self, jobs: dict[str, str], slow: int = 0) -> None:
         self.jobs = jobs
@@ -226,13 +226,13 @@ def test_orphans_of_all_drivers_are_ended_and_jobs_of_others_are_not(store: RunS
     )
     assert ended == {"1": "freetrain.one.r.block-0", "2": "freetrain.two.r.block-3"}
     assert queue.cancelled == [["1", "2"]]
-    assert queue.jobs.keys() == {"3", "4"}, "it waited until they were gone"
+    assert queue.jobs.keys() == {"3", "4"}, "it waits until they are gone"
     assert "1 (freetrain.one.r.block-0)" in told[0]
 
 
 def test_jobs_that_do_not_end_are_told_instead_of_a_second_driver_beside_them(store: RunStore, clock: _Clock) -> None:
     queue = _Queue({"1": "freetrain.one.r.block-0"}, slow=10**6)
-    with pytest.raises(BatchSystemError, match="jobs 1 were told to end and are still there after 300 s"):
+    with pytest.raises(BatchSystemError, match="jobs 1 were cancelled and are still there after 300 s"):
         remove_orphans(_Site(lambda: queue), _run_with_two_drivers(store), str, clock=clock, sleep=clock.sleep)
 
 
@@ -240,7 +240,7 @@ def test_a_run_that_never_submitted_asks_nobody_and_a_cluster_that_is_gone_has_n
     store: RunStore, clock: _Clock
 ) -> None:
     def gone() -> object:
-        raise ClusterGone("no embedded cluster 'x' of yours is running")
+        raise ClusterGone("no embedded cluster 'x' is running")
 
     told: list[str] = []
     assert remove_orphans(_Site(gone), store, told.append, clock=clock, sleep=clock.sleep) == {}
@@ -251,12 +251,12 @@ def test_a_run_that_never_submitted_asks_nobody_and_a_cluster_that_is_gone_has_n
 
 def test_a_disk_without_room_for_checkpoints_is_refused(tmp_path: Path) -> None:
     site = Site.parse("system: local\ncheckpoints: {least_free: 1000000 TB}", "s.yaml", Variables({}, {}))
-    with pytest.raises(InvalidInput, match=r"MB are free, fewer than the .* MB that site s wants for checkpoints"):
+    with pytest.raises(InvalidInput, match=r"MB are free, fewer than the .* MB that site s requires for checkpoints"):
         preflight(site, tmp_path)
 
 
 class _Clocks:
-    """Clocks of this host, and a driver on another whose clock differs."""
+    """Clocks of this host, and a driver on another host whose clock differs."""
 
     def __init__(self, store: RunStore, *, ahead: float, beats: bool) -> None:
         self.store = store
@@ -299,7 +299,7 @@ def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_fai
         TrainingCancelled("cancelled"),
         ValueError("no data"),
     ]
-    run = CampaignRun(store, None, None)  # type: ignore[arg-type]  # what it does not need
+    run = CampaignRun(store, None, None)  # type: ignore[arg-type]  # not needed here
     states = []
     for error in errors:
         future: Future[object] = Future()
@@ -317,7 +317,7 @@ def test_resume_says_what_it_tries_again_and_what_it_leaves_out(store) -> None:
     lines: list[str] = []
     CampaignRun(store, None, None)._tell_retries(lines.append)  # type: ignore[arg-type]
     assert lines == [
-        "trying a again, which was interrupted: TrainingInterrupted: the interchange is dead",
-        "left out, failed: b; --retry-failed, or --retry NAME, tries again",
+        "retrying a, which was interrupted: TrainingInterrupted: the interchange is dead",
+        "left out, failed: b; --retry-failed or --retry NAME retries them",
     ]
     assert store.training("a").error is None

@@ -1,4 +1,4 @@
-"""YAML is read as it is written: no key is ignored, no scalar changes its meaning, every refusal names its line."""
+"""YAML is read as written: no key is ignored, no scalar changes its meaning, every error names its line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def section(text: str, given: dict[str, str] | None = None, environment: dict[st
 
 
 def test_free_values_follow_yaml_1_2() -> None:
-    """What YAML 1.1 reads as false, as 600 or as a date stays what it is; what it takes for a text is a number."""
+    """Texts that YAML 1.1 reads as false, 600 or a date stay texts; a number that it reads as a text is a number."""
     text = "a: [1e-3, 1.5, 7, no, on, 00:10:00, 2026-01-02, ~, true, '3', .inf, 0x10]"
     assert section(text).value("a") == [
         0.001, 1.5, 7, "no", "on", "00:10:00", "2026-01-02", None, True, "3", float("inf"), "0x10",
@@ -34,8 +34,8 @@ def test_variables_come_from_the_command_line_then_the_environment_then_their_de
     text = "a: ${ACCOUNT}/${QOS:-regular}/${HOME}\nb: $${SHELL} $USER ${X:+y}\nc: ${N}"
     read = section(text, {"account": "given", "n": "3"}, {"ACCOUNT": "env", "HOME": "/h"})
     assert read.text("a") == "given/regular//h"
-    assert read.text("b") == "${SHELL} $USER ${X:+y}", "what is the shell's stays the shell's"
-    assert read.value("c") == 3, "what a variable stands for may be a number"
+    assert read.text("b") == "${SHELL} $USER ${X:+y}", "shell syntax is unchanged"
+    assert read.value("c") == 3, "the value of a variable may be a number"
 
 
 def test_a_variable_without_a_value_is_refused_with_the_ways_to_give_it() -> None:
@@ -69,9 +69,9 @@ def test_an_unknown_key_is_refused_with_its_line_and_the_nearest_known_one() -> 
         ("a: [1", r"f.yaml:1: not YAML: expected ',' or '\]'"),
         ("a: 1\n\tb: 2", r"f.yaml:2: not YAML: "),
         ("a: 1\nb: \x00", "f.yaml:2: not YAML: the character #x00 is not allowed"),
-        ("- a\n- b", "f.yaml:1: it should be a list of 'key: value'"),
-        ("", "f.yaml:1: it should be a list of 'key: value'"),
-        ("a: 1\na: 2", "f.yaml:2: a is there twice"),
+        ("- a\n- b", "f.yaml:1: must be a list of 'key: value'"),
+        ("", "f.yaml:1: must be a list of 'key: value'"),
+        ("a: 1\na: 2", "f.yaml:2: a is duplicated"),
         ("? [a]\n: 1", "f.yaml:1: a key must be a word"),
         ("a: 1\n---\nb: 1", "f.yaml:2: not YAML: "),
     ],
@@ -90,8 +90,8 @@ def test_what_is_no_mapping_is_refused(text: str, message: str) -> None:
         ("a: x", lambda s: s.number("a"), "must be a number, got 'x'"),
         ("a: maybe", lambda s: s.flag("a"), "must be true or false, got 'maybe'"),
         ("a: slrum", lambda s: s.choice("a", ["slurm", "pbs"]), r"must be slurm or pbs, got 'slrum' \(did you mean"),
-        ("a: 5", lambda s: s.duration("a"), "f.yaml:1: a: a length of time is written like"),
-        ("a: 5", lambda s: s.memory("a"), "f.yaml:1: a: an amount of memory is written like"),
+        ("a: 5", lambda s: s.duration("a"), "f.yaml:1: a: a duration must be written like"),
+        ("a: 5", lambda s: s.memory("a"), "f.yaml:1: a: an amount of memory must be written like"),
         ("a: [x]", lambda s: s.text("a"), "a: should be a text, not a list or a mapping"),
         ("a: x", lambda s: s.section("a"), "a: should be a mapping"),
         ("a: x", lambda s: s.sections("a"), "a: should be a list"),

@@ -1,4 +1,4 @@
-"""A batch system that says what a test wants, in place of the one that a verb would ask."""
+"""A batch system with prepared responses, in place of the one that a verb would query."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from freetrain_parsl.windows.base import Survey, WindowSource
 
 
 class FixedSource(WindowSource):
-    """Gives the surveys one after the other, the last for ever; an error among them is raised."""
+    """Returns the surveys in sequence, repeating the last; errors among them are raised."""
 
     def __init__(self, *surveys: Survey | Exception, jobs: dict[str, str] | None = None) -> None:
         self.surveys = list(surveys)
@@ -26,7 +26,7 @@ class FixedSource(WindowSource):
         return answer
 
     def cancel(self, job_ids):
-        raise AssertionError("a verb that only asks ended a job")
+        raise AssertionError("a read-only verb ended a job")
 
     def find_jobs(self, prefix):
         return {job: name for job, name in self.jobs.items() if name.startswith(prefix)}
@@ -36,7 +36,7 @@ class FixedSource(WindowSource):
 
 
 def run_verb(monkeypatch, verb, source: WindowSource, *arguments: str):
-    """Run a verb on `source` instead of the Slurm that it believes to ask."""
+    """Run a verb on `source` instead of Slurm."""
     monkeypatch.setattr(sources, "_make_source", lambda system, options: source)
     app = typer.Typer()
     app.command()(verb)

@@ -1,4 +1,4 @@
-"""The live view of a campaign: fits the terminal, and without one tells each change once."""
+"""The live view of a campaign: it fits the terminal, and without a terminal reports each change once."""
 
 from __future__ import annotations
 

@@ -124,10 +124,10 @@ def test_a_dry_run_and_other_trainings_change_nothing(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ls", "nowhere"), "nowhere is no directory"),
+        (("ls", "nowhere"), "nowhere is not a directory"),
         (("verify", "."), "there are no checkpoints in"),
-        (("prune", "run"), "--keep 2, at least 1"),
-        (("prune", "run", "--keep", "0"), "--keep 2, at least 1"),
+        (("prune", "run"), "at least 1, e.g. --keep 2"),
+        (("prune", "run", "--keep", "0"), "at least 1, e.g. --keep 2"),
         (("prune", "run", "--keep", "1", "--training", "nat"), "no training 'nat' here (did you mean 'net'?)"),
     ],
 )

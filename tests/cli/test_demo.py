@@ -1,4 +1,4 @@
-"""``freetrain demo``: the whole product in one command."""
+"""``freetrain demo``: the whole package in one command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def freetrain(*arguments: str, cwd: Path, timeout: float = 30) -> subprocess.Com
 
 @pytest.mark.cluster
 def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path: Path) -> None:
-    limit = 1200  # two cores that other tests use too start eight nodes slowly
+    limit = 1200  # eight nodes start slowly on two cores shared with other tests
     options = ["--run-dir", "run", "--json", "figures.json", "--time-limit", str(limit)]
     done = freetrain("demo", *options, cwd=tmp_path, timeout=limit + 60)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -57,7 +57,7 @@ def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path:
     assert 0 < figures["useful_node_seconds"] <= figures["idle_node_seconds_used"]
     assert figures["idle_node_seconds_used"] <= figures["idle_node_seconds_offered"]
     assert figures["main_jobs"] >= 5
-    assert figures["main_job_delay_seconds_max"] <= 10.0, "the grace period, for a preemption and one that it waits for"
+    assert figures["main_job_delay_seconds_max"] <= 10.0, "the grace periods of a preemption and of one before it"
     assert figures["solver"]["proven"] >= 0.9 * figures["solver"]["solves"] > 0
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "timeline" in done.stdout
@@ -69,7 +69,7 @@ def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path:
     [
         (["--json", "nowhere/figures.json"], "there is no directory"),
         (["--run-dir", "full"], "is not empty"),
-        (["--policy", "best"], "no policy 'best'"),
+        (["--policy", "best"], "unknown policy 'best'"),
         (["--time-limit", "0"], "--time-limit must be positive"),
         (["--nodes", "0"], "a workload needs nodes"),
         (["--job-log", "missing.swf"], "missing.swf"),

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-# Says when imports have begun, and takes its time with them; an extension module that is interrupted while it is
-# imported may raise anything but KeyboardInterrupt.
+# Prints a line when imports start, and imports slowly; an extension module that is interrupted during its import may
+# raise something other than KeyboardInterrupt.
 SLOW_MODULE = """
 import sys, time
 print("importing", flush=True)
@@ -24,7 +24,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def importing(tmp_path):
-    """Start the command with a `typer` that is imported slowly; yield the process in the middle of that."""
+    """Start the command with a `typer` that imports slowly; yield the process during the import."""
     (tmp_path / "typer.py").write_text(SLOW_MODULE)
     script = "import sys; sys.path.insert(0, sys.argv.pop()); from freetrain_parsl.cli import main; main()"
     processes = []
@@ -48,7 +48,7 @@ def importing(tmp_path):
 
 
 def test_ctrl_c_during_imports_is_one_line_and_code_130(importing):
-    # A test-suite that runs in the background of a shell ignores interrupts, and so would its children.
+    # A test suite in the background of a shell ignores interrupts, and so would its children.
     process = importing(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -56,10 +56,10 @@ def test_ctrl_c_during_imports_is_one_line_and_code_130(importing):
 
 
 def test_a_command_that_ignores_interrupts_goes_on_ignoring_them(importing):
-    """Shells start jobs in the background so."""
+    """Shells start background jobs like this."""
     process = importing(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)  # a wrong answer would come at once; there is nothing to wait for where nothing happens
+    time.sleep(0.2)  # a wrong reaction would be immediate
     assert process.poll() is None
 
 
@@ -76,7 +76,7 @@ def test_ctrl_c_in_a_verb_is_code_130_without_a_traceback(monkeypatch, capsys):
 
 
 def test_the_entry_point_imports_no_verb():
-    """Else an interruption could come before it is handled."""
+    """Otherwise an interruption could arrive before the handler is installed."""
     script = "import sys, freetrain_parsl.cli; print(*[name for name in sys.modules if 'freetrain' in name])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
     assert set(done.stdout.split()) == {"freetrain_parsl", "freetrain_parsl._version", "freetrain_parsl.cli"}

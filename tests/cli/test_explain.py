@@ -58,7 +58,7 @@ def test_every_window_has_a_sentence_and_every_other_node_a_reason(monkeypatch):
         "3 nodes in no window:",
         "  n[31-32]: runs job 7 of ann",
         "  n30: drained: bad fan",
-        "note: no campaign given: for one training that takes any number of nodes",
+        "note: no campaign given: assuming one training on any number of nodes",
         "note: of the plan",
     ]
 
@@ -77,7 +77,7 @@ def test_a_training_that_needs_more_nodes_than_there_are_is_named(monkeypatch, t
     (tmp_path / "large_app.py").write_text(APP.replace("max_nodes=2", "min_nodes=2, max_nodes=2"))
     (tmp_path / "campaign.yaml").write_text("trainings: [{app: 'large_app.py:train', name: t}]\n")
     source = FixedSource(replace(SURVEY, nodes=1))
-    said_of_it = "note: training t needs 2 nodes at the same time, but there are only 1: it would be refused"
+    said_of_it = "note: training t needs 2 nodes at the same time, but there are only 1: it would be rejected"
     assert said_of_it in said(monkeypatch, source, str(tmp_path / "campaign.yaml"))
 
 
@@ -117,13 +117,13 @@ def test_without_windows_and_nodes_there_is_nothing_to_explain(monkeypatch):
 
 
 def test_a_batch_system_that_answers_nonsense_is_one_line(monkeypatch):
-    result = run_verb(monkeypatch, explain, FixedSource(BatchSystemError("squeue answered nonsense")))
-    assert (result.exit_code, result.stderr) == (2, "freetrain explain: squeue answered nonsense\n")
+    result = run_verb(monkeypatch, explain, FixedSource(BatchSystemError("squeue returned invalid output")))
+    assert (result.exit_code, result.stderr) == (2, "freetrain explain: squeue returned invalid output\n")
 
 
 @pytest.mark.cluster
 def test_it_explains_the_windows_of_an_embedded_cluster(monkeypatch, tmp_path):
-    """Without Parsl, and without a word about it."""
+    """It works without Parsl, without a message about it."""
     directory = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     app = typer.Typer()

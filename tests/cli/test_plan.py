@@ -39,7 +39,7 @@ trainings:
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory) -> Path:
-    """One for all tests: a module is imported once."""
+    """One file for all tests: a module is imported only once."""
     directory = tmp_path_factory.mktemp("campaign")
     (directory / "plan_app.py").write_text(APP)
     (directory / "campaign.yaml").write_text(CAMPAIGN)
@@ -73,12 +73,12 @@ def test_without_a_campaign_the_plan_is_for_a_training_that_takes_any_number_of_
         "trainings": [{"name": "any", "nodes": 2, "node_seconds": 1836, "samples": None}],
     }
     assert (told["time"], told["windows"], told["proven_optimal"]) == (NOW, 3, True)
-    assert told["notes"] == ["no campaign given: for one training that takes any number of nodes", "of the plan"]
+    assert told["notes"] == ["no campaign given: assuming one training on any number of nodes", "of the plan"]
     assert source.asked == [()]
 
 
 def test_a_campaign_tells_who_trains_where_and_what_that_gains(monkeypatch, campaign):
-    """The second gets two nodes, of which one closes earlier; the first is done before its block ends."""
+    """The second training gets two nodes, one of which closes earlier; the first finishes before its block ends."""
     told = figures(monkeypatch, FixedSource(SURVEY), str(campaign), "--set", "most=2")
     trainings = {t["name"]: t["samples"] for block in told["blocks"] for t in block["trainings"]}
     assert trainings.keys() == {"small", "large"}
@@ -92,7 +92,7 @@ def test_the_table_has_a_row_a_block_and_the_sum(monkeypatch):
     assert "Slurm, default partition: 2 blocks would be submitted at" in text
     assert "any on 2" in text
     assert "1.50 node-hours of training, after start-up" in text
-    assert "1 window is not used, or not wholly: freetrain explain tells why" in text
+    assert "1 window is unused or only partly used: freetrain explain shows why" in text
 
 
 def test_where_rates_are_known_samples_are_told(monkeypatch, campaign):
@@ -109,19 +109,19 @@ def test_without_windows_nothing_would_be_submitted(monkeypatch):
 
 
 def test_blocks_of_ours_that_wait_count(monkeypatch):
-    """Only as many more may wait; those that run do not count, and jobs of other programs neither."""
+    """Pending blocks count towards the limit; running ones and jobs of other programs do not."""
     states = {f"{n}": BlockState.PENDING for n in range(6)} | {"6": BlockState.HELD, "7": BlockState.RUNNING}
     blocks = {job: BlockStatus(state) for job, state in states.items()}
     jobs = {**{job: f"freetrain.x.1.block-{job}" for job in states}, "99": "other"}
     source = FixedSource(SURVEY, Survey(NOW, blocks=blocks), jobs=jobs)
     told = figures(monkeypatch, source)
     assert len(told["blocks"]) == 1
-    assert told["notes"][0] == "blocks of yours: 1 running, 7 waiting; their nodes are in no window"
+    assert told["notes"][0] == "your blocks: 1 running, 7 waiting; their nodes are in no window"
     assert source.asked == [(), tuple(sorted(states))]
 
 
 def test_a_real_batch_system_is_only_looked_at(monkeypatch):
-    """Its survey of our jobs is for their driver, and may clear up after them."""
+    """The source's survey of our jobs is for their driver, and may clean up after them."""
     jobs = {job: f"freetrain.x.1.block-{job}" for job in ("1", "2", "3")}
     source = FixedSource(SURVEY, jobs=jobs)
     source.state = lambda: BatchState(
@@ -131,7 +131,7 @@ def test_a_real_batch_system_is_only_looked_at(monkeypatch):
         pending=tuple(PendingJob(job, "", "ann", "workq", 1) for job in ("2", "3", "7")),
     )
     told = figures(monkeypatch, source)
-    assert told["notes"][0] == "blocks of yours: 1 running, 2 waiting; their nodes are in no window"
+    assert told["notes"][0] == "your blocks: 1 running, 2 waiting; their nodes are in no window"
     assert source.asked == [()]
 
 
@@ -152,7 +152,7 @@ def test_what_could_never_run_is_refused_before_anything_is_asked(monkeypatch):
         (["nowhere.yaml"], "nowhere.yaml: cannot read the campaign file: No such file or directory"),
         (["--set", "a=1"], "--set a=…: the files have no ${A}; theirs are: none"),
         (["--set", "a"], "--set a: write --set name=value"),
-        (["--config", "nowhere.yaml"], "--system and --config: the site file says that; leave one of them out"),
+        (["--config", "nowhere.yaml"], "--system and --config: the site file sets this; give only one of them"),
     ],
 )
 def test_wrong_input_is_one_line_and_asks_nothing(monkeypatch, arguments, message):

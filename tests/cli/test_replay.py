@@ -1,4 +1,4 @@
-"""`freetrain replay`: its options, its refusals, and what it shows and writes."""
+"""`freetrain replay`: its options, its errors, and its output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def freetrain(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def replay(freetrain, tmp_path):
-    """Replay with these options and return the JSON; nothing but a table may be said."""
+    """Replay with these options and return the JSON; only a table may be printed."""
 
     def run(options="", inputs="idle.csv --trainers trainers.yaml"):
         done = freetrain(f"replay {inputs} {options} --json out.json")
@@ -95,12 +95,12 @@ def test_options_reach_the_replay(replay):
     paper = replay("--horizon 120 --cost paper")
     assert paper["loss_start"] == 0
     started = replay("--horizon 120 --cost full --start-seconds 5")["loss_start"]
-    assert 0 < started < replay("--horizon 120 --cost full")["loss_start"], "30 s unless said otherwise"
+    assert 0 < started < replay("--horizon 120 --cost full")["loss_start"], "30 s by default"
     free = replay("--horizon 120 --rescale-seconds 0,0")
     assert free["loss_rescale"] == free["loss_preemption"] == 0 < paper["loss_preemption"]
     assert replay("--nodes 64")["log"]["nodes"] == 64
     assert replay("--objective throughput")["objective"] == "throughput"
-    assert replay("--objective max-min")["trainers"]["objective"] == "speedup", "what it is measured by stays"
+    assert replay("--objective max-min")["trainers"]["objective"] == "speedup", "the measure does not change"
     assert replay("--curves learned")["curves"] == "learned"
     alone = replay("--concurrent 1")
     assert alone["concurrent"] == 1
@@ -125,7 +125,7 @@ def test_the_horizon_is_the_policys(replay, monkeypatch):
 def test_malformed_lines_are_skipped_and_counted_if_asked(freetrain, replay, tmp_path):
     (tmp_path / "idle.csv").write_text(IDLE + "d,9,8\n")
     assert replay("--lenient")["log"]["skipped"] == 1
-    assert "malformed lines left out: 1" in freetrain("replay idle.csv --trainers hpo:1 --lenient").out
+    assert "malformed lines skipped: 1" in freetrain("replay idle.csv --trainers hpo:1 --lenient").out
 
 
 def test_outages_are_left_out_if_asked(replay, tmp_path):
@@ -188,7 +188,7 @@ def test_the_page_is_written(freetrain, tmp_path):
 @pytest.mark.parametrize("log", ["idle.csv", "jobs.swf", "sacct.txt"])
 @pytest.mark.parametrize("trainers", ["trainers.yaml", "trainers.csv"])
 def test_examples_can_be_replayed(freetrain, replay, log, trainers):
-    """Each log with each list; a job log with estimates too."""
+    """Each log with each list; job logs also with estimates."""
     written = freetrain("replay --example ex")
     assert (written.code, written.err) == (0, "")
     assert {f"ex/{log}", f"ex/{trainers}"} <= set(written.out.split())
@@ -205,16 +205,16 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
         ("", "LOG is missing; 'freetrain replay --example DIR'"),
         ("idle.csv", "--trainers is missing"),
         ("none.csv --trainers hpo:2", "none.csv: cannot be read"),
-        ("empty.csv --trainers hpo:2", "empty.csv: no idle interval"),
-        ("overlap.csv --trainers hpo:2", "overlap.csv:2: node 'a' is idle already by line 1"),
+        ("empty.csv --trainers hpo:2", "empty.csv: no idle intervals"),
+        ("overlap.csv --trainers hpo:2", "overlap.csv:2: node 'a' is already idle by line 1"),
         ("backwards.csv --trainers hpo:2", "backwards.csv:1: an interval ends after it starts"),
         ("backwards.csv --lenient --trainers hpo:2", "no idle interval"),
-        ("sacct.txt --trainers hpo:2", "sacct.txt: 'sacct' does not tell the size of the machine"),
-        ("idle.csv --nodes 2 --trainers hpo:2", "3 different nodes, more than the 2 given"),
+        ("sacct.txt --trainers hpo:2", "sacct.txt: 'sacct' does not report the size of the machine"),
+        ("idle.csv --nodes 2 --trainers hpo:2", "3 distinct nodes, more than the 2 given"),
         ("idle.csv --nodes 0 --trainers hpo:2", "at least one node"),
         ("idle.csv --mask-outages 2 --trainers hpo:2", "lies in (0, 1]"),
-        ("idle.csv --trainers hpo:0", "after the colon stands how many"),
-        ("idle.csv --trainers best", "no trainers 'best'"),
+        ("idle.csv --trainers hpo:0", "expected a number after the colon"),
+        ("idle.csv --trainers best", "unknown trainers 'best'"),
         ("idle.csv --trainers none.yaml", "none.yaml: cannot read the list of trainers"),
         ("idle.csv --trainers curve.yaml", "curve.yaml:1: trainer 'a': its curve starts at 2 nodes, min is 1"),
         ("idle.csv --trainers work.yaml", "work.yaml:1: 'work' must be a positive number, got -5"),
@@ -243,11 +243,11 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
         ("idle.csv --trainers hpo:2 --json out --report ./out", "--report out: this is --json already"),
         ("idle.csv --trainers hpo:2 --json idle.csv", "--json idle.csv: this is an input already"),
         ("idle.csv --trainers work.yaml --report work.yaml", "work.yaml:1"),
-        ("--example .", "trainers.yaml exists already"),
+        ("--example .", "trainers.yaml already exists"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(freetrain, tmp_path, monkeypatch, arguments, message):
-    """And nothing is replayed, or written, before it is seen."""
+    """Errors are reported before anything is replayed or written."""
     files = {
         "empty.csv": "node,start,end\n",
         "overlap.csv": "a,0,9\na,5,12\n",
@@ -271,7 +271,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(freetrain, tmp_path, monkeypatch,
 
 
 def test_a_file_that_cannot_be_written_after_all_is_one_line(freetrain):
-    """The table has been shown by then."""
+    """The table is printed before."""
     done = freetrain("replay idle.csv --trainers hpo:1 --json /dev/full")
     assert done.code == 2
     assert "dedicated node" in done.out
@@ -281,7 +281,7 @@ def test_a_file_that_cannot_be_written_after_all_is_one_line(freetrain):
 def test_a_policy_that_breaks_its_contract_is_named_and_the_last_good_allocation_stays(
     freetrain, tmp_path, monkeypatch
 ):
-    """Its first decision is good; after that it gives away nodes that are not there."""
+    """Its first decision is valid; later ones allocate nodes that are not in the pool."""
 
     class Bad(Policy):
         name = "bad"
@@ -322,7 +322,7 @@ def test_interrupted_it_ends_without_a_traceback(freetrain, tmp_path, monkeypatc
 @pytest.mark.parametrize("option", ["--json", "--report"])
 @pytest.mark.parametrize("through_a_link", [False, True])
 def test_a_device_is_never_replaced(freetrain, tmp_path, option, through_a_link):
-    """By root neither, who may."""
+    """Not even as root, who has permission."""
     (tmp_path / "link").symlink_to("/dev/null")
     name = "link" if through_a_link else "/dev/null"
     done = freetrain(f"replay idle.csv --trainers hpo:1 {option} {name}")

@@ -1,4 +1,4 @@
-"""`freetrain run`: a mistake is one line and exit code 2, and nothing is submitted or left."""
+"""`freetrain run`: a usage error is one line with exit code 2, and nothing is submitted or left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAMPAIGN = f"trainings: [{{app: '{APP}:train', name: one}}]\n"
 
 @pytest.fixture
 def run(tmp_path, tmp_path_factory, monkeypatch):
-    """Run the verb in a directory with a site and a campaign that are right, and others that the test writes."""
+    """Run the verb in a directory with a valid site and campaign, and other files from the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN)
@@ -29,7 +29,7 @@ def run(tmp_path, tmp_path_factory, monkeypatch):
             (tmp_path / f"{name}.yaml").write_text(text)
         before = sorted(tmp_path.rglob("*"))
         result = CliRunner().invoke(app, ["run", *arguments])
-        assert sorted(tmp_path.rglob("*")) == before, "nothing was made"
+        assert sorted(tmp_path.rglob("*")) == before, "nothing was created"
         return result
 
     return invoke
@@ -57,15 +57,15 @@ def run(tmp_path, tmp_path_factory, monkeypatch):
         (
             ["campaign.yaml", "--config", "site.yaml"],
             {"site": "system: local\nblock: {cluster: gone}"},
-            "no embedded cluster 'gone' of yours is running",
+            "no embedded cluster 'gone' is running",
         ),
         (
             ["campaign.yaml", "--config", "site.yaml"],
             {"site": "system: local\ncheckpoints: {least_free: 1000000 TB}"},
             "MB are free, fewer than the",
         ),
-        (["campaign.yaml", "--run-dir", "."], {}, "is not empty; name a new one, or 'freetrain resume' that one"),
-        (["campaign.yaml", "--run-dir", "site.yaml/run"], {}, "Not a directory; name a directory that can be made"),
+        (["campaign.yaml", "--run-dir", "."], {}, "is not empty; give a new one, or continue that one with"),
+        (["campaign.yaml", "--run-dir", "site.yaml/run"], {}, "Not a directory; choose another directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, files, message) -> None:
@@ -113,7 +113,7 @@ def test_a_slurm_that_answers_garbage_or_not_at_all_is_one_line(run, monkeypatch
 
 @pytest.mark.cluster
 def test_without_a_terminal_progress_is_lines_and_json_has_the_results_alone(tmp_path) -> None:
-    """The shipped site for this machine brings its own cluster, and takes it away again."""
+    """The shipped site for this machine starts its own cluster, and stops it at the end."""
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN)
     command = [str(Path(sys.executable).with_name("freetrain")), "run", "campaign.yaml", "--run-dir", "run", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90)
@@ -125,4 +125,4 @@ def test_without_a_terminal_progress_is_lines_and_json_has_the_results_alone(tmp
     assert "one            finished, 100% done" in done.stderr
     shown = CliRunner().invoke(app, ["status", str(tmp_path / "run")]).stdout
     assert "1 of 1 trainings finished" in shown
-    assert "has ended in order (finished)" in shown
+    assert "has ended cleanly (finished)" in shown

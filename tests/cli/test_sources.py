@@ -1,4 +1,4 @@
-"""Which batch system the verbs ask."""
+"""Choice of the batch system that the verbs query."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ trainings: {policy: window, rescale_costs: {up: 1 s, down: 2 s, start: 3 s}}
 
 @pytest.fixture
 def here(monkeypatch, tmp_path):
-    """Say which commands are on PATH and whether an embedded cluster runs; note what would be asked."""
+    """Set the commands on PATH and whether an embedded cluster runs; record what would be queried."""
 
     def arrange(*commands: str, embedded: bool = False):
         for command in commands:
@@ -51,7 +51,7 @@ def test_where_several_are_here_it_says_which_was_asked(here):
     here("sinfo", "pbsnodes", embedded=True)
     chosen = choose()
     assert chosen.source == "slurm"
-    assert chosen.remark == ("asked Slurm, since sinfo is on PATH; --system pbs or --system local asks another")
+    assert chosen.remark == ("using Slurm, since sinfo is on PATH; use --system pbs or --system local for another")
 
 
 @pytest.mark.parametrize(("options", "system"), [({"system": "pbs"}, "pbs"), ({"cluster": "c1"}, "local")])
@@ -64,11 +64,11 @@ def test_an_option_decides(here, options, system):
     ("options", "message"),
     [
         ({"system": "slrum"}, "--system must be slurm, pbs or local, got 'slrum' (did you mean 'slurm'?)"),
-        ({"system": "local", "partition": "main"}, "--partition is no option for the embedded cluster"),
-        ({"system": "pbs", "qos": "low"}, "--qos is no option for PBS"),
-        ({"system": "slurm", "cluster": "c1"}, "--cluster is no option for Slurm"),
-        ({"config": "local", "account": "a"}, "--account and --config: the site file says that; leave one of them out"),
-        ({"config": "local", "system": "pbs"}, "--system and --config: the site file says that; leave one of them out"),
+        ({"system": "local", "partition": "main"}, "--partition is not an option for the embedded cluster"),
+        ({"system": "pbs", "qos": "low"}, "--qos is not an option for PBS"),
+        ({"system": "slurm", "cluster": "c1"}, "--cluster is not an option for Slurm"),
+        ({"config": "local", "account": "a"}, "--account and --config: the site file sets this; give only one of them"),
+        ({"config": "local", "system": "pbs"}, "--system and --config: the site file sets this; give only one of them"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(here, options, message):
@@ -85,7 +85,7 @@ def test_only_systems_that_others_use_are_asked_seldom(here):
 
 
 def test_a_site_file_says_everything(tmp_path):
-    """No batch system is asked for that."""
+    """No batch system is queried."""
     (tmp_path / "site.yaml").write_text(SITE)
     variables = read_variables(["part=gpu"])
     chosen = choose_source(SourceOptions(config=str(tmp_path / "site.yaml")), variables)

@@ -1,4 +1,4 @@
-"""`freetrain status`, `stop`, `resume` and `clean` on run directories that nobody drives, or this process does."""
+"""`freetrain status`, `stop`, `resume` and `clean` on run directories without a driver, or driven by this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def freetrain(*arguments: str):
 
 
 def killed(store: RunStore) -> None:
-    """Enter a driver whose process is gone."""
+    """Register a driver whose process is gone."""
     host, pid, started = own_identity()
     store.begin_driver(host, pid, started - 1)
 
@@ -51,7 +51,7 @@ def killed(store: RunStore) -> None:
 @pytest.mark.parametrize("verb", ["status", "stop", "resume", "clean"])
 def test_without_a_run_it_is_one_line_and_exit_code_2(verb, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for arguments, message in (([], "there is no freetrain-run-… here"), (["x"], "x is no run directory")):
+    for arguments, message in (([], "there is no freetrain-run-… here"), (["x"], "x is not a run directory")):
         result = freetrain(verb, *arguments)
         assert result.exit_code == 2
         assert result.stderr.startswith(f"freetrain {verb}: ")
@@ -65,7 +65,7 @@ def test_status_shows_results_errors_and_that_the_driver_has_died(store) -> None
     store.fail("b", "ValueError: no data\nTraceback …", final=True)
     shown = freetrain("status").stdout
     assert "sweep: 1 of 2 trainings finished" in shown
-    assert re.search(r"has died; last sign of life \d+ s ago; go on with: freetrain resume", shown)
+    assert re.search(r"has died; last heartbeat \d+ s ago; to continue: freetrain resume", shown)
     assert "loss 0.12346" in shown
     assert "ValueError: no data" in shown
     assert "Traceback" not in shown
@@ -90,7 +90,7 @@ def test_stop_gives_up_waiting_and_says_so(store) -> None:
     store.begin_driver(*own_identity())
     result = freetrain("stop", "--timeout", "0")
     assert result.exit_code == 1
-    assert "it was asked, and has not ended after 0 s" in result.stdout
+    assert "the driver did not stop within 0 s" in result.stdout
     assert store.stop_requested()
 
 
@@ -105,7 +105,7 @@ def test_stop_of_a_run_that_has_ended_is_done(store) -> None:
     store.end_driver(store.begin_driver(*own_identity()), "finished")
     result = freetrain("stop")
     assert result.exit_code == 0
-    assert "has ended in order (finished)" in result.stdout
+    assert "has ended cleanly (finished)" in result.stdout
 
 
 def test_a_run_that_somebody_drives_is_left_alone(store) -> None:
@@ -118,12 +118,12 @@ def test_a_run_that_somebody_drives_is_left_alone(store) -> None:
 def test_resume_tells_that_an_app_is_gone(store) -> None:
     result = freetrain("resume")
     assert result.exit_code == 2
-    assert result.stderr == "freetrain resume: /c.yaml:1: trainings[1].app: there is no file /gone.py\n"
+    assert result.stderr == "freetrain resume: /c.yaml:1: trainings[1].app: no such file: /gone.py\n"
 
 
 def test_clean_of_a_run_on_a_cluster_that_died_with_its_driver_finds_nothing(store) -> None:
     killed(store)
-    assert freetrain("clean").stdout == "no job was left\n"
+    assert freetrain("clean").stdout == "no remaining jobs\n"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_times_are_told_in_peoples_units(seconds, text) -> None:
 
 
 def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> None:
-    """And no more once one has started, or the driver is gone."""
+    """The warning ends once a block has started, or the driver is gone."""
     journal = Journal(tmp_path / "journal.sqlite")
     detail = {
         "count": 3,
@@ -163,7 +163,7 @@ def test_cancel_without_a_driver_marks_the_training_and_resume_needs_its_name(st
     killed(store)
     result = freetrain("cancel", str(store.directory), "a")
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("a is cancelled; its checkpoints are kept. Go on with it: freetrain resume")
+    assert result.stdout.startswith("a is cancelled; its checkpoints are kept. To continue it: freetrain resume")
     assert [item.state for item in store.trainings()] == ["cancelled", "waiting"]
     assert json.loads(freetrain("status", "--json").stdout)["cancelled"] == 1
     store.retry_failed()
@@ -176,7 +176,7 @@ def test_cancel_asks_a_living_driver_and_says_when_it_does_not_answer(store) -> 
     store.begin_driver(*own_identity())
     result = freetrain("cancel", str(store.directory), "a", "--timeout", "0")
     assert result.exit_code == 1
-    assert "a was asked to end, and has not after 0 s" in result.stdout
+    assert "a did not stop within 0 s" in result.stdout
     assert store.cancellations() == ["a"]
     assert not store.stop_requested()
 
@@ -184,7 +184,7 @@ def test_cancel_asks_a_living_driver_and_says_when_it_does_not_answer(store) -> 
 @pytest.mark.parametrize(
     ("run", "name", "message"),
     [
-        ("x", "a", "x is no run directory of 'freetrain run'"),
+        ("x", "a", "x is not a run directory of 'freetrain run'"),
         ("freetrain-run-1", "aa", "has no training 'aa' (did you mean 'a'?)"),
         ("freetrain-run-1", "b", "b has ended already: finished"),
         ("y" * 5000, "a", "File name too long"),
@@ -201,7 +201,7 @@ def test_cancel_refuses_in_one_line(store, run, name, message) -> None:
 
 def test_a_training_that_has_finished_is_not_tried_again(store) -> None:
     store.finish("b", 1)
-    with pytest.raises(InvalidInput, match="b has finished; there is nothing to try again"):
+    with pytest.raises(InvalidInput, match="b has finished; there is nothing to retry"):
         store.retry("b")
     with pytest.raises(InvalidInput, match="has no training 'c'"):
         store.retry("c")

@@ -38,7 +38,7 @@ SURVEY = Survey(
 
 @pytest.fixture
 def invoke(monkeypatch):
-    """Run the verb with a runtime directory of the test's own, where no batch system is on PATH."""
+    """Run the verb with the test's own runtime directory, and without a batch system on PATH."""
     directory = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("PATH", str(directory))
@@ -50,7 +50,7 @@ def invoke(monkeypatch):
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """Let `--watch` run for as many rounds as the test says; gives the pauses that it made."""
+    """Limit the rounds of `--watch`; return its pauses."""
 
     def arrange(number: int) -> list[float]:
         pauses: list[float] = []
@@ -69,7 +69,7 @@ def rounds(monkeypatch):
 def test_without_a_cluster_it_says_so_in_one_line(invoke):
     result = invoke()
     assert result.exit_code == 2
-    assert result.stderr == "freetrain windows: no embedded cluster of yours is running\n"
+    assert result.stderr == "freetrain windows: no embedded cluster is running\n"
 
 
 @pytest.mark.cluster
@@ -115,7 +115,7 @@ def test_the_table_tells_how_long_each_window_lasts_and_how_many_nodes_last_as_l
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_on_terminals_of_any_width_counts_and_times_are_whole(width):
-    """Narrow ones leave columns out instead of cutting words off."""
+    """Narrow ones omit columns instead of truncating words."""
     console = Console(width=width)
     with console.capture() as captured:
         console.print(window_view(SURVEY, "Slurm, partition main", width))
@@ -191,7 +191,7 @@ def test_a_batch_system_that_others_use_is_not_asked_too_often(monkeypatch):
     result = run_verb(monkeypatch, windows, source, "--watch", "1")
     assert (result.exit_code, source.asked) == (2, [])
     assert result.stderr == (
-        "freetrain windows: --watch 1: others use Slurm, default partition too; ask every 2 s at most\n"
+        "freetrain windows: --watch 1: Slurm, default partition is shared; the shortest interval is 2 s\n"
     )
 
 

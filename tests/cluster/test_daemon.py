@@ -231,7 +231,7 @@ def test_a_cluster_is_found_by_name_by_directory_and_alone(start_cluster):
     for cluster in (None, "first", first.directory):
         assert ClusterClient(cluster).name == "first"
     start_cluster(name="second")
-    with pytest.raises(ClusterGone, match="name one: first, second"):
+    with pytest.raises(ClusterGone, match="specify one: first, second"):
         ClusterClient()
     with pytest.raises(ClusterGone, match="no embedded cluster 'third'"):
         ClusterClient("third")
@@ -240,14 +240,14 @@ def test_a_cluster_is_found_by_name_by_directory_and_alone(start_cluster):
 def test_a_second_cluster_of_the_same_name_is_refused_and_does_the_first_no_harm(start_cluster, tmp_path):
     first = start_cluster(name="first")
     job_id = first.client.submit(["sleep", "60"], walltime=LONG)
-    with pytest.raises(BatchSystemError, match=r"'first' of .* runs already"):
+    with pytest.raises(BatchSystemError, match=r"'first' of .* is already running"):
         EmbeddedCluster(tmp_path / "other", name="first").start()
     assert job(first.client, job_id)["state"] == "RUNNING"
 
 
 def test_requests_that_make_no_sense_are_answered_in_one_line(start_cluster):
     client = start_cluster().client
-    with pytest.raises(InvalidSettings, match="asks for 9 nodes, the cluster has 4"):
+    with pytest.raises(InvalidSettings, match="requests 9 nodes, the cluster has 4"):
         client.submit(["true"], nodes=9, walltime=LONG)
     with pytest.raises(InvalidSettings, match="needs a command"):
         client.submit([], walltime=LONG)
@@ -285,7 +285,7 @@ def test_many_jobs_start_and_end_quickly(start_cluster, eventually):
         (["--nodes", "0"], "needs one or more nodes"),
         (["--grace", "-1"], "grace must be zero or more seconds"),
         (["--margin", "nan"], "margin must be zero or more seconds"),
-        (["--workload", "/no/such/file"], "/no/such/file is no saved workload"),
+        (["--workload", "/no/such/file"], "/no/such/file is not a saved workload"),
         (["--name", "a/b"], "must be a plain word"),
         (["--name", "x" * 90], "exceeds 107 bytes"),
     ],

@@ -17,7 +17,7 @@ def test_this_process_is_found_while_it_is_registered(tmp_path):
     assert registry.find() == registry.find("mine") == registry.find(tmp_path)
     assert registry.find().pid == os.getpid()
     registry.unregister("mine")
-    with pytest.raises(ClusterGone, match="no embedded cluster of yours is running"):
+    with pytest.raises(ClusterGone, match="no embedded cluster is running"):
         registry.find()
 
 
@@ -42,13 +42,13 @@ def test_an_entry_that_is_being_made_is_left_alone(runtime):
 
 def test_a_directory_that_others_may_enter_is_refused(runtime):
     registry.runtime_directory().chmod(0o755)
-    with pytest.raises(InvalidSettings, match="not a private directory of yours"):
+    with pytest.raises(InvalidSettings, match="not a private directory owned by you"):
         registry.runtime_directory()
 
 
 def test_a_link_in_place_of_the_directory_is_refused(runtime, tmp_path):
     (runtime / "freetrain").symlink_to(tmp_path, target_is_directory=True)
-    with pytest.raises(InvalidSettings, match="not a private directory of yours"):
+    with pytest.raises(InvalidSettings, match="not a private directory owned by you"):
         registry.runtime_directory()
 
 
@@ -61,5 +61,5 @@ def test_without_a_runtime_directory_of_the_system_the_one_for_temporary_files_i
 
 def test_one_directory_has_one_cluster(tmp_path):
     registry.register("mine", tmp_path)
-    with pytest.raises(InvalidSettings, match=r"'mine' of .* runs already"):
+    with pytest.raises(InvalidSettings, match=r"'mine' of .* is already running"):
         registry.register("other", tmp_path)

@@ -382,7 +382,7 @@ def test_a_job_that_can_never_run_is_refused(arguments, text):
 def test_a_job_that_does_not_run_cannot_end():
     scheduler = Scheduler(2)
     scheduler.submit(Job("waits", 1, 5))
-    with pytest.raises(InvalidSettings, match="does not run"):
+    with pytest.raises(InvalidSettings, match="is not running"):
         scheduler.ended("waits")
 
 
@@ -396,5 +396,5 @@ def test_a_waiting_job_is_withdrawn_once():
 
 @pytest.mark.parametrize("nodes", [0, [], ["a", "a"]])
 def test_a_cluster_needs_nodes_of_different_names(nodes):
-    with pytest.raises(InvalidSettings, match="different names"):
+    with pytest.raises(InvalidSettings, match="distinct names"):
         Scheduler(nodes)

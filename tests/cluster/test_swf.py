@@ -70,11 +70,11 @@ def test_the_jobs_of_one_partition_are_read(write):
     assert [job.number for job in SwfLog(path, partition="2")] == [7]
     assert [job.number for job in SwfLog(path, partition="debug")] == [7]
     assert len(list(SwfLog(path))) == 3
-    with pytest.raises(InvalidInput, match=r"no partition 'gpu'; its head lists 1 \(batch\), 2 \(debug\)"):
+    with pytest.raises(InvalidInput, match=r"no partition 'gpu'; its header lists 1 \(batch\), 2 \(debug\)"):
         SwfLog(path, partition="gpu")
     with pytest.raises(InvalidInput, match=r"no partition '3'"):
         SwfLog(path, partition="3")
-    with pytest.raises(InvalidInput, match="its head names none; give a partition's number"):
+    with pytest.raises(InvalidInput, match="its header lists none; give a partition's number"):
         SwfLog(write(row()), partition="batch")
 
 

@@ -80,7 +80,7 @@ def test_a_saved_queue_is_read_back_the_same(tmp_path):
 def test_another_file_is_no_saved_queue(tmp_path, text):
     path = tmp_path / "queue.json"
     path.write_text(text)
-    with pytest.raises(InvalidInput, match=r"queue\.json is no saved workload"):
+    with pytest.raises(InvalidInput, match=r"queue\.json is not a saved workload"):
         load_workload(path)
 
 

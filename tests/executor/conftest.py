@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    """Set up a conductor whose slots are only names."""
+    """Set up a training manager whose slots are only names."""
     stage = Stage(tmp_path)
     yield stage
     stage.journal.close()

@@ -1,4 +1,4 @@
-"""A real driver, batch desk and control channel; the batch system is a list, slots are channels without a process."""
+"""A real driver, job submitter and control channel; the batch system is a list, slots are only channels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def wait_for(condition: Callable[[], Any], what: str, limit: float = 60.0) -> An
 
 
 class SteppedClock:
-    """A wall clock that somebody sets."""
+    """A wall clock that can be set."""
 
     def __init__(self) -> None:
         self.lead = 0.0
@@ -94,7 +94,7 @@ class FakeBatchSystem(WindowSource):
 
 
 class FakeSlot:
-    """Speaks the slot's side of the protocol as the test says, and beats by itself."""
+    """A slot's side of the protocol, controlled by the test; sends heartbeats automatically."""
 
     def __init__(self, bench: DriverBench, node: str, token: str) -> None:
         self.inbox: queue.Queue[ToSlot] = queue.Queue()
@@ -126,7 +126,7 @@ class FakeSlot:
         self.channel.send(RunReport(self.training, self.run, report))
 
     def progress(self, step: int, **changes: Any) -> None:
-        """Report progress of the training that it runs."""
+        """Report progress of its training."""
         self.report(Progress(**{"step": step, "samples": 16 * step, "samples_total": 1000, **changes}))
 
     def finish(self, value: object) -> None:
@@ -140,7 +140,7 @@ class FakeSlot:
         self.channel.send(RunEnded(self.training, run, RunPaused(PauseReason.REQUESTED)))
 
     def die(self) -> None:
-        """End like a process that was killed, which HTEX tells."""
+        """End like a process that was killed, which HTEX reports."""
         self.channel.close()
         self._bench.slots.remove(self)
         self._bench.driver.post(SlotTaskEnded(self.token, RuntimeError("killed")))
@@ -165,7 +165,7 @@ def a_driver(
     submit_slot: Callable[[str], None] = str,
     fail_all: Callable[[Exception], None] = str,
 ) -> ControlLoop:
-    """Make a driver with a journal in `directory`."""
+    """Create a driver with a journal in `directory`."""
     return ControlLoop(
         policy=resolve_policy("milp"),
         planner_settings=PlannerSettings(
@@ -188,7 +188,7 @@ def a_driver(
 
 
 class DriverBench:
-    """Ends everything with the ``with`` block."""
+    """Context manager that ends everything on exit."""
 
     def __init__(self, directory: Path, *, heartbeat_timeout: float = 3.0) -> None:
         self.wall = SteppedClock()
@@ -230,7 +230,7 @@ class DriverBench:
             slot.channel.close()
 
     def train(self, name: str, *, min_nodes: int = 1, max_nodes: int = 1) -> Future[Any]:
-        """Submit a training; what it would run does not matter here."""
+        """Submit a training; its function does not matter here."""
         future: Future[Any] = Future()
         self.futures.append(future)
         request = TrainingRequest(SessionOptions(name), min_nodes, max_nodes, ScalingCurve.of(None))
@@ -238,7 +238,7 @@ class DriverBench:
         return future
 
     def slot(self, node: str = "") -> FakeSlot:
-        """Let a slot join, on the node given or the first that is held and has none."""
+        """Let a slot join, on the given node or on the first held node without a slot."""
         token = self.tokens.get(timeout=60)
         taken = {slot.node for slot in self.slots}
 
@@ -250,7 +250,7 @@ class DriverBench:
         return self.slots[-1]
 
     def blocks(self) -> list[Block]:
-        """Return the blocks as the driver knows them."""
+        """Return the driver's blocks."""
         return list(self.driver._registry.blocks.values())
 
     def history(self) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""Run by test_exit.py in a process of its own: one training on a cluster that outlives the driver."""
+"""Run by test_exit.py in a separate process: one training on a cluster that outlives the driver."""
 
 import json
 import sys
@@ -15,9 +15,9 @@ from tests.executor.scenario import PLANNER, make_app
 
 
 def main(cluster: str, directory: str, slow: str, manners: str) -> None:
-    """Train, telling on standard output when the training has a checkpoint and when it is done.
+    """Train, and print when the training has a checkpoint and when it is done.
 
-    With ``manners`` ``none`` the script ends once there is a checkpoint, and cleans nothing up.
+    With ``manners`` ``none``, the script ends once there is a checkpoint, without cleanup.
     """
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(cluster),

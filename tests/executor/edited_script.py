@@ -1,4 +1,4 @@
-"""Run by test_scripts.py, again and again, with other code each time."""
+"""Run repeatedly by test_scripts.py, with different code each time."""
 
 import logging
 import sys
@@ -15,14 +15,14 @@ RATE = 0.1
 
 
 def data() -> torch.utils.data.TensorDataset:
-    """Return what a linear layer can learn."""
+    """Return a dataset that a linear layer can learn."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
 
 @training_app(epochs=1)
 def train(session):
-    """Return the rate that it trained with."""
+    """Return the learning rate of the training."""
     model, _ = session.prepare(nn.Linear(8, 1), torch.optim.SGD, lr=RATE)
     batches = session.loader(data(), batch_size=32)
     for _ in session.epochs():

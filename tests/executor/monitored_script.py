@@ -1,4 +1,4 @@
-"""Run by test_monitoring.py in a process of its own: one training with Parsl's monitoring on."""
+"""Run by test_monitoring.py in a separate process: one training with Parsl's monitoring enabled."""
 
 import sys
 from datetime import timedelta

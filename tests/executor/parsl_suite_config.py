@@ -1,4 +1,4 @@
-"""Read by Parsl's own test-suite as its ``--config``; see test_parsl_suite.py."""
+"""Read by Parsl's test suite as its ``--config``; see test_parsl_suite.py."""
 
 from datetime import timedelta
 
@@ -8,7 +8,7 @@ from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerS
 
 
 def fresh_config() -> Config:
-    """Return two nodes that nobody else wants."""
+    """Return a configuration with two nodes and no other jobs."""
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(nodes=2),
         planner=PlannerSettings(startup=5, min_useful=2, closing_margin=2, settle=1),

@@ -1,4 +1,4 @@
-"""Run by test_scripts.py: network, data and constants stand beside the training function, as people write scripts."""
+"""Run by test_scripts.py: a typical script with network, data and constants next to the training function."""
 
 import sys
 from datetime import timedelta
@@ -26,14 +26,14 @@ class Net(nn.Module):
 
 
 def data() -> torch.utils.data.TensorDataset:
-    """Return what a linear layer can learn."""
+    """Return a dataset that a linear layer can learn."""
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
     return torch.utils.data.TensorDataset(x, SCALE * x.sum(1, keepdim=True))
 
 
 @training_app(max_nodes=2, min_nodes=2)
 def train(session, lr):
-    """Return the last loss, the samples, and how many processes there were."""
+    """Return the last loss, the number of samples, and the number of processes."""
     model, _ = session.prepare(Net(), torch.optim.SGD, lr=lr)
     loader = session.loader(data(), batch_size=32)
     for _ in session.epochs(6):

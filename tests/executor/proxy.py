@@ -1,4 +1,4 @@
-"""A TCP connection between a slot and the driver that a test can break."""
+"""A TCP proxy between a slot and the driver, whose connections a test can break."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Passes bytes on to a port of this host; `swallow` loses them from now on, `cut` ends the connections."""
+    """Forwards bytes to a port of this host; `swallow` drops them from now on, `cut` closes the connections."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -21,11 +21,11 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def swallow(self) -> None:
-        """Take bytes of the present connections without passing them on."""
+        """Receive bytes of the current connections without forwarding them."""
         self._swallows = True
 
     def cut(self) -> None:
-        """End the present connections; new ones work."""
+        """Close the current connections; new ones work."""
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for one in pair:
@@ -33,7 +33,7 @@ class Proxy:
         self._swallows = False
 
     def close(self) -> None:
-        """End all."""
+        """Close all connections and stop."""
         self._closing = True
         self._listener.close()
         self.cut()
@@ -70,5 +70,5 @@ class Proxy:
 
 
 def _end(one: socket.socket) -> None:
-    with suppress(OSError):  # ended already
+    with suppress(OSError):  # already closed
         one.shutdown(socket.SHUT_RDWR)

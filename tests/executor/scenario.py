@@ -1,4 +1,4 @@
-"""What the executor's tests share: a policy that does as the test says, a view of the run, and a small training."""
+"""Shared helpers of the executor's tests: a policy controlled by the test, a view of the run, and a small training."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PLANNER = PlannerSettings(
 
 
 class ScriptedPolicy(Policy):
-    """Gives every trainer the number of nodes that the test says, as far as there are so many.
+    """Assigns a number of nodes set by the test to every trainer, as far as available.
 
     Parameters
     ----------
     nodes
-        That number.
+        The number of nodes.
     avoid
-        Nodes that it does not give.
+        Nodes that are not assigned.
     """
 
     name = "scripted"
@@ -57,7 +57,7 @@ class ScriptedPolicy(Policy):
 
 
 class Site:
-    """What a test needs of a run: the executor, the cluster, and the run's state."""
+    """A run as seen by a test: the executor, the cluster, and the run's state."""
 
     def __init__(self, executor: FreeTrainExecutor) -> None:
         self.executor = executor
@@ -74,7 +74,7 @@ class Site:
         return self._run.refresh()
 
     def until(self, condition: Callable[[RunState], Any], seconds: float = 240.0) -> Any:
-        """Wait until `condition` of the run holds, and return it."""
+        """Wait until `condition` of the run is true, and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if value := condition(self.run):
@@ -84,10 +84,10 @@ class Site:
 
 
 def make_app(**options: Any) -> TrainingApp:
-    """Make a small regression that returns its parameters.
+    """Create a small regression app that returns its parameters.
 
-    Steps take `pause` seconds while the file `slow` exists; each process that is called notes its number in the file
-    `calls`.
+    Steps take `pause` seconds while the file `slow` exists; each process that calls the function appends its process id
+    to the file `calls`.
     """
 
     @training_app(**{"max_nodes": 4, **options})

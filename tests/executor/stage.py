@@ -1,4 +1,4 @@
-"""A training manager whose slots are only names: the tests send their messages, and read what it answers."""
+"""A training manager whose slots are only names: the tests send the slots' messages, and read its answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SESSION = {item.name for item in fields(SessionOptions)}
 
 
 class Stage:
-    """Four nodes n0 … n3 with slots s0 … s3, or s0a, s0b, … if there are several a node."""
+    """Four nodes n0 … n3 with slots s0 … s3, or s0a, s0b, … if there are several slots per node."""
 
     def __init__(self, directory: Path, *, slots_per_node: int = 1) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ class Stage:
         self.runs: dict[str, int] = {}
         """Slot -> the number of its run."""
         self.changes: dict[str, ChangeGroup] = {}
-        """Slot -> the last command to change the group that it got."""
+        """Slot -> the last `ChangeGroup` that it received."""
         self.registry = SlotRegistry(slots_per_node)
         for node in range(4):
             for letter in "abc"[:slots_per_node] if slots_per_node > 1 else ("",):
@@ -101,12 +101,12 @@ class Stage:
         return future
 
     def on(self, *nodes: str, name: str = "t") -> list[tuple[str, ToSlot]]:
-        """Assign and converge; what was said in this turn."""
+        """Assign nodes and converge; return the messages of this turn."""
         self.manager.assign(name, frozenset(nodes))
         return self.turn()
 
     def turn(self) -> list[tuple[str, ToSlot]]:
-        """Converge; what was said in this turn."""
+        """Converge; return the messages of this turn."""
         self.sent.clear()
         self.manager.advance()
         return list(self.sent)
@@ -114,7 +114,7 @@ class Stage:
     # The slots.
 
     def reports(self, slot: str, report: Report, run: int | None = None) -> None:
-        """Let a slot's run report something."""
+        """Send a report of a slot's run."""
         self.manager.on_report(self.registry.slots[slot], RunReport("t", run or self.runs[slot], report))
 
     def ready(self, slot: str) -> None:
@@ -122,16 +122,16 @@ class Stage:
         self.reports(slot, Ready())
 
     def progress(self, slot: str, run: int | None = None, **changes: Any) -> None:
-        """Let a first member report its progress."""
+        """Let the member of rank 0 report its progress."""
         self.reports(slot, self.report(**changes), run)
 
     def joins(self, *slots: str, paused: float = 0.0) -> None:
-        """Let slots train in the group that they were commanded into."""
+        """Let slots join the group of their last command."""
         for slot in slots:
             self.reports(slot, Joined(self.changes[slot].generation, paused, 0.0))
 
     def recover(self, *slots: str) -> None:
-        """Let the survivors of a loss get their command and carry it out."""
+        """Let the survivors of a failure receive and carry out their command."""
         self.now += 0.2
         self.turn()
         self.joins(*slots)
@@ -151,18 +151,18 @@ class Stage:
         self.manager.on_run_ended(self.registry.slots[slot], RunEnded("t", self.runs[slot], end, payload))
 
     def lose(self, slot: str, reason: str = "gone", *, crash: bool = True) -> None:
-        """Lose a slot."""
+        """Let a slot fail."""
         lost = self.registry.slots.pop(slot)
         self.registry.incomplete(lost)
         self.manager.on_lost(lost, reason, crash=crash)
 
     def beats(self, *slots: str) -> None:
-        """Let slots give signs of life."""
+        """Let slots send heartbeats."""
         for slot in slots:
             self.registry.slots[slot].heard = self.now
 
     def waits(self, slot: str, seconds: float) -> None:
-        """Let a slot tell how long it has waited for the others."""
+        """Let a slot report how long it has waited for the others."""
         self.manager.on_heartbeat(self.registry.slots[slot], seconds)
 
     def calls_store(self, slot: str, group: str, operation: str, *, timeout: float = 1.0, value: bytes = b"") -> None:
@@ -172,28 +172,28 @@ class Stage:
 
     @staticmethod
     def report(**changes: Any) -> Progress:
-        """Make a progress report."""
+        """Create a progress report."""
         return Progress(**{"step": 1, "samples": 16, "samples_total": 100, **changes})
 
-    # What came of it.
+    # Results.
 
     def place(self, slot: str) -> tuple[int | None, int, bool]:
-        """Rank, size and abort of the last command to change the group that a slot got."""
+        """Return rank, size and abort of the last `ChangeGroup` that a slot received."""
         change = self.changes[slot]
         return (None, 0, change.abort) if change.place is None else (change.place.rank, change.place.size, change.abort)
 
     def group(self, slot: str) -> str:
-        """Name the rendezvous store of the group that a slot was commanded into."""
+        """Return the name of the rendezvous store of the group that a slot was commanded to join."""
         return f"t/{self.changes[slot].generation}"
 
     @property
     def generation(self) -> int:
-        """The number of the last group that a training went on in."""
+        """Return the number of the group in which a training last continued."""
         number: int = self.fragments("started")[-1].detail["generation"]
         return number
 
     def fragments(self, what: str = "ended") -> list[Entry]:
-        """Entries of the journal."""
+        """Return entries of the journal."""
         return [entry for _, entry in self.history() if entry.kind == f"fragment_{what}"]
 
     def history(self) -> list[tuple[int, Entry]]:
@@ -203,7 +203,7 @@ class Stage:
 
 
 def kinds(sent: list[tuple[str, ToSlot]]) -> list[tuple[str, str]]:
-    """Return who was sent what kind of message."""
+    """Return the recipients and kinds of the messages sent."""
     return [(slot, _KINDS[type(message)]) for slot, message in sent]
 
 

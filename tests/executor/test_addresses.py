@@ -1,4 +1,4 @@
-"""Where nodes reach the driver, and by which interface the members of a training reach each other."""
+"""Addresses of the driver for the nodes, and the network interface for the traffic between members."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V4, V6 = socket.AF_INET, socket.AF_INET6
 
 
 def interfaces(monkeypatch, **told):
-    """Let this host have these interfaces."""
+    """Simulate these network interfaces of this host."""
     fakes = {
         name: [SimpleNamespace(family=V6 if ":" in text else V4, address=text) for text in texts]
         for name, texts in told.items()
@@ -36,7 +36,7 @@ def test_a_host_without_a_network_offers_the_loopback(told, monkeypatch):
 
 
 def test_the_executor_asks_nobody_else_for_its_addresses(monkeypatch):
-    """Parsl's own way asks a web service, which takes half a minute where the internet cannot be reached."""
+    """Parsl's own function queries a web service, which takes half a minute without internet access."""
     interfaces(monkeypatch, eth0=["fd00::1"])
     monkeypatch.setattr("parsl.executors.high_throughput.executor.get_all_addresses", lambda: pytest.fail("asked"))
     monkeypatch.setattr("freetrain_parsl.EmbeddedClusterProvider.driver_address", None)
@@ -47,7 +47,7 @@ def test_the_executor_asks_nobody_else_for_its_addresses(monkeypatch):
 
 
 def test_a_name_becomes_the_address_that_it_has_here(monkeypatch):
-    """Nodes may not resolve it, and the interchange takes numbers only."""
+    """Nodes may be unable to resolve the name, and the interchange accepts only IP addresses."""
     known = {"login01": ["10.1.0.1"], "debian": ["127.0.1.1"], "both": ["127.0.1.1", "10.1.0.1"], "localhost": ["::1"]}
 
     def resolve(name, *_, **__):
@@ -60,9 +60,9 @@ def test_a_name_becomes_the_address_that_it_has_here(monkeypatch):
     assert addresses.resolved("login01") == "10.1.0.1"
     assert addresses.resolved("both") == "10.1.0.1"
     assert addresses.resolved("localhost") == "::1"
-    with pytest.raises(InvalidSettings, match=r"'login07' is no IP address, and no host of that name is known here"):
+    with pytest.raises(InvalidSettings, match=r"'login07' is not an IP address and cannot be resolved on this host"):
         addresses.resolved("login07")
-    with pytest.raises(InvalidSettings, match=r"'debian' is 127.0.1.1 on this host.*give an IP address: 10.1.0.1"):
+    with pytest.raises(InvalidSettings, match=r"'debian' resolves to 127.0.1.1 .*give an IP address: 10.1.0.1"):
         FreeTrainExecutor(address="debian")
 
 

@@ -1,4 +1,4 @@
-"""Blocks through the user's own provider: what its copy would submit, and what is refused before."""
+"""Blocks through the user's provider: what its copy submits, and what is rejected beforehand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = BlockSpec("3", ("n1", "n2"), 540.0, 120.0)
 
 @pytest.fixture
 def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Give the batch script that a provider's copy hands to its submit command."""
+    """Return the batch script that a provider's copy passes to its submit command."""
     for command, answer in (("sbatch", "Submitted batch job 7"), ("qsub", "7.server"), ("sacct", "")):
         script = tmp_path / command
         script.write_text(f"#!/bin/sh\n[ $# = 0 ] || cat \"$1\" > {tmp_path}/script\necho '{answer}'\n")
@@ -86,7 +86,7 @@ def test_nothing_but_a_node_name_gets_into_a_batch_script(name) -> None:
 
 
 def test_a_submit_command_that_hangs_is_ended(tmp_path) -> None:
-    """Parsl's own way would leave it alone, and it would submit later."""
+    """Parsl's own function would leave it running, and it would submit later."""
     provider = provider_for(SlurmProvider(launcher=SrunLauncher(), cmd_timeout=1), SPEC)
     begin = time.monotonic()
     code = f"import time; time.sleep(2); open('{tmp_path}/late', 'w')"
@@ -110,7 +110,7 @@ def test_the_complaint_is_what_the_batch_system_said() -> None:
     [
         (SlurmProvider(), r"launcher=SrunLauncher\(\)"),
         (PBSProProvider(), r"launcher=MpiExecLauncher\(\)"),
-        (LocalProvider(), "cannot ask LocalProvider for windows"),
+        (LocalProvider(), "cannot query LocalProvider for windows"),
     ],
 )
 def test_a_provider_that_cannot_serve_is_refused_at_once(provider, message) -> None:

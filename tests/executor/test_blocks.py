@@ -1,4 +1,4 @@
-"""The batch desk: good manners, with a fake clock and a batch system that is a list."""
+"""The job submitter's limits on the batch system's load, with a fake clock and a batch system that is a list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _FakeBatchSystem(WindowSource):
-    """Takes every block, or refuses or fails as told; remembers when it was bothered."""
+    """Accepts every block, or refuses or fails as set by the test; records the times of its calls."""
 
     def __init__(self) -> None:
         self.surveys: list[tuple[str, ...]] = []
@@ -86,17 +86,17 @@ class _Bench:
         self.submitter.start()
 
     def at(self, now: float) -> None:
-        """Move the clock and let the desk see it."""
+        """Move the clock and wake the submitter."""
         self.now = now
         with self.submitter._condition:
             self.submitter._condition.notify()
 
     def surveyed(self, count: int) -> bool:
-        """Wait until the desk has asked so often and is done with the last answer: it reads the clock after that."""
+        """Wait until the submitter has made that many queries and handled the last answer; it then reads the clock."""
         return self.until(lambda: len(self.batch.surveys) == count and self.submitter._survey_at > self.now)
 
     def until(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the desk's thread."""
+        """Wait for the submitter's thread."""
         end = time.monotonic() + 60.0
         while time.monotonic() < end:
             if condition():
@@ -134,7 +134,7 @@ def test_there_is_one_round_of_queries_an_interval(make_bench) -> None:
 
 
 def test_a_slow_batch_system_is_asked_less_often(make_bench) -> None:
-    """A round that took 3 s is followed by 30 s of peace, not by 10."""
+    """A round that took 3 s is followed by a pause of 30 s, not 10 s."""
     bench = make_bench(interval=10.0)
     assert bench.surveyed(1)
 
@@ -198,7 +198,7 @@ def test_a_batch_system_that_does_not_answer_is_asked_ever_less(make_bench, capl
     assert len(bench.batch.surveys) == 2
     bench.at(30.0)
     assert bench.surveyed(3)
-    assert "asking again in" in caplog.text
+    assert "next query in" in caplog.text
 
 
 REFUSED = RuntimeError("account without rights")
@@ -251,7 +251,7 @@ def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_
 
 
 def refuse(bench: _Bench, times: int) -> list[BlockRefused]:
-    """Order blocks that are refused, each as soon as the desk submits again."""
+    """Request blocks that are refused, each as soon as the submitter submits again."""
 
     def told() -> list[BlockRefused]:
         return [post for post in bench.posts if isinstance(post, BlockRefused)]
@@ -273,12 +273,12 @@ def test_repeated_refusals_end_with_a_clear_message(make_bench) -> None:
     bench.submitter.order(spec("late"))
     bench.at(bench.now + 10_000.0)
     time.sleep(0.05)
-    assert bench.batch.launched == [], "nothing is submitted any more"
+    assert bench.batch.launched == [], "no further block is submitted"
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "as a cause"])
 def test_a_host_without_descriptors_memory_or_space_is_no_refusal(make_bench, wrapped: bool) -> None:
-    """Blocks are submitted ever less until it has some again; the trainings go on."""
+    """Blocks are submitted less and less often until resources are available again; the trainings continue."""
     bench = make_bench()
     lack = OSError(errno.EMFILE, "Too many open files")
     bench.batch.refusal = lack
@@ -290,7 +290,7 @@ def test_a_host_without_descriptors_memory_or_space_is_no_refusal(make_bench, wr
 
 
 def test_blocks_that_are_taken_but_would_never_start_count_as_refused(make_bench) -> None:
-    """Some limits hold a job in the queue for ever instead of refusing it; only a block that runs clears the slate."""
+    """Some limits hold a job in the queue forever instead of refusing it; only a running block resets the count."""
     bench = make_bench(limit=100)
     for number in range(3):
         block = f"h{number}"
@@ -325,7 +325,7 @@ def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_en
 
 
 def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_light(make_bench) -> None:
-    """And blocks that are known stay."""
+    """Known blocks are kept."""
     bench = make_bench(interval=10.0, limit=100)
     bench.submitter.order(spec("known"))
     assert bench.until(lambda: bench.batch.launched == ["known"])
@@ -350,7 +350,7 @@ def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) 
 
 
 def test_a_job_that_was_put_back_into_the_queue_is_cancelled(make_bench) -> None:
-    """It would start again, and nobody would wait for it."""
+    """It would start again with no driver waiting for it."""
     bench = make_bench(interval=10.0)
     bench.submitter.order(spec("a"))
     assert bench.until(lambda: bench.batch.launched == ["a"])

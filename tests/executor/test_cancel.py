@@ -1,4 +1,4 @@
-"""One training can be cancelled, and every future gets an answer, however the run ends."""
+"""One training can be cancelled, and every future is resolved, however the run ends."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_a_training_that_is_lost_while_it_is_being_cancelled_ends_too(tmp_path: 
 
 
 def test_the_drivers_own_failure_is_told_apart_from_a_trainings(tmp_path: Path) -> None:
-    """Whoever runs trainings again must know which did nothing wrong."""
+    """Callers that rerun trainings must know which of them were not at fault."""
     with DriverBench(tmp_path) as bench:
         future = bench.train("t")
-        bench.driver._planner.advance = None  # a defect
+        bench.driver._planner.advance = None  # a bug
         with pytest.raises(TrainingInterrupted, match="driver"):
             future.result(60)
         assert TrainingInterrupted.transient
@@ -99,7 +99,7 @@ def test_cancelling_keeps_the_checkpoint_and_neither_retries_nor_shutdown_bring_
         future.result(timeout=240)
     assert site.run.trainings["t"].state == "cancelled"
     assert not site.executor.cancel(future), "it is over"
-    assert not site.executor.cancel(Future()), "it is no training of this executor"
+    assert not site.executor.cancel(Future()), "not a training of this executor"
     step = site.run.trainings["t"].progress["step"]
     (tmp_path / "slow").unlink()
     again = train.options(name="t")(epochs=2, slow=str(tmp_path / "slow"))

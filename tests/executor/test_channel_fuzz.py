@@ -1,4 +1,4 @@
-"""Whatever the peers of the control channel send, the driver goes on: a real driver, real sockets, invented slots."""
+"""The driver survives all messages that peers of the control channel may send: real driver and sockets, fake slots."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NODES = ("n0", "n1")
 
 
 class _Idle(WindowSource):
-    """Two idle nodes; every job of ours runs on them until it is cancelled."""
+    """Two idle nodes; every job of the executor runs on them until it is cancelled."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, BlockStatus] = {}
@@ -82,7 +82,7 @@ class _Idle(WindowSource):
 
 
 class _Site:
-    """A driver whose batch system is idle and whose slots are the test's."""
+    """A driver with an idle batch system and slots that the test controls."""
 
     def __init__(self, directory: Path) -> None:
         self.cert_dir = curvezmq.create_certificates(directory)
@@ -93,7 +93,7 @@ class _Site:
         submitter = JobSubmitter(
             self.source,
             self.source.launch,
-            lambda item: self.driver.post(item),  # noqa: PLW0108 - the driver comes to be after the desk
+            lambda item: self.driver.post(item),  # noqa: PLW0108 - the driver is created after the job submitter
             interval=0.1,
             submissions_per_minute=1000,
             max_refusals=5,
@@ -142,7 +142,7 @@ class _Site:
 
 
 class _HonestSlot:
-    """Finishes every training that it is given, after one report of progress."""
+    """Finishes every training that is assigned to it, after one progress report."""
 
     def __init__(self, site: _Site, node: str, *, forgets: bool = False) -> None:
         self._site = site
@@ -189,7 +189,7 @@ class _HonestSlot:
 
 
 class _HostilePeer:
-    """Has the certificates, joins as a slot or does not, and sends whatever it is told to."""
+    """Has the certificates, may join as a slot, and sends the messages of the test."""
 
     def __init__(self, site: _Site, node: str, *, joins: bool, identity: bytes | None = None) -> None:
         self._site = site
@@ -216,7 +216,7 @@ class _HostilePeer:
         self._site.lose(self.token)
 
 
-# What they send.
+# The messages.
 
 NUMBERS = st.one_of(
     st.integers(-2, 40),
@@ -281,7 +281,7 @@ PLAUSIBLE: dict[str, Any] = {
 
 @st.composite
 def shaped(draw: st.DrawFn) -> list[bytes]:
-    """Draw a message of a known type whose fields are mostly there and mostly plausible."""
+    """Draw a message of a known type whose fields are mostly present and mostly plausible."""
     kind = draw(st.sampled_from(sorted(TO_DRIVER)))
     header: dict[str, Any] = {"type": kind}
     names = [field.name for field in fields(TO_DRIVER[kind]) if field.name != "payload"]
@@ -329,7 +329,7 @@ def until(condition: Any, seconds: float = 60.0) -> None:
 def test_whatever_peers_send_the_driver_lives_and_the_next_training_finishes(
     site: _Site, said: list[tuple[str, list[bytes]]]
 ) -> None:
-    """A training and tasks are with the hostile slots meanwhile; they leave, and honest ones take their place."""
+    """A training and tasks run on the hostile slots; these leave, and regular ones take their place."""
     futures = [site.train("bad"), site.compute(), site.compute()]
     until(lambda: hasattr(site.source, "blocks"))
     peers = {
@@ -365,7 +365,7 @@ def joined(site: _Site, slots: list[_HonestSlot]) -> set[str]:
 
 @pytest.mark.parametrize("what", ["train", "compute"])
 def test_a_slot_that_does_not_do_what_it_was_ordered_to_is_given_up(site: _Site, what: str) -> None:
-    """It lives, and says that it has nothing to do: its order is lost, or the news of its end."""
+    """It is alive, but its heartbeats report no work: the command, or the report of its end, was lost."""
     future = site.train("forgotten") if what == "train" else site.compute()
     until(lambda: hasattr(site.source, "blocks"))
     forgetful = [_HonestSlot(site, node, forgets=True) for node in ("n0", "n0")]

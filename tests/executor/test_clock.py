@@ -1,4 +1,4 @@
-"""Wall clocks are stepped and processes are stopped: neither may fail or misjudge anything."""
+"""Steps of the wall clock and stopped processes cause no failures and no wrong decisions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = (-7200.0, -30.0, -5.0, 3.0, 20.0, 60.0, 7200.0)
 
 
 class _Hands:
-    """Two clocks that the test moves."""
+    """Two clocks that the test controls."""
 
     def __init__(self) -> None:
         self.wall = 1.7e9
@@ -73,7 +73,7 @@ def test_times_of_a_survey_stay_as_far_away_as_the_batch_system_said(step: float
 
 
 def test_what_does_not_change_compares_equal_though_answers_come_sooner_or_later() -> None:
-    """Else each look at the batch system would be news to the planner."""
+    """Otherwise each survey would be a change for the planner."""
     times = SurveyTimes()
     step = 40.0
     seen = [
@@ -98,7 +98,7 @@ def test_a_window_stays_a_window_on_any_clock(opens: float, length: float, now: 
 def test_trainings_go_on_and_their_times_are_right_though_the_wall_clock_is_stepped(
     tmp_path: Path, steps: tuple[float, ...]
 ) -> None:
-    """The second node closes after a step back, which was the end of the driver, and costs are learned around steps."""
+    """The second node closes after a step back, which made the driver fail once; costs are measured across steps."""
     began = time.monotonic()
     with DriverBench(tmp_path) as bench:
         futures = [bench.train("one"), bench.train("two")]
@@ -127,7 +127,7 @@ def test_trainings_go_on_and_their_times_are_right_though_the_wall_clock_is_step
 
 
 class _LateServer:
-    """A control channel that brings one batch of messages a call, and lets time pass when there is none."""
+    """A control channel that yields one batch of messages per call, and lets time pass when there is none."""
 
     port = 1
 
@@ -150,7 +150,7 @@ class _LateServer:
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Iterator[tuple[ControlLoop, _LateServer, _Hands]]:
-    """Make a driver with slots a and b that the test turns."""
+    """Create a driver with slots a and b, whose loop the test steps."""
     hands = _Hands()
     server = _LateServer(hands)
     driver = a_driver(tmp_path, server, JobSubmitter.__new__(_RestlessDesk), lambda: hands.wall, lambda: hands.steady)
@@ -163,7 +163,7 @@ def stopped(tmp_path: Path) -> Iterator[tuple[ControlLoop, _LateServer, _Hands]]
 
 class _RestlessDesk(JobSubmitter):
     def rest(self, resting: bool) -> None:
-        """Ask nothing anyway."""
+        """Do nothing: it never queries."""
 
 
 def hello(node: str) -> Hello:
@@ -171,7 +171,7 @@ def hello(node: str) -> Hello:
 
 
 def test_a_driver_that_was_stopped_hears_all_its_slots_before_it_judges_them(stopped) -> None:
-    """They beat all the time; what they sent does not arrive in one piece when the process goes on."""
+    """They send heartbeats all the time, which arrive in several batches when the process continues."""
     driver, server, hands = stopped
     hands.pass_by(9)
     server.batches += [[("a", SlotHeartbeat())], [], [("b", SlotHeartbeat())]]

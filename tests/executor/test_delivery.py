@@ -1,4 +1,4 @@
-"""Numbered messages between two ends, over a wire that loses what the test says."""
+"""Numbered messages between two ends, over a connection on which the test drops messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_peer_that_does_not_number_is_heard() -> None:
 def test_however_often_the_connection_breaks_all_arrives_in_order(
     rounds: list[list[bool]], data: st.DataObject
 ) -> None:
-    """Each round loses the end of what was sent in it, then the far end reports how far it has come."""
+    """Each round drops its last messages, then the far end reports the last number that it received."""
     near, far = Delivery(), Delivery()
     arrived: list[PauseRun] = []
     number = 0

@@ -1,4 +1,4 @@
-"""Connections that do not authenticate are bounded; those that do are left alone. Real sockets on the loopback."""
+"""Unauthenticated connections are limited; authenticated ones are not affected. Real sockets on the loopback."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Server:
         return client
 
     def echoes(self, client: zmq.Socket[bytes]) -> bool:
-        """Whether a message of this client comes, and the answer arrives."""
+        """Return whether a message of this client arrives, and the answer too."""
         client.send(b"x")
         if not self.socket.poll(10_000):
             return False
@@ -86,7 +86,7 @@ def server(tmp_path: Path) -> Iterator[_Server]:
 
 
 def is_open(stranger: socket.socket) -> bool:
-    """Whether the other end has not closed it; what it says is skipped."""
+    """Return whether the other end has not closed it; received data is discarded."""
     try:
         while stranger.recv(4096):
             pass
@@ -120,14 +120,14 @@ def test_more_peers_than_may_be_pending_are_let_in_at_once(server: _Server) -> N
 
 
 def test_a_peer_that_sends_much_without_authenticating_is_closed(server: _Server) -> None:
-    """A command that is announced with a gigabyte, of which some comes: libzmq would wait for the rest."""
+    """A command that announces a gigabyte but sends only a part: libzmq would wait for the rest."""
     stranger = server.stranger(GREETING + b"\x06" + (1 << 30).to_bytes(8, "big") + b"\x05HELLO" + bytes(8192))
     until(lambda: not is_open(stranger))
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_context_that_its_owner_ends_first_ends_all_the_same() -> None:
-    """Parsl closes its sockets when it likes; the doorkeeper's own must not keep their contexts waiting."""
+    """Parsl closes its sockets at any time; the doorkeeper's own must not block the destruction of their contexts."""
     context = zmq.Context()
     guarded = context.socket(zmq.DEALER)
     guarded.bind_to_random_port("tcp://127.0.0.1")
@@ -141,7 +141,7 @@ def test_a_context_that_its_owner_ends_first_ends_all_the_same() -> None:
 
 
 def test_the_end_of_one_socket_leaves_the_others_guarded_and_working(server: _Server) -> None:
-    """HTEX replaces one of its sockets when its interchange is started again."""
+    """HTEX replaces one of its sockets when its interchange is restarted."""
     context = zmq.Context()
     other = context.socket(zmq.DEALER)
     Doorkeeper(other)
@@ -190,7 +190,7 @@ server.close()
 
 
 def test_a_process_with_few_descriptors_has_some_left_through_a_flood(tmp_path: Path) -> None:
-    """It has 256; 400 connections of strangers are opened as fast as can be, and kept."""
+    """The limit is 256 descriptors; 400 unauthenticated connections are opened as fast as possible, and kept."""
     flooded = subprocess.Popen(
         [sys.executable, "-c", _FLOODED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -204,7 +204,7 @@ def test_a_process_with_few_descriptors_has_some_left_through_a_flood(tmp_path: 
             stranger.setblocking(False)
             stranger.connect_ex(("127.0.0.1", port))
             strangers.append(stranger)
-        time.sleep(1.0)  # the flood stands: what is counted happens in this time
+        time.sleep(1.0)  # all connections are open: the measurement covers this time
         flooded.stdin.write("enough\n")
         flooded.stdin.flush()
         limit, opened, failed = map(int, flooded.stdout.readline().split())

@@ -1,4 +1,4 @@
-"""Real trainings that lose and win nodes: planned, preempted, killed, stopped."""
+"""Real trainings that lose and gain nodes: planned, preempted, killed, stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """Make a file: while it exists, trainings go slowly."""
+    """Create a file; while it exists, trainings are slow."""
     file = tmp_path / "slow"
     file.touch()
     return file
@@ -39,7 +39,7 @@ def slow(tmp_path: Path) -> Path:
 def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_an_undisturbed_one(
     start, slow, tmp_path
 ) -> None:
-    """1 -> 4 -> 2 -> 3 slots and a SIGKILL in place, then its block is cancelled by an admin."""
+    """1 -> 4 -> 2 -> 3 slots and a SIGKILL in place, then an administrator cancels its block."""
     train = make_app()
     policy = ScriptedPolicy(1)
     site = start(policy=policy)
@@ -55,8 +55,8 @@ def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_
         policy.nodes = nodes
         site.until(runs_on(nodes, site.run.trainings["t"].progress["step"]))
         processes += max(0, nodes - before)
-        assert len(calls.read_text().split()) == processes, "who stays is not called again"
-    policy.nodes = 2  # or the killed worker's successor would join
+        assert len(calls.read_text().split()) == processes, "remaining members are not called again"
+    policy.nodes = 2  # else the killed worker's replacement would join
     killed, step = time.time(), site.run.trainings["t"].progress["step"]
     os.kill(_pid_of_a_slot(site, site.run.trainings["t"].nodes[0]), signal.SIGKILL)
     site.until(lambda run: _after_the_loss(run) and run.trainings["t"].progress["step"] > step)
@@ -96,7 +96,7 @@ def test_a_training_whose_nodes_are_all_replaced_moves_without_a_checkpoint(star
 
 
 def main_job(site: Site, *, nodes: int, seconds: int) -> None:
-    """Submit a job of somebody else, which goes before ours."""
+    """Submit another user's job, which has priority over ours."""
     walltime = timedelta(seconds=seconds)
     site.cluster.submit(["sleep", str(seconds)], nodes=nodes, walltime=walltime, preemptible=False, name="main")
 
@@ -119,11 +119,11 @@ def test_a_main_job_that_needs_the_nodes_gets_them_at_once_and_the_training_goes
     assert run.trainings["t"].resumes >= 1
     assert run.trainings["t"].progress["samples_lost"] == 0
     (delay,) = site.cluster.delays()
-    assert delay["delay"] < 4.0, "the grace period at the very most"
+    assert delay["delay"] < 4.0, "at most the grace period"
 
 
 def test_a_training_leaves_before_its_window_closes(start, slow) -> None:
-    """A queued job of the whole machine is planned at the end of a running one: the window's end is known."""
+    """A queued job that needs the whole machine is planned at the end of a running one: the window's end is known."""
     # Both are in the queue before the executor asks, and the first lasts far longer than a slot takes to start.
     long = MainJob(submit=0.0, nodes=1, run=50.0, walltime=50.0)
     head = MainJob(submit=0.3, nodes=3, run=1.0, walltime=2.0)
@@ -177,6 +177,6 @@ def test_a_stopped_worker_is_given_up_after_the_silence_and_the_other_goes_on_in
 
 
 def _after_the_loss(run: RunState) -> list[Fragment]:
-    """List the fragments after the first that lost a member: it may have been struck while it shrank."""
+    """Return the fragments after the first in which a member failed: it may have failed during a shrink."""
     lost = [fragment.failure for fragment in run.fragments]
     return run.fragments[lost.index(True) + 1 :] if True in lost else []

@@ -1,4 +1,4 @@
-"""Which differences between a node's Python environment and the driver's are refused, and what is said of them."""
+"""Differences between a node's Python environment and the driver's: which are refused, and their messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_environment_fits_itself() -> None:
 
 @pytest.mark.parametrize("change", [{"python": "3.11.2"}, {"torch": "2.6.0+cu126"}, {"executable": "/other/python"}])
 def test_what_does_not_matter_is_no_difference(change) -> None:
-    """Bytecode is the same within a minor version, and nodes have another build of torch than login nodes."""
+    """Bytecode is compatible within a minor version, and nodes have another build of torch than login nodes."""
     assert compare("n1", {**OURS, **change}, OURS) is None
 
 

@@ -1,4 +1,4 @@
-"""However a driver ends, nothing of ours stays behind, and no work is lost."""
+"""However a driver ends, none of its jobs or processes remain, and no work is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cluster
 
 
 class _Drivers:
-    """Starts drivers that share a cluster, a checkpoint directory and a mark in their environment."""
+    """Starts drivers that share a cluster, a checkpoint directory and a marker in their environment."""
 
     def __init__(self, cluster: EmbeddedCluster, directory: Path) -> None:
         self.cluster = cluster
@@ -36,7 +36,7 @@ class _Drivers:
         self.descendants: list[psutil.Process] = []
 
     def remember(self, driver: subprocess.Popen[str]) -> None:
-        """Note the processes under the driver: one that renames itself, as HTEX's interchange does, loses the mark."""
+        """Record the driver's children: one that renames itself, as HTEX's interchange does, loses the marker."""
         self.descendants = psutil.Process(driver.pid).children(recursive=True)
 
     def start(self, manners: str = "good") -> subprocess.Popen[str]:
@@ -54,7 +54,7 @@ class _Drivers:
         return self.started[-1]
 
     def left(self) -> list[str]:
-        """List the processes that carry the mark, and the jobs of ours in the queue."""
+        """Return the processes with the marker, and the executor's jobs in the queue."""
         jobs = [f"job {job}" for job, j in self.cluster.client.queue().items() if j["kind"] == "preemptible"]
         living = [*marked(self.mark), *(process for process in self.descendants if alive(process))]
         return jobs + [line for process in living if (line := command_line(process))]
@@ -98,9 +98,9 @@ def test_after_ctrl_c_or_a_polite_kill_nothing_is_left(drivers: _Drivers, number
     drivers.remember(driver)
     left = drivers.left()
     for what in ("job ", "HTEX interchange", "process_worker_pool"):
-        assert any(what in line for line in left), "the look itself works"
+        assert any(what in line for line in left), "the check itself works"
     driver.send_signal(number)
-    assert driver.wait(30) != 0, "it did not go on to its end"
+    assert driver.wait(30) != 0, "it did not run to its end"
     assert drivers.nothing_left_within(6), drivers.left()
 
 

@@ -1,4 +1,4 @@
-"""The training manager when members fail, lose each other, or crash again and again; see `tests.executor.stage`."""
+"""The training manager when members fail, lose their connections, or crash repeatedly; see `tests.executor.stage`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_slots_of_a_node_are_lost_together(tmp_path: Path) -> None:
     stage = Stage(tmp_path, slots_per_node=2)
     stage.running("n0", "n1")
     stage.lose("s1a")
-    assert stage.turn() == [], "there may be more"
+    assert stage.turn() == [], "more may fail"
     stage.now += 0.05
     stage.lose("s1b")
     stage.now += 0.2
@@ -66,7 +66,7 @@ def test_newcomers_that_wait_for_a_group_that_is_lost_are_started_afresh(stage: 
     stage.lose("s0")
     stage.now += 0.2
     assert kinds(stage.on("n1")) == [("s1", "pause")]
-    stage.ends("s1", PeersFailed(0, "told to"))
+    stage.ends("s1", PeersFailed(0, "dismissed"))
     (sent,) = stage.turn()
     assert (sent[0], sent[1].place is None) == ("s1", False)
 
@@ -151,7 +151,7 @@ def test_the_state_of_a_leaver_is_used_if_all_who_should_stay_die(stage: Stage) 
 
 
 def test_newcomers_alone_cannot_go_on(stage: Stage) -> None:
-    """The one member with the state is lost when its newcomers have their order already."""
+    """The only member with the state fails after its newcomers have received their command."""
     stage.running("n0")
     stage.on("n0", "n1")
     stage.ready("s1")
@@ -159,12 +159,12 @@ def test_newcomers_alone_cannot_go_on(stage: Stage) -> None:
     stage.lose("s0")
     stage.now += 0.2
     assert kinds(stage.on("n1")) == [("s1", "pause")]
-    stage.ends("s1", PeersFailed(0, "told to"))
+    stage.ends("s1", PeersFailed(0, "dismissed"))
     assert [message.place is None for _, message in stage.turn()] == [False]
 
 
 def test_a_member_that_pauses_is_not_missed_but_one_that_is_lost_meanwhile_is(stage: Stage) -> None:
-    """The survivors of a loss during a pause regroup, and then pause."""
+    """The survivors of a failure during a pause regroup, and then pause."""
     stage.running("n0", "n1")
     stage.on()
     stage.lose("s1", crash=False)
@@ -176,7 +176,7 @@ def test_a_member_that_pauses_is_not_missed_but_one_that_is_lost_meanwhile_is(st
     assert kinds(stage.sent) == [("s0", "pause")]
 
 
-# Members that lose each other.
+# Members that lose their connections.
 
 
 def test_a_stranded_member_waits_until_the_loss_shows(stage: Stage) -> None:
@@ -184,7 +184,7 @@ def test_a_stranded_member_waits_until_the_loss_shows(stage: Stage) -> None:
     stage.group_fails("s0")
     stage.now += 2
     stage.beats("s0")
-    assert stage.turn() == [], "the other has not been heard of since"
+    assert stage.turn() == [], "no heartbeat of the other has arrived since"
     stage.lose("s1")
     stage.now += 0.2
     stage.turn()
@@ -201,7 +201,7 @@ def test_members_that_are_stranded_though_all_live_regroup(stage: Stage) -> None
     assert (stage.place("s0"), stage.place("s1")) == ((0, 2, True), (1, 2, True))
     stage.now += 2
     stage.beats("s0", "s1")
-    assert stage.turn() == [], "they are about it"
+    assert stage.turn() == [], "a change is in progress"
 
 
 def test_a_member_that_says_it_is_stranded_when_its_order_is_on_the_way_is_not_ordered_again(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""Faults to order on a running executor: what every training loses is time, or it ends with the user's own error."""
+"""Injected faults in a running executor: trainings lose only time, or end with the user's own error."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ EPOCHS = 12
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """Make a file: while it exists, trainings go slowly."""
+    """Create a file; while it exists, trainings are slow."""
     file = tmp_path / "slow"
     file.touch()
     return file
 
 
 def test_members_that_cannot_hear_each_other_go_on_after_the_loss_timeout(start, slow) -> None:
-    """Silence between two members that both live: no error, no end of a connection, no word from anybody."""
+    """No traffic between two live members: no error, no closed connection, no message."""
     site = start(nodes=2, policy=ScriptedPolicy(2), peer_timeout=timedelta(seconds=3))
     future = make_app(max_nodes=2).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 2)
@@ -94,7 +94,7 @@ def test_a_training_on_a_hostile_machine_ends_as_on_a_kind_one(start, slow) -> N
         lambda: _slots(site),
         faults=PROCESS_FAULTS,
         schedule=[(timedelta(seconds=after), fault) for after, fault in schedule],
-        lasting=timedelta(seconds=4),  # a stopped one may be given up by then, or go on
+        lasting=timedelta(seconds=4),  # a stopped process may have been dropped by then, or may continue
     )
     records = injector.run()
     assert any(record.fault == "kill" and not record.outcome for record in records)
@@ -109,7 +109,7 @@ def test_after_a_damaged_checkpoint_and_the_loss_of_all_slots_the_one_before_is_
     _until_it_trains_on(site, 2)
     site.until(lambda run: run.trainings["t"].checkpoints >= 2)
     pids = list(_slots(site).values())
-    with stopped(pids[0]):  # or it would publish another meanwhile
+    with stopped(pids[0]):  # else it would publish another checkpoint meanwhile
         damaged = corrupt_checkpoint(tmp_path / "checkpoints" / "t", random.Random(1), Damage.FLIP)
         kill_all(pids)
     slow.unlink()
@@ -119,7 +119,7 @@ def test_after_a_damaged_checkpoint_and_the_loss_of_all_slots_the_one_before_is_
 
 
 def test_a_rank_that_is_wrong_rather_than_dead_ends_the_training_with_its_own_error(start) -> None:
-    """Not in a retry loop: each is tried once."""
+    """Each is tried once, not in a retry loop."""
 
     def train(session, *, fault):
         import torch
@@ -161,7 +161,7 @@ def _slots(site: Site) -> dict[str, int]:
 
 
 def _ends_as_if_alone(site: Site, future):
-    """Check the training's result and its books; return its last progress."""
+    """Check the training's result and its metrics; return its last progress."""
     result = future.result(timeout=60)
     alone = run_alone(make_app().func, epochs=EPOCHS)
     assert result["metrics"]["samples"] == alone["metrics"]["samples"] == EPOCHS * 200

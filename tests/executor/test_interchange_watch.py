@@ -1,4 +1,4 @@
-"""HTEX's interchange may die or hang: nothing waits for it; another takes its place, or the run ends with a reason."""
+"""If HTEX's interchange dies or hangs, nothing blocks: it is replaced, or the run ends with a reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class FakeInterchange(Interchange):
-    """A process that ends, hangs and takes tasks as the test says."""
+    """A process that ends, hangs and accepts tasks as set by the test."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -70,7 +70,7 @@ class _Scene:
         self.watch = _Watch(self.interchange, self.posts.append, self.given_up.put, clock=lambda: self.now)
 
     def pass_by(self, seconds: float) -> None:
-        """Let time pass in steps that the watch does not take for a stop of its own process."""
+        """Let time pass in steps short enough that the watch does not assume that its process was stopped."""
         end = self.now + seconds
         while self.now < end:
             self.now += 1.0
@@ -113,7 +113,7 @@ def test_an_interchange_that_ended_is_started_again_and_its_tasks_are_left_to_th
 def test_an_interchange_that_hangs_is_started_again(scene: _Scene) -> None:
     scene.interchange.hangs = True
     scene.pass_by(30)
-    assert scene.posts == [], "it has a while to answer"
+    assert scene.posts == [], "it still has time to answer"
     scene.pass_by(20)
     assert scene.interchange.restarts == 1
     assert "not answered" in scene.posts[0].reason

@@ -1,4 +1,4 @@
-"""The command that starts a node's worker pool, as a shell takes it apart."""
+"""The command that starts a node's worker pool, as a shell parses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECIAL = ["a b", "a;b", "$HOME", "`id`", "a'b", 'a"b', "a\nb", "a\\b", "a|b", "
 
 
 def words(*arguments) -> list[str]:
-    """Take the command apart, up to HTEX's own arguments."""
+    """Split the command into words, up to HTEX's own arguments."""
     command = shlex.split(node_command(*arguments))
     return command[: command.index(POOL[-1]) + 1]
 
@@ -45,7 +45,7 @@ def test_a_containers_own_python_is_the_default_in_it() -> None:
 
 @pytest.mark.parametrize("word", SPECIAL)
 def test_nothing_that_is_special_to_a_shell_is_put_into_the_command(word) -> None:
-    """Launchers put the command into here-documents, in which quotes do not protect."""
+    """Launchers put the command into here-documents, where quotes do not protect."""
     with pytest.raises(InvalidSettings, match="may hold"):
         check_node_python(word)
     for settings in ({"image": word}, {"command": word}, {"binds": (word,)}, {"options": (f"--x={word}",)}):
@@ -55,8 +55,8 @@ def test_nothing_that_is_special_to_a_shell_is_put_into_the_command(word) -> Non
 
 
 def test_several_directories_in_one_bind_are_refused() -> None:
-    """Apptainer takes a comma for the end of one."""
-    with pytest.raises(InvalidSettings, match="an item of its own"):
+    """Apptainer treats a comma as a separator."""
+    with pytest.raises(InvalidSettings, match="as a separate item"):
         Container("/i.sif", binds=("/a,/b",))
 
 
@@ -71,7 +71,7 @@ def test_a_directory_that_cannot_be_bound_is_named() -> None:
 
 
 def test_an_interpreter_of_any_name_is_quoted(monkeypatch, tmp_path) -> None:
-    """The driver's own path is not the user's to choose."""
+    """The user cannot choose the driver's own path."""
     python = tmp_path / "it's {my} python"
     python.write_text('#!/bin/sh\necho "$0"\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Commands reach the run that they name, whenever they come: before its beginning, while it runs, or after its end."""
+"""Commands reach the run that they name, whether they arrive before its start, while it runs, or after its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _FakeChannel:
 
 
 class _Stage:
-    """A slot without a process of its own: this thread is its channel's, another one its main thread."""
+    """A slot without a separate process: this thread is its channel's, another one its main thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -74,7 +74,7 @@ class _Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
-    """Its trainings do nothing but wait for a pause; they tell the order to regroup that they had by then."""
+    """Its trainings only wait for a pause; they return the command to regroup that they had received by then."""
 
     def run_fragment(*_: object, mailbox: Any, **__: object) -> Finished | Paused:
         if not mailbox.pause_requested.wait(10):
@@ -83,14 +83,14 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
         return Paused(PauseReason.REQUESTED, Progress(step=regroup.membership.generation if regroup else 0))
 
     monkeypatch.setattr(fragment, "run_fragment", run_fragment)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # a second each time, with all that the tests import
+    monkeypatch.setattr("gc.collect", lambda: 0)  # takes a second each time, with all the imports of the tests
     stage = _Stage(tmp_path)
     yield stage
     stage.close()
 
 
 def test_commands_that_come_before_their_run_begins_are_carried_out(stage: _Stage) -> None:
-    """The main thread may still be busy with what the last run left behind."""
+    """The main thread may still be busy with the cleanup of the last run."""
     stage.start(7)
     stage.regroup(7, 9)
     stage.pause(7)
@@ -101,7 +101,7 @@ def test_commands_that_come_before_their_run_begins_are_carried_out(stage: _Stag
 
 
 def test_no_command_is_lost_at_any_instant_of_a_runs_beginning(stage: _Stage) -> None:
-    """Three hundred runs, each paused at another instant after its order."""
+    """Three hundred runs, each paused at a different time after its start command."""
     stage.begin()
     for run in range(1, 301):
         stage.start(run)

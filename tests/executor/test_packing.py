@@ -1,4 +1,4 @@
-"""What cannot be sent to the nodes is named."""
+"""Errors name the object that cannot be pickled."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def uses_none(session, value=None):
 
 @pytest.fixture
 def script() -> dict[str, Any]:
-    """Run a script: what it defines cannot be imported."""
+    """Run a script, whose definitions cannot be imported."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(SCRIPT, namespace)
     return namespace

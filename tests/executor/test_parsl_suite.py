@@ -1,4 +1,4 @@
-"""Parsl's own test-suite, run on a `FreeTrainExecutor`: ordinary apps behave as on Parsl's executors."""
+"""Parsl's own test suite, run on a `FreeTrainExecutor`: ordinary apps behave as on Parsl's executors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTS = (
     "test_checkpointing",
     "test_serialization",
 )
-# They download from the Internet, or expect that a directory cannot be made, which root always can.
+# They download from the internet, or expect that a directory cannot be created, which root always can.
 _ELSEWHERE = "not https and not ftp and not docs and not bad_stdout_file and not bad_stderr_file"
 
 

@@ -1,4 +1,4 @@
-"""The pilot: a node's worker pool, and with it its slots, outlives the batch system's signal until all is saved."""
+"""The pilot: a node's worker pool and its slots survive the batch system's signal until all slots have saved."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ children = [subprocess.Popen([sys.executable, "-c", sys.argv[1], path]) for path
 time.sleep(60)
 """
 
-# A slot that needs half a second to save, once it is told.
+# A slot that needs half a second to save after the signal.
 _SLOT = """
 import signal, sys, time
 from pathlib import Path
-from freetrain_parsl.executor.slot.pilot import call_yourself_a_slot, end_node
+from freetrain_parsl.executor.slot.pilot import set_process_title, end_node
 def save(*_):
     time.sleep(0.5)
     Path(sys.argv[1]).write_text("saved")
     sys.exit()
-call_yourself_a_slot()
+set_process_title()
 signal.signal(signal.SIGTERM, save)
 Path(sys.argv[1]).write_text("ready")
 time.sleep(60)
@@ -41,7 +41,7 @@ time.sleep(60)
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a pilot in a session of its own, as a batch system does, with a pool of that many slots."""
+    """Start a pilot in a new session, as a batch system does, with a pool of that many slots."""
     pilots: list[subprocess.Popen[bytes]] = []
 
     def begin(slots: int, slot: str = _SLOT) -> subprocess.Popen[bytes]:
@@ -76,7 +76,7 @@ def _until(condition: Callable[[], object], seconds: float = 15.0) -> bool:
 
 
 def _session(session: int) -> list[int]:
-    """Find all living processes of a session."""
+    """Return all live processes of a session."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -113,7 +113,7 @@ def test_the_early_warning_kills_nobody_that_does_not_listen(start) -> None:
 
 
 def test_a_slot_that_is_still_starting_leaves_at_once(start) -> None:
-    """It has no handler yet, and what it inherited from the pool is deafness."""
+    """It has no handler yet, and has inherited from the pool that the signal is ignored."""
     pilot = start(1, _SLOT.replace("signal.signal(signal.SIGTERM, save)", ""))
     begin = time.monotonic()
     _signal_all(pilot.pid, signal.SIGTERM)
@@ -125,12 +125,12 @@ def test_a_pool_that_ends_by_itself_ends_the_node(start) -> None:
     pilot = start(1)
     pool = next(pid for pid in _session(pilot.pid) if os.getpgid(pid) == pid != pilot.pid)
     os.kill(pool, signal.SIGKILL)
-    assert pilot.wait(10) == 128 + signal.SIGKILL, "as a shell would tell"
+    assert pilot.wait(10) == 128 + signal.SIGKILL, "as a shell would report"
     assert _until(lambda: not _session(pilot.pid), 2)
 
 
 def test_a_slot_can_end_its_node(start, tmp_path) -> None:
-    """When the driver is gone, the last slot to have saved lets the whole node go."""
+    """When the driver has failed, the last slot to save releases the whole node."""
     slot = _SLOT.replace("time.sleep(60)", "end_node(); save()", 1)
     pilot = start(1, slot)
     pilot.wait(10)
@@ -138,7 +138,7 @@ def test_a_slot_can_end_its_node(start, tmp_path) -> None:
 
 
 def test_a_pool_in_which_no_slot_ever_starts_is_ended_and_says_why() -> None:
-    """Its interchange may have died before it could register; on a batch system it would hold the node for nothing."""
+    """Its interchange may have died before it could register; it would hold the node for nothing."""
     pilot = subprocess.run(
         [sys.executable, "-m", "freetrain_parsl.executor.slot.pilot", "sleep", "600"],
         env={**os.environ, "FREETRAIN_PILOT_PATIENCE": "1"},

@@ -1,4 +1,4 @@
-"""The rendezvous server and its client, joined back to back without a network."""
+"""The rendezvous server and its client, connected directly without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Wire:
-    """Carries messages between one server and several clients of one group, at a time that the test sets."""
+    """Passes messages between one server and several clients of one group, at a time that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -74,7 +74,7 @@ def test_check_asks_for_all_keys_and_delete_removes_one(wire: _Wire) -> None:
 
 
 class _HopelessGet:
-    """A get, in a thread of its own, of a key that nobody sets."""
+    """A get, in a separate thread, of a key that is never set."""
 
     def __init__(self, wire: _Wire, client: ChannelStore) -> None:
         self.error: TimeoutError | None = None
@@ -121,7 +121,7 @@ def test_generations_do_not_see_each_other(wire: _Wire) -> None:
 
 
 def test_what_no_honest_group_does_is_refused(wire: _Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More bytes than a group needs, more waiting, and adding to what is no number."""
+    """Too many bytes, too many pending gets, and adding to a value that is not a number."""
     monkeypatch.setattr("freetrain_parsl.executor.control.rendezvous._MOST_BYTES", 100)
     monkeypatch.setattr("freetrain_parsl.executor.control.rendezvous._MOST_WAITING", 1)
     a = wire.client("a")

@@ -1,4 +1,4 @@
-"""The roster: which nodes are complete, and how many slot tasks HTEX must have."""
+"""The slot registry: which nodes are complete, and how many slot tasks HTEX needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_awaited_slot_needs_a_task() -> None:
 
 
 def test_tasks_that_went_down_with_a_block_are_not_counted_on() -> None:
-    """HTEX reports them lost only after its heartbeat, too late for the next block."""
+    """HTEX reports their failure only after its heartbeat timeout, too late for the next block."""
     registry = SlotRegistry(slots_per_node=1)
     registry.blocks["b"] = Block("b", ("n", "m"), 60.0, None)
     registry.tasks_queued = 2
@@ -65,7 +65,7 @@ def test_slots_long_missing_are_counted_once_a_patience() -> None:
 
 def test_a_block_loses_its_nodes_at_its_walltime_or_its_windows_close_whichever_is_first() -> None:
     block = Block("b", ("n",), seconds=100.0, closes=150.0)
-    assert block.loses_nodes_at(20.0) == 120.0, "not known to have started: from now at the latest"
+    assert block.loses_nodes_at(20.0) == 120.0, "start unknown: the latest possible end counts from now"
     assert block.loses_nodes_at(90.0) == 150.0
     block.start(10.0, ("n",), 110.0)
     assert block.loses_nodes_at(90.0) == 110.0

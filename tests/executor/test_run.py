@@ -1,4 +1,4 @@
-"""A training's run in a slot: the driver's messages on one side, a training that is played on the other."""
+"""A training's run in a slot, between the driver's messages and a simulated training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class _Slot:
-    """A run whose training is a function of the test, performed in a thread."""
+    """A run whose training is a function of the test, executed in a thread."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[ToDriver] = []
@@ -65,7 +65,7 @@ class _Slot:
         return self.run
 
     def plays(self, play: Play) -> RunEnded:
-        """Perform the run with `play` for the training; what is reported at its end."""
+        """Execute the run with `play` as the training; return the report of its end."""
 
         def run_fragment(_function: object, _args: object, _kwargs: object, **given: Any) -> Finished | Paused:
             return play(given)
@@ -218,12 +218,12 @@ def test_a_lost_peer_and_an_error_of_the_user_are_told_apart(slot: _Slot) -> Non
     slot.started()
 
     def lose(given: dict[str, Any]) -> Finished:
-        raise PeerFailed("no order came")
+        raise PeerFailed("no command arrived")
 
     def fail(given: dict[str, Any]) -> Finished:
         raise KeyError("theirs")
 
-    assert slot.plays(lose).end == PeersFailed(7, "no order came")
+    assert slot.plays(lose).end == PeersFailed(7, "no command arrived")
     failed = slot.plays(fail)
     assert failed.end == RunFailed()
     assert isinstance(error_in(failed.payload), KeyError)

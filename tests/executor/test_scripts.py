@@ -1,4 +1,4 @@
-"""Scripts as people write them, run as people run them."""
+"""Typical user scripts, run from the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_script_may_define_network_and_data_beside_the_function_and_nodes_may_
 
 
 def test_an_edited_script_never_returns_the_result_of_the_old_one(tmp_path) -> None:
-    """A call without a name begins anew, one with a name is refused; the same code returns its result and says so."""
+    """A call without a name starts over, one with a name is refused; unchanged code returns its old result."""
     script = tmp_path / "edited_script.py"
     text = Path(__file__).with_name("edited_script.py").read_text(encoding="utf-8")
 
@@ -39,7 +39,7 @@ def test_an_edited_script_never_returns_the_result_of_the_old_one(tmp_path) -> N
     assert first == "0.2"
     assert "training 'named': checkpoint " in second
     assert "was written by other code (changed: __main__.RATE)" in second
-    assert "beginning anew: its code has changed since train-" in said
+    assert "starting over: its code has changed since train-" in said
     results, said = run("0.1")
     assert results == ["0.1", "0.1"]
     assert said.count("its result is that of an earlier run") == 2

@@ -1,4 +1,4 @@
-"""What the executor's constructor refuses, before anything is started."""
+"""Settings that the executor's constructor rejects, before anything is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from freetrain_parsl.errors import CheckpointError, FreeTrainError, InvalidSetti
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "best"}, "no policy 'best'"),
+        ({"policy": "best"}, "unknown policy 'best'"),
         ({"poll_interval": timedelta(0)}, "poll_interval must be positive"),
         ({"slots_per_node": 0}, "slots_per_node must be at least 1"),
         ({"submissions_per_minute": 0}, "submissions_per_minute must be at least 1"),
@@ -39,7 +39,7 @@ def test_a_checkpoint_directory_that_cannot_be_written_is_refused_at_constructio
 
 
 def test_a_provider_that_cannot_be_asked_for_windows_is_refused_by_name() -> None:
-    with pytest.raises(FreeTrainError, match="cannot ask LocalProvider for windows"):
+    with pytest.raises(FreeTrainError, match="cannot query LocalProvider for windows"):
         FreeTrainExecutor(provider=LocalProvider())
 
 

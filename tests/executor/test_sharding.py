@@ -1,4 +1,4 @@
-"""A training with FSDP2 on the embedded cluster: resized through checkpoints, in processes that stay."""
+"""A training with FSDP2 on the embedded cluster: resized through checkpoints, in the same processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cluster
 
 
 def make_app() -> TrainingApp:
-    """Make a small sharded regression that returns its parameters; see `tests.executor.scenario.make_app`."""
+    """Create a small sharded regression app that returns its parameters; see `tests.executor.scenario.make_app`."""
 
     @training_app(max_nodes=3)
     def train(session, *, epochs, slow=None, calls=None):
@@ -62,7 +62,7 @@ def make_app() -> TrainingApp:
 def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_in_warm_processes(
     start, tmp_path: Path
 ) -> None:
-    """1 -> 2 -> 3 slots and a SIGKILL: each time the processes that there are go on from the newest checkpoint."""
+    """1 -> 2 -> 3 slots and a SIGKILL: each time, the existing processes resume from the newest checkpoint."""
     slow, calls = tmp_path / "slow", tmp_path / "calls"
     slow.touch()
     train = make_app()
@@ -74,7 +74,7 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
         return site.run.trainings["t"].progress.get("step", 0)
 
     def goes_on_with(nodes: int) -> Callable[[RunState], bool]:
-        """Whether a group of that size has told from which checkpoint it goes on: all its members are in their loop."""
+        """Return whether a group of that size has reported its checkpoint: then all members are in their loop."""
         return lambda run: len(run.trainings["t"].nodes) == nodes and run.fragments[-1].resumed_from is not None
 
     site.until(lambda run: run.trainings and step() > 3)
@@ -84,11 +84,11 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
     assert not any(fragment.in_place for fragment in site.run.fragments)
     assert not site.run.trainings["t"].progress["in_place"]
     pids = [int(line) for line in calls.read_text().split()]
-    assert (len(pids), len(set(pids))) == (1 + 2 + 3, 3), "the function is called again, in the processes that stay"
+    assert (len(pids), len(set(pids))) == (1 + 2 + 3, 3), "the function is called again, in the same processes"
 
     saved = site.until(lambda run: run.trainings["t"].progress["checkpoint_step"])
     killed = site.run.trainings["t"].nodes[0]
-    policy.nodes = 2  # or its successor would join
+    policy.nodes = 2  # else its replacement would join
     os.kill(_pid_of_a_slot(site, killed), signal.SIGKILL)
     site.until(lambda run: run.fragments[-2].failure and run.trainings["t"].progress["resumed_from"] >= saved)
     slow.unlink()
@@ -98,11 +98,11 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
     progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
     assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
     survivors = {int(line) for line in calls.read_text().split()[6:8]}
-    assert survivors < set(pids), "those that lost a member are still warm"
+    assert survivors < set(pids), "the surviving processes are reused"
 
 
 def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_checkpoint(start, tmp_path: Path) -> None:
-    """Silence between two members that live: the collectives are the model's own, and would wait for half an hour."""
+    """No traffic between two live members: the model's own collectives would wait for half an hour."""
     slow = tmp_path / "slow"
     slow.touch()
     train = make_app()

@@ -51,7 +51,7 @@ def frames_of(message: ToDriver | ToSlot) -> list[bytes]:
 
 
 class _Driver(threading.Thread):
-    """Runs a server in a thread, as the driver does, and echoes what it gets into a queue."""
+    """Runs a server in a thread, as the driver does, and puts the received messages into a queue."""
 
     def __init__(self, cert_dir: str | None) -> None:
         super().__init__(daemon=True)
@@ -128,12 +128,12 @@ def test_a_silent_driver_is_noticed_once(driver: _Driver, cert_dir: str) -> None
 def test_a_slot_that_was_stopped_does_not_take_the_driver_for_silent(
     driver: _Driver, cert_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its machine suspended it hears nothing, and neither is heard: both go on."""
+    """While its machine is suspended, no message passes in either direction; both continue afterwards."""
     ahead = [0.0]
     monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
     link, got = channel(driver, cert_dir, heartbeat_timeout=5.0)
     link.start()
-    driver.received.get(timeout=60)  # it beats
+    driver.received.get(timeout=60)  # a heartbeat
     ahead[0] = 100.0
     with pytest.raises(queue.Empty):
         got.get(timeout=1.0)
@@ -156,7 +156,7 @@ def test_a_client_with_other_certificates_is_not_answered(driver: _Driver, tmp_p
     other = curvezmq.create_certificates(tmp_path / "other")
     probe = Channel._reachable
     monkeypatch.setattr(Channel, "_reachable", lambda self, hosts, port: probe(self, hosts, port, timeout=0.5))
-    with pytest.raises(BatchSystemError, match="reaches the driver at none of"):
+    with pytest.raises(BatchSystemError, match="cannot reach the driver at any of"):
         channel(driver, other)
 
 
@@ -172,7 +172,7 @@ def test_sending_to_a_slot_that_is_not_there_is_told(driver: _Driver) -> None:
 
 
 def raw_dealer(context: zmq.Context, driver: _Driver, cert_dir: str, identity: bytes | None = None) -> zmq.Socket:
-    """Connect a peer that has the certificates and sends what it likes."""
+    """Connect a peer that has the certificates and sends arbitrary messages."""
     dealer = curvezmq.ClientContext.socket(_Certified(context, cert_dir), zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 1000)
     if identity is not None:
@@ -182,7 +182,7 @@ def raw_dealer(context: zmq.Context, driver: _Driver, cert_dir: str, identity: b
 
 
 class _Certified:
-    """What `curvezmq.ClientContext.socket` needs of its context."""
+    """The part of a context that `curvezmq.ClientContext.socket` needs."""
 
     encrypted = True
 
@@ -192,7 +192,7 @@ class _Certified:
 
 
 def test_a_peer_that_probes_and_vanishes_is_survived(cert_dir: str) -> None:
-    """Its probe is read when it is gone: there is nobody to answer."""
+    """Its probe is read after it has gone: the answer has no recipient."""
     server = SlotServer(cert_dir, (55000, 56000))
     context = zmq.Context()
     dealer = curvezmq.ClientContext.socket(_Certified(context, cert_dir), zmq.DEALER)
@@ -200,7 +200,7 @@ def test_a_peer_that_probes_and_vanishes_is_survived(cert_dir: str) -> None:
     dealer.connect(f"tcp://127.0.0.1:{server.port}")
     dealer.send_multipart(frames_of(Probe()))
     dealer.close()
-    context.term()  # the probe has left
+    context.term()  # the probe has been sent
     until(lambda: not connections_to(server.port))
     assert list(server.receive(1.0)) == []
     server.close()
@@ -209,7 +209,7 @@ def test_a_peer_that_probes_and_vanishes_is_survived(cert_dir: str) -> None:
 def test_a_slot_that_reaches_the_driver_at_several_addresses_uses_the_first_that_answers(
     driver: _Driver, cert_dir: str
 ) -> None:
-    """It lets the other probes go unanswered, and the driver goes on; ten times, because that is a race."""
+    """It leaves the other probes unanswered, and the driver continues; ten times, because of the race."""
     addresses = ["127.0.0.2", "127.0.0.1", "192.0.2.255", "::1"]
     for trial in range(10):
         link, _ = channel(driver, cert_dir, slot=f"slot {trial}", beat=30.0, addresses=addresses)
@@ -281,7 +281,7 @@ def test_only_a_peer_with_a_printable_name_is_a_slot(driver: _Driver, cert_dir: 
     nameless = raw_dealer(context, driver, cert_dir, identity)
     nameless.send_multipart(frames_of(task_ended()))
     nameless.send_multipart(frames_of(Probe()))
-    assert nameless.poll(5000), "a probe is answered to anybody"
+    assert nameless.poll(5000), "probes from any peer are answered"
     assert driver.received.empty() == (identity != b"x" * 255)
     context.destroy()
 
@@ -304,7 +304,7 @@ def test_a_slot_survives_what_it_cannot_use(driver: _Driver, cert_dir: str) -> N
 
 
 def test_what_a_broken_connection_lost_is_sent_again_once_and_in_order(driver: _Driver, cert_dir: str) -> None:
-    """Both ways; the messages that are on their way when the connection breaks never arrive by themselves."""
+    """In both directions; messages in transit when the connection breaks do not arrive without resending."""
     proxy = Proxy(driver.server.port)
     link, got = channel(driver, cert_dir, port=proxy.port, beat=0.5)
     link.start()

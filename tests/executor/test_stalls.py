@@ -1,4 +1,4 @@
-"""A training that does not get on says why, and a newcomer that hangs is given up; slots are only names."""
+"""A training without progress reports the reason, and a newcomer that hangs is dropped; slots are only names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_training_without_nodes_says_within_a_minute_what_it_waits_for_and_tak
     stage.turn()
     stage.now += 100
     stage.turn()
-    assert reasons(stage) == ["waits for 3 nodes to join; `freetrain explain` says why idle nodes are not used"]
+    assert reasons(stage) == ["waits for 3 nodes to join; `freetrain explain` shows why idle nodes are not used"]
     stage.on("n0", "n1", "n2")
     stage.progress("s0")
     stage.turn()
@@ -81,7 +81,7 @@ def test_a_newcomer_that_does_not_get_ready_is_named_while_the_others_train(stag
     assert reasons(stage)[1:] == [""]
 
 
-# Newcomers that hang between their order and the meeting.
+# Newcomers that hang between their command and the rendezvous.
 
 
 def ordered(stage: Stage) -> None:
@@ -124,7 +124,7 @@ def test_newcomers_that_wait_at_the_meeting_are_not_given_up_however_long_the_ot
 
 
 def test_after_a_meeting_that_failed_though_all_live_the_members_go_on_without_the_newcomers(stage: Stage) -> None:
-    """Who trains together can connect to each other; a newcomer may be behind a network that leads nowhere."""
+    """Members that train together can connect to each other; a newcomer may be on an unreachable network."""
     ordered(stage)
     for slot in ("s0", "s1", "s2"):
         meets(stage, slot)
@@ -150,7 +150,7 @@ def test_groups_with_an_impostor_are_formed_anew_a_bounded_number_of_times_and_t
         stage.turn()
         if not future.done():
             stage.joins("s0", "s1")
-    with pytest.raises(TooManyRestarts, match=r"2 crashes .* its members lost each other.*: connection closed"):
+    with pytest.raises(TooManyRestarts, match=r"2 crashes .* its members lost their connections.*: connection closed"):
         future.result(0)
 
 
@@ -160,7 +160,7 @@ def test_a_sharded_group_in_which_everybody_only_waits_ends_and_starts_again_fro
     stage.waits("s1", 10.5)
     stage.turn()
     assert stage.place("s0") == stage.place("s1") == (None, 0, True)
-    stage.ends("s0", PeersFailed(0, "told to"))
-    stage.ends("s1", PeersFailed(0, "told to"))
+    stage.ends("s0", PeersFailed(0, "dismissed"))
+    stage.ends("s1", PeersFailed(0, "dismissed"))
     assert [(slot, message.place is None) for slot, message in stage.turn()] == [("s0", False), ("s1", False)]
     assert stage.fragments()[-1].detail["failure"]

@@ -1,4 +1,4 @@
-"""Blocks that end before a worker connects are tried ever less, then no more; the reason is quoted."""
+"""Blocks that end before a worker connects are retried less and less often, then not at all; the reason is quoted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Bench:
-    """A desk that is turned by hand, without its thread."""
+    """A job submitter that the test steps, without its thread."""
 
     def __init__(self, **settings: Any) -> None:
         self.now = 0.0
@@ -42,7 +42,7 @@ class Bench:
             self.submitter.order(spec(block))
 
     def turn(self, now: float) -> list[str]:
-        """Serve the orders that are due at `now`; the blocks that were submitted."""
+        """Carry out what is due at `now`; return the blocks that were submitted."""
         self.now = now
         before = len(self.batch.launched)
         while self.submitter._failed or (self.submitter._orders and self.submitter._allowance()):
@@ -89,7 +89,7 @@ def test_after_a_failed_start_one_block_is_tried_at_a_time() -> None:
     bench.turn(0.0)
     bench.order("b", "c", "d")
     assert bench.turn(20.0) == ["b"]
-    assert bench.turn(500.0) == [], "it is not known yet what comes of b"
+    assert bench.turn(500.0) == [], "the outcome of b is not known yet"
     bench.submitter.works()
     assert bench.turn(500.0) == ["c", "d"]
     assert bench.told.count == 0
@@ -110,7 +110,7 @@ def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> 
 
 
 def test_blocks_of_one_attempt_count_once() -> None:
-    """Eight blocks that were submitted side by side do not use up all attempts."""
+    """Eight blocks that were submitted at the same time do not use up all attempts."""
     bench = Bench()
     bench.order(*"abcde")
     assert bench.turn(0.0) == list("abcde")
@@ -134,7 +134,7 @@ def test_attempts_count_from_one_again_after_a_block_that_works() -> None:
 
 
 class Watch:
-    """A watch over one block that started at 0."""
+    """A `StartWatch` with one block that started at 0."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""A checkpoint directory that cannot be used for now ends no training and no driver."""
+"""A checkpoint directory that is temporarily unusable ends neither trainings nor the driver."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FULL = "the checkpoint directory /ck is full (ENOSPC)"
 
 
 class Disk:
-    """What `StorageWatch` looks at: works or not, at once or when it is told to."""
+    """The probe of `StorageWatch`: works or fails, at once or when released by the test."""
 
     def __init__(self) -> None:
         self.works = False
@@ -58,7 +58,7 @@ def disk(stage: Stage) -> Disk:
 
 
 def settle(stage: Stage) -> list[Any]:
-    """Let the conductor converge until a look at the disk that was begun has been taken into account."""
+    """Let the training manager converge until the result of a started probe has been handled."""
     sent = stage.turn()
     look = stage.manager._storage._look
     if look is not None:
@@ -93,7 +93,7 @@ def test_it_tries_again_when_the_disk_has_room_and_trains(stage: Stage, disk: Di
     stage.events.clear()
     disk.works = True
     settle(stage)
-    assert disk.looks == 0, "it is not time yet"
+    assert disk.looks == 0, "the next attempt is not due yet"
     stage.now = 5.0
     settle(stage)
     assert [event for event in stage.events if isinstance(event, ev.TrainerSubmitted)]
@@ -117,7 +117,7 @@ def test_attempts_become_rare_while_the_disk_stays_full(stage: Stage, disk: Disk
 
 
 def test_a_training_that_fails_to_start_again_waits_longer(stage: Stage, disk: Disk) -> None:
-    """The disk had room for a look, and not for the training."""
+    """The disk had space for the probe, but not for the training."""
     stage.submit()
     stage.on("n0")
     refuse_to_start(stage, "s0")
@@ -153,7 +153,7 @@ def test_one_member_without_its_mount_takes_the_others_off_their_nodes(stage: St
     stage.sent.clear()
     refuse_to_start(stage, "s1")
     assert stage.place("s0") == (None, 0, True)
-    stage.ends("s0", PeersFailed(0, "told to"))
+    stage.ends("s0", PeersFailed(0, "dismissed"))
     assert stage.on("n0") == []
     assert not future.done()
 
@@ -198,7 +198,7 @@ class Clock:
 
 
 class FullDatabase:
-    """Stands for a connection whose disk is full: sqlite's own error, at a commit."""
+    """Simulates a connection whose disk is full: sqlite's own error at a commit."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -207,7 +207,7 @@ class FullDatabase:
         raise sqlite3.OperationalError("database or disk is full")
 
     def __exit__(self, *_: object) -> None:
-        """Nothing was begun."""
+        """Do nothing: there is no transaction."""
 
     def close(self) -> None:
         self.real.close()
@@ -254,7 +254,7 @@ def test_a_journal_on_a_real_disk_that_fills_up_survives_and_loses_nothing(tmp_p
 
 
 def test_a_journal_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="give a run directory with room") as caught:
+    with pytest.raises(InvalidInput, match="choose a run directory with free space") as caught:
         Journal(tmp_path / "missing" / "journal.sqlite")
     assert "\n" not in str(caught.value)
 
@@ -293,4 +293,4 @@ def test_all_files_of_a_run_are_private_at_its_end(tmp_path: Path) -> None:
     keep_private(tmp_path)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "parsl", tmp_path)} == {0o700}
     assert stat.S_IMODE((tmp_path / "parsl" / "parsl.log").stat().st_mode) == 0o600
-    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644, "what a link leads to is not ours"
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644, "the target of a link is left alone"

@@ -1,7 +1,7 @@
-"""The state machine of trainings under any order of events, checked against processes that behave as real ones do.
+"""The state machine of trainings under any order of events, tested against a model of the real processes.
 
-The processes are modelled: they prepare, step together, change groups together at a boundary, notice failed peers at
-any later time, die, and are told things late. Messages between a slot and the driver arrive in order, at any time.
+The modelled processes prepare, step together, change groups together at a boundary, detect failed peers at any later
+time, die, and receive messages late. Messages between a slot and the driver arrive in order, at any time.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 NODES = ("n0", "n1", "n2", "n3")
 # Where the planner wants a and b; mostly a step from one to the next.
 LAYOUTS = ("0/", "0/23", "01/23", "012/", "0123/", "1/23", "/0123", "/23", "01/", "02/13", "/")
-LAST_STEPS = 5  # that a training has left once it is to end
+LAST_STEPS = 5  # that a training still runs before it ends
 
 
 @dataclass
 class Process:
-    """A slot's process, as the driver's machine must imagine it.
+    """The model of a slot's process.
 
     ``place`` is "preparing" (before its loop), "newcomer" (ready, waits), "group" (trains in `group`), "meeting"
     (waits for the others of `group`) or "stranded" (its group failed); idle without a `run`.
@@ -63,7 +63,7 @@ class Process:
     group: int = 0
     ranks: int = 0
     rank: int = 0
-    step: int | None = None  # ``None``: it has no state
+    step: int | None = None  # ``None``: without the state
     command: ChangeGroup | None = None
     pauses: bool = False
     alone_since: float | None = None
@@ -72,10 +72,10 @@ class Process:
 
 
 class _NoJournal:
-    """Takes everything."""
+    """A journal that discards all entries."""
 
     def write(self, *_: object) -> None:
-        """Forget a record."""
+        """Discard a record."""
 
     keep_progress = commit = write
 
@@ -89,11 +89,11 @@ class World(RuleBasedStateMachine):
         self.names = itertools.count()
         self.ending = False
         self.last: dict[str, int] = {}
-        """Training -> its last step, once that is decided."""
+        """Training -> its last step, once it is known."""
         self.processes: dict[str, Process] = {}
         self.checkpoints: dict[str, int] = {}
         self.heard: dict[str, list[RunReport | RunEnded]] = {}
-        self.dead: list[Process] = []  # whose death the driver does not know yet
+        self.dead: list[Process] = []  # whose death the driver has not detected yet
         self.registry = SlotRegistry(1)
         self.manager = TrainingManager(
             TrainingSettings(
@@ -124,7 +124,7 @@ class World(RuleBasedStateMachine):
         self.assign_and_settle("0/23")
 
     def teardown(self) -> None:
-        """Without further disturbances every training ends."""
+        """Without further faults, every training ends."""
         self._settle()
 
     # The driver's side of the wire.
@@ -154,20 +154,20 @@ class World(RuleBasedStateMachine):
 
     @rule(layout=st.sampled_from(LAYOUTS))
     def assign(self, layout: str) -> None:
-        """Divide the nodes, as the planner does; never two trainings on a node."""
+        """Assign the nodes as the planner does, never one node to two trainings."""
         for name, digits in zip("ab", layout.split("/"), strict=True):
             self.manager.assign(name, frozenset(f"n{digit}" for digit in digits))
 
     @rule(layout=st.sampled_from(LAYOUTS))
     def assign_and_settle(self, layout: str) -> None:
-        """And all is quiet for some time."""
+        """Assign, and let some time pass without events."""
         self.assign(layout)
         for _ in range(12):
             self._round()
 
     @rule(random=st.randoms(use_true_random=False), rounds=st.integers(1, 12), lazy=st.sampled_from([0.0, 0.2, 0.6]))
     def go_on(self, random: Random, rounds: int, lazy: float) -> None:
-        """For some rounds, processes act and messages arrive in any order; some are late."""
+        """Run some rounds in which processes act and messages arrive in any order, some of them late."""
         for _ in range(rounds):
             for process in random.sample(list(self.processes.values()), len(self.processes)):
                 if process.inbox and random.random() >= lazy:
@@ -179,7 +179,7 @@ class World(RuleBasedStateMachine):
             self.wait(0.2)
 
     def _round(self) -> None:
-        """Everything that is on its way arrives, all processes do what is next, the driver does too."""
+        """Deliver all messages in transit, and let all processes and the driver act."""
         for process in list(self.processes.values()):
             while process.inbox:
                 self._receive(process)
@@ -193,7 +193,7 @@ class World(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.05, 0.2, 1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
-        """Time passes, and all that live give signs of life."""
+        """Let time pass, with heartbeats of all live processes."""
         self.now += seconds
         for name, process in self.processes.items():
             slot = self.registry.slots[name]
@@ -202,7 +202,7 @@ class World(RuleBasedStateMachine):
         self.manager.advance()
 
     def _waited(self, process: Process) -> float:
-        """Return how long a process has been without one of its peers."""
+        """Return how long one of a process's peers has been missing."""
         if process.run is None or process.place not in ("group", "meeting") or self._whole(process):
             process.alone_since = None
             return 0.0
@@ -213,20 +213,20 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: any(process.inbox for process in self.processes.values()))
     @rule(data=st.data())
     def deliver_to_slot(self, data: st.DataObject) -> None:
-        """Let a message of the driver arrive."""
+        """Deliver a message from the driver."""
         slots = [name for name, process in self.processes.items() if process.inbox]
         self._receive(self.processes[data.draw(st.sampled_from(slots))])
 
     @precondition(lambda self: any(process.outbox for process in self.processes.values()))
     @rule(data=st.data(), repeated=st.booleans())
     def deliver_to_driver(self, data: st.DataObject, repeated: bool) -> None:
-        """Let a message of a slot arrive, and perhaps a second time."""
+        """Deliver a message from a slot, perhaps twice."""
         slots = [name for name, process in self.processes.items() if process.outbox]
         self._report(self.processes[data.draw(st.sampled_from(slots))], repeated=repeated)
 
     @rule(data=st.data())
     def act(self, data: st.DataObject) -> None:
-        """Let a process do what is next for it."""
+        """Let a process perform its next action."""
         if self.processes:
             self._act(self.processes[data.draw(st.sampled_from(sorted(self.processes)))])
 
@@ -256,7 +256,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: any(self.heard.values()))
     @rule(data=st.data())
     def hear_again(self, data: st.DataObject) -> None:
-        """Let a message of long ago arrive a second time."""
+        """Deliver an old message a second time."""
         slots = sorted(slot for slot, messages in self.heard.items() if messages and slot in self.registry.slots)
         if slots:
             slot = data.draw(st.sampled_from(slots))
@@ -265,12 +265,12 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.dead)
     @rule(crash=st.booleans())
     def learn_of_death(self, crash: bool) -> None:
-        """HTEX reports it."""
+        """Let HTEX report a death."""
         self._lose(self.dead.pop(0).slot, crash=crash)
 
     @rule(data=st.data())
     def close_node(self, data: st.DataObject) -> None:
-        """Take a node, as the batch system does; its process stops at the next boundary, and the others with it."""
+        """Reclaim a node, as the batch system does; its process stops at the next boundary, and the others with it."""
         name = data.draw(st.sampled_from(sorted(self.processes))) if self.processes else None
         if name is not None and self.processes[name].place == "group":
             self.processes[name].pauses = True
@@ -278,11 +278,11 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: not any(future.done() for future in self.futures.values()))
     @rule(cancel=st.integers(0, 30))
     def cancel(self, cancel: int) -> None:
-        """Seldom, the user cancels a training."""
+        """Rarely, let the user cancel a training."""
         if cancel == 0:
             self.manager.cancel(self.futures["b"])
 
-    # What processes do.
+    # Actions of processes.
 
     def _receive(self, process: Process) -> None:
         match process.inbox.popleft():
@@ -327,7 +327,7 @@ class World(RuleBasedStateMachine):
         process.run, process.place, process.step, process.command = None, "", None, None
 
     def _peers(self, process: Process) -> list[Process]:
-        """All living processes that are in the group, or at the meeting, of this one."""
+        """Return all live processes in the group, or at the rendezvous, of this one."""
         return [
             one
             for one in self.processes.values()
@@ -347,7 +347,7 @@ class World(RuleBasedStateMachine):
             self._obey(process, command)
         elif process.place == "newcomer":
             if process.pauses:
-                self._end(process, PeersFailed(process.group, "told to end"))
+                self._end(process, PeersFailed(process.group, "dismissed"))
             elif command is not None:
                 self._obey(process, command)
         elif process.place == "meeting":
@@ -355,7 +355,7 @@ class World(RuleBasedStateMachine):
         elif process.place == "group":
             self._boundary(process)
         elif process.pauses and process.step is None:
-            self._end(process, PeersFailed(process.group, "told to end"))
+            self._end(process, PeersFailed(process.group, "dismissed"))
 
     def _prepare(self, process: Process) -> None:
         assert process.run is not None
@@ -391,7 +391,7 @@ class World(RuleBasedStateMachine):
                 self._tell(one, Joined(one.group, 0.1, 0.0))
 
     def _may_come(self, process: Process) -> bool:
-        """Whether all who are missing at a meeting live, and have the command or will get it."""
+        """Return whether all processes missing at a rendezvous are alive and have, or will get, the command."""
         assert process.run is not None
         coming = 0
         for one in self.processes.values():
@@ -405,7 +405,7 @@ class World(RuleBasedStateMachine):
         return coming >= process.ranks
 
     def _boundary(self, process: Process) -> None:
-        """Decide together with the others, which are at the same boundary."""
+        """Decide together with the others at the same boundary."""
         peers = self._peers(process)
         assert process.run is not None
         name = process.run.training
@@ -438,7 +438,7 @@ class World(RuleBasedStateMachine):
             if one.rank == 0:
                 self._tell(one, Progress(step=step + 1, samples=step + 1))
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def at_most_one_group_of_a_training_trains(self) -> None:
@@ -462,7 +462,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_work_is_given_up_while_a_process_has_it(self) -> None:
-        """Check that no living process is ahead of a checkpoint on which its training falls back."""
+        """Check that no live process is ahead of the checkpoint to which its training falls back."""
         before, self._restarts = self._restarts, self.manager._failure_rate.failures
         if self._restarts == before:
             return
@@ -475,7 +475,7 @@ class World(RuleBasedStateMachine):
         return next(one.machine for one in self.manager._managed if one.machine.name == name)
 
     def _settle(self) -> None:
-        """Let everything that is on its way arrive, and give both trainings nodes until they have ended."""
+        """Deliver all messages in transit, and assign nodes to both trainings until they have ended."""
         self.ending = True
         for _ in range(400):
             while self.dead:

@@ -1,4 +1,4 @@
-"""The training manager with slots that are only names: every message is an argument, time is a number."""
+"""The training manager with slots that are only names: messages are arguments, time is a number."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_a_training_waits_for_nodes_that_another_still_holds(stage: Stage) -> No
 
 
 def test_members_that_pause_by_themselves_make_all_pause(stage: Stage) -> None:
-    """A node is about to close: newcomers are sent away, and the next group starts from the checkpoint."""
+    """A node is about to close: newcomers are dismissed, and the next group starts from the checkpoint."""
     stage.running("n0", "n1")
     stage.on("n0", "n1", "n2")
     stage.sent.clear()
     stage.ends("s1", RunPaused(PauseReason.CLOSING))
     assert sorted(kinds(stage.sent)) == [("s0", "pause"), ("s2", "pause")]
     stage.ends("s0", RunPaused(PauseReason.CLOSING))
-    stage.ends("s2", PeersFailed(0, "told to"))
+    stage.ends("s2", PeersFailed(0, "dismissed"))
     assert kinds(stage.turn()) == [("s0", "run"), ("s1", "run"), ("s2", "run")]
 
 
@@ -112,7 +112,7 @@ def test_a_name_is_free_again_while_old_members_are_still_ending(stage: Stage) -
 def test_a_value_that_cannot_be_read_here_fails_the_future_not_the_driver(stage: Stage) -> None:
     future = stage.running("n0")
     stage.ends("s0", RunFinished(stage.report()), b"no serialisation at all")
-    with pytest.raises(Exception, match="cannot be read here"):
+    with pytest.raises(Exception, match="cannot be deserialized here"):
         future.result(0)
 
 
@@ -126,7 +126,7 @@ def test_an_exception_of_the_user_ends_the_training_on_all_its_slots_at_once(sta
     assert stage.place("s0") == (None, 0, True)
     assert ("s2", "pause") in kinds(stage.sent)
     stage.ends("s0", RunPaused(PauseReason.LEFT))
-    stage.ends("s2", PeersFailed(0, "told to"))
+    stage.ends("s2", PeersFailed(0, "dismissed"))
     assert stage.turn() == []
 
 
@@ -248,8 +248,8 @@ def test_newcomers_on_nodes_that_are_not_wanted_any_more_are_sent_away(stage: St
     assert kinds(stage.on("n0")) == [("s1", "pause")]
     assert stage.turn() == []
     stage.ready("s1")
-    assert stage.turn() == [], "it comes too late"
-    stage.ends("s1", PeersFailed(0, "told to"))
+    assert stage.turn() == [], "it arrives too late"
+    stage.ends("s1", PeersFailed(0, "dismissed"))
     assert kinds(stage.on("n0", "n1")) == [("s1", "run")]
 
 
@@ -269,7 +269,7 @@ def test_a_training_moves_to_other_nodes_through_a_group_of_both(stage: Stage) -
     stage.running("n0", "n1")
     assert kinds(stage.on("n2", "n3")) == [("s2", "run"), ("s3", "run")]
     stage.ready("s2")
-    assert stage.turn() == [], "it goes on where it is meanwhile"
+    assert stage.turn() == [], "it continues on its nodes meanwhile"
     stage.ready("s3")
     stage.turn()
     assert [stage.place(f"s{n}") for n in range(4)] == [(0, 3, False), (None, 0, False), (1, 3, False), (2, 3, False)]
@@ -283,7 +283,7 @@ def test_a_training_moves_to_other_nodes_through_a_group_of_both(stage: Stage) -
 
 
 def test_a_training_whose_new_nodes_are_not_free_is_paused_rather_than_kept_waiting(stage: Stage) -> None:
-    """Two trainings that exchange their nodes would otherwise wait for each other for ever."""
+    """Two trainings that exchange their nodes would otherwise wait for each other forever."""
     stage.running("n0")
     stage.submit("u")
     stage.on("n1", name="u")
@@ -364,10 +364,10 @@ def test_a_leaver_that_does_not_leave_is_ended(stage: Stage) -> None:
     stage.now += 11
     stage.turn()
     assert stage.killed == ["s1"]
-    assert stage.turn() == [], "nobody misses it"
+    assert stage.turn() == [], "no group needs it"
 
 
-# What is learned.
+# Estimates.
 
 
 def test_the_planner_learns_what_rescales_cost_if_that_is_news(stage: Stage) -> None:
@@ -405,7 +405,7 @@ def test_a_loss_says_nothing_of_what_a_planned_change_costs(stage: Stage) -> Non
 
 
 def test_slots_are_told_how_often_trainings_fall_back_on_their_checkpoint(stage: Stage) -> None:
-    """An hour, and less once there is experience of losses that left nobody."""
+    """An hour at first, and less after failures of all members."""
     stage.submit()
     ((_, first),) = stage.on("n0")
     assert first.options.mean_time_between_failures == timedelta(seconds=3600)
@@ -417,7 +417,7 @@ def test_slots_are_told_how_often_trainings_fall_back_on_their_checkpoint(stage:
 
 
 def test_a_member_that_others_do_not_reach_is_left_out_and_its_node_set_aside(stage) -> None:
-    """It reaches the driver: neither its process nor the training has crashed."""
+    """The node reaches the driver: neither its process nor the training has crashed."""
     stage.running("n0", "n1", "n2")
     generation = stage.generation
     for slot in ("s0", "s1", "s2"):
@@ -457,7 +457,7 @@ def test_few_are_cut_off_so_that_the_others_reach_each_other(unreachable, chosen
     assert fewest_to_exclude(("a", "b", "c", "d"), unreachable) == chosen
 
 
-# Old results, and other code.
+# Old results, and changed code.
 
 
 def test_a_result_of_an_earlier_run_is_told_as_one(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -489,10 +489,10 @@ def test_a_change_of_code_is_told_once_and_kept_in_the_journal(stage: Stage, cap
     stage.submit()
     stage.on("n0")
     for step in (1, 2):
-        stage.progress("s0", step=step, code_note="beginning anew: its code has changed")
-    assert caplog.text.count("training t: beginning anew") == 1
+        stage.progress("s0", step=step, code_note="starting over: its code has changed")
+    assert caplog.text.count("training t: starting over") == 1
     assert [entry.detail for _, entry in stage.history() if entry.kind == "code_changed"] == [
-        {"note": "beginning anew: its code has changed"}
+        {"note": "starting over: its code has changed"}
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a slot sends, and which network it uses; its life is tested with the executor."""
+"""A slot's messages and network interface; its life is tested with the executor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_exception_that_cannot_be_sent_is_replaced_by_one_that_tells_its_type
 
 def test_a_payload_that_is_no_exception_still_becomes_one() -> None:
     assert "42" in str(error_in(serialize(42)))
-    assert "cannot be read here" in str(error_in(b"nonsense"))
+    assert "cannot be deserialized here" in str(error_in(b"nonsense"))
 
 
 def test_a_future_that_is_settled_stays_as_it_is() -> None:
@@ -60,7 +60,7 @@ def test_a_training_takes_along_the_globals_that_it_uses_and_no_others() -> None
 
 
 def test_classes_that_can_be_imported_arrive_as_themselves() -> None:
-    """Alone, dill would send a copy of torch's SGD, which is no ``torch.optim.Optimizer`` where it arrives."""
+    """Plain dill would send a copy of torch's SGD, which is not a ``torch.optim.Optimizer`` at the receiver."""
     namespace = {"SGD": torch.optim.SGD}
     exec("def train(session):\n    return SGD", namespace)
     function, _, _ = unpack_training(pack_training(namespace["train"], (), {}))

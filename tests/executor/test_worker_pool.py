@@ -1,4 +1,4 @@
-"""The worker pool: its workers are forked from one server, which has imported everything and uses no accelerator."""
+"""The worker pool: workers are forked from one server, which has imported everything and uses no accelerator."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def hosts_are_here() -> None:
-    """Skip where this machine cannot have hosts, and say what is missing; fail instead where they are required."""
+    """Skip with the missing requirements if this machine cannot have hosts; fail if they are required."""
     missing = Hosts.missing()
     if missing is not None and "hosts" in os.environ.get(REQUIRED, "").split(","):
         pytest.fail(missing)

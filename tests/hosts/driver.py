@@ -2,8 +2,8 @@
 
 Its argument is a JSON object: ``directory``, ``provider`` (``embedded`` or ``slurm``), ``nodes`` and ``enter`` (shell
 code that enters a node's host) for the embedded cluster, and ``settings`` of the executor. The first line of output has
-the path of the journal, or the error of the start. A line of input is a training: ``name``, ``nodes``, ``epochs``,
-``slow``; its answer has ``name`` and ``result`` or ``error``. The end of the input ends the program.
+the path of the journal, or the start-up error. A line of input is a training: ``name``, ``nodes``, ``epochs``,
+``slow``; its response has ``name`` and ``result`` or ``error``. The program ends at the end of the input.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
         )
         run_dir = str(directory / "runinfo")
         parsl.load(Config(executors=[executor], run_dir=run_dir, strategy="none", initialize_logging=False))
-    except Exception as error:  # noqa: BLE001 - any error of the start is the test's to see
+    except Exception as error:  # noqa: BLE001 - report any start-up error to the test
         _say(error=f"{type(error).__name__}: {error}")
         return
     _say(journal=str(executor.journal_path), addresses=sorted(executor.all_addresses))

@@ -33,7 +33,7 @@ def parameters_of_an_undisturbed_training() -> list[float]:
 
 
 class Training:
-    """A training that goes slowly until `finish`."""
+    """A training that is slow until `finish`."""
 
     def __init__(self, login: Login, name: str) -> None:
         self.login = login
@@ -50,7 +50,7 @@ class Training:
         return self.run.progress["step"]
 
     def until(self, nodes: int, seconds: float = 180.0) -> int:
-        """Wait until it runs on so many nodes, and has made steps there; return the last."""
+        """Wait until it runs on `nodes` nodes, and has made steps there; return the last."""
 
         def there(run) -> bool:
             return self.name in run.trainings and len(self.run.nodes) == nodes and bool(self.run.progress)
@@ -69,7 +69,7 @@ class Training:
         return self.login.answer(self.name, seconds)
 
     def finish(self, seconds: float = 180.0) -> None:
-        """Let it go fast; hold that it ends as if nothing had happened: the same parameters, each sample once."""
+        """Let it run fast; assert that it ends with the parameters of an undisturbed run, each sample used once."""
         self.slow.unlink()
         answer = self.answer(seconds)
         assert "result" in answer, answer
@@ -85,12 +85,12 @@ class Training:
 
 
 class Login:
-    """A driver that runs on the host ``login``; its nodes are the hosts whose names begin with ``n``."""
+    """A driver on the host ``login``; its nodes are the hosts whose names begin with ``n``."""
 
     def __init__(
         self, hosts: Hosts, directory: Path, *, provider: str = "embedded", environment=None, **settings
     ) -> None:
-        parameters_of_an_undisturbed_training()  # takes seconds, in which a training would wait for its test
+        parameters_of_an_undisturbed_training()  # takes seconds, during which a training would wait for its test
         self.hosts = hosts
         self.directory = directory
         self.answers: dict[str, dict[str, Any]] = {}
@@ -100,7 +100,7 @@ class Login:
             "provider": provider,
             "nodes": len(nodes),
             "enter": hosts.entering("FREETRAIN_CLUSTER_NODE"),
-            "nodes_per_block": None if provider == "slurm" else 1,  # 1: a host that was lost can be had again alone
+            "nodes_per_block": None if provider == "slurm" else 1,  # 1: a failed host can be requested again alone
             "settings": {"heartbeat_timeout": 5, "peer_timeout": 5, **settings},
         }
         self._errors = (directory / "driver.err").open("wb")
@@ -128,7 +128,7 @@ class Login:
             self.answers[answer["name"]] = answer
 
     def close(self) -> None:
-        """End the driver as a script ends; nothing if it has ended."""
+        """End the driver as at the end of a script; no effect if it has ended."""
         if self._process.poll() is not None:
             return
         self._process.stdin.close()
@@ -149,11 +149,11 @@ class Login:
 
     @property
     def log(self) -> str:
-        """What the executor has logged."""
+        """Return the executor's log."""
         return Path(self.started["journal"]).with_name("freetrain.log").read_text(encoding="utf-8")
 
     def until(self, condition: Callable[[RunState], Any], seconds: float = 180.0) -> Any:
-        """Wait until `condition` of the run holds, and return it."""
+        """Wait until `condition` holds for the run, and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if value := condition(self.run):
@@ -162,7 +162,7 @@ class Login:
         raise AssertionError(f"not within {seconds} s: {self.run.trainings}\n{self.log[-3000:]}")
 
     def answer(self, name: str, seconds: float) -> dict[str, Any]:
-        """Wait for what came of a training."""
+        """Wait for the outcome of a training."""
         self.until(lambda _: name in self.answers, seconds)
         return self.answers[name]
 

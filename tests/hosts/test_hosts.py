@@ -1,4 +1,4 @@
-"""Hosts on one machine: connected as planned, disturbed as told, and gone with the process that made them."""
+"""Hosts on one machine: connected as specified, with injected faults, and removed with their creating process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SITE = {
     "n01": {"eth0": "10.77.0.11/24", "ib1": "fd78::11/64"},
 }
 
-# Says how a connection to a port where nobody listens ends: `refused` if the host was reached.
+# Prints how a connection to a closed port fails: `refused` if the host was reached.
 _CONNECT = """
 import socket, sys
 try:
@@ -33,7 +33,7 @@ except OSError as error:
 
 
 def reaches(hosts: Hosts, host: str, address: str, timeout: float = 0.5) -> str:
-    """Try to reach an address from a host: ``ConnectionRefusedError``: yes."""
+    """Try to reach an address from a host; ``ConnectionRefusedError`` means success."""
     return hosts[host].run(sys.executable, "-c", _CONNECT, address, str(timeout)).strip()
 
 
@@ -113,7 +113,7 @@ def test_a_route_that_leads_nowhere_is_silent():
 
 
 def test_a_slow_link_carries_as_much_as_it_is_given(hosts):
-    """A megabyte over 8 Mbit/s takes a second, in each direction; the counter of the interface tells who sent."""
+    """A megabyte over 8 Mbit/s takes a second in each direction; the interface counter shows which side sent."""
     with hosts.slow("n01", "8mbit"):
         for source, target in (("n00", "n01"), ("n01", "n00")):
             before = hosts[source].bytes_sent("eth0")
@@ -168,7 +168,7 @@ with Hosts(json.loads(sys.argv[2])) as hosts:
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_nothing_outlives_its_maker(how):
-    """Killed or with an exception: every process on the hosts ends, also one in a session of its own, and the files."""
+    """Killed or with an exception: all processes on the hosts end, even in their own session; files are removed."""
     mounts = Path("/proc/mounts").read_text()
     with subprocess.Popen(
         [sys.executable, "-c", _MAKER, how, json.dumps(SITE)],

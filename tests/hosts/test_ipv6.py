@@ -1,4 +1,4 @@
-"""Hosts that have IPv6 only."""
+"""IPv6-only hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.hosts
 
 
 def test_a_training_runs_on_hosts_with_ipv6_only(start):
-    """Before, the driver offered 127.0.0.1, and no node ever joined."""
+    """Regression: the driver offered 127.0.0.1, and no node ever connected."""
     site = {"login": {"eth0": "fd77::1/64"}, "n00": {"eth0": "fd77::10/64"}, "n01": {"ib0": "fd77::11/64"}}
     with Hosts(site, unresolved=["login"]) as hosts:
         login = start(hosts)

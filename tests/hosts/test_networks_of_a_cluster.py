@@ -1,7 +1,7 @@
-"""Real trainings on hosts that are apart: a login host with a second network, a network for the trainings, its faults.
+"""Real trainings on separate hosts: a login host with a second network, a network for the trainings, its faults.
 
-The driver offers two addresses, one of which leads nowhere and does so silently. The nodes do not resolve its name. The
-network of the trainings is not the driver's, and its interface has another name on each node.
+The driver offers two addresses, one of which is a black hole. The nodes cannot resolve its name. The network of the
+trainings is not the driver's, and its interface has a different name on each node.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def login(hosts, start):
 
 
 def set_aside(login) -> list[str]:
-    """List the nodes that were set aside so far."""
+    """List the nodes set aside so far."""
     return [entry.subject for entry in login.journal() if entry.kind == "node_set_aside"]
 
 
@@ -57,7 +57,7 @@ def test_a_node_without_its_link_to_the_driver_is_given_up_and_comes_back_with_i
         assert training.run.nodes == ("n00", "n02")
     training.until(3)
     training.finish()
-    # The driver and the node miss each other after the same time. If the node is first, all pause, and resume at once.
+    # Driver and node have the same timeout. If the node times out first, all pause, and resume at once.
     assert training.run.resumes <= 1
 
 
@@ -73,13 +73,13 @@ def test_a_short_interruption_costs_nothing_but_its_time(hosts, login):
 
 
 def test_a_node_that_reaches_the_driver_but_not_the_others_is_set_aside_for_a_while(hosts, login):
-    """Before, the training ended after three minutes: "4 crashes without a step"."""
+    """Regression: the training failed after three minutes with "4 crashes without a step"."""
     training = login.train("asymmetric", 3)
     training.until(3)
     with hosts.cut("n01", "ib1"):
         training.until(2)
         assert set_aside(login) == ["n01"]
-        assert "node n01 is set aside for 10 s: other nodes of training asymmetric do not reach it" in login.log
+        assert "node n01 is set aside for 10 s: other nodes of training asymmetric cannot reach it" in login.log
     training.until(3)
     training.finish()
 

@@ -1,4 +1,4 @@
-"""A real Slurm with one slurmd a host, and the driver on the login host: nothing goes over the loopback."""
+"""A real Slurm with one slurmd per host, and the driver on the login host: no traffic on the loopback."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ def test_a_training_runs_in_a_block_of_two_hosts_and_survives_the_loss_of_one(ho
         training.until(1)
     training.finish()
     login.close()
-    login.until(lambda _: cluster.run("squeue", "--noheader") == "", 60)  # a job that completes is listed until it has
+    login.until(lambda _: cluster.run("squeue", "--noheader") == "", 60)  # completing jobs are listed too

@@ -1,4 +1,4 @@
-"""A driver that offers only an address that the nodes do not reach."""
+"""A driver that offers only an address that the nodes cannot reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.hosts
 
 
 def test_the_address_that_no_node_reaches_is_in_the_error(start):
-    """Packets to it are dropped without a word; a worker pool tries for half a minute."""
+    """Packets to it are dropped silently; a worker pool tries for half a minute."""
     site = {"login": {"eth0": "10.77.0.1/24", "ext0": "10.99.0.1/24"}, "n00": {"eth0": "10.77.0.10/24"}}
     with Hosts(site) as hosts:
         hosts.lead_nowhere("n00", "10.77.0.254")

@@ -77,7 +77,7 @@ def test_policies_are_found_by_name():
 
 
 def test_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidSettings, match="no policy 'best'; known are equal-share, milp, window"):
+    with pytest.raises(InvalidSettings, match="unknown policy 'best'; available: equal-share, milp, window"):
         resolve_policy("best")
     with pytest.raises(InvalidSettings, match="got 42"):
         resolve_policy(42)

@@ -75,7 +75,7 @@ def test_a_short_window_is_too_short_whatever_the_trainings():
 
 
 def test_a_window_that_is_not_open_says_when_it_will_be():
-    assert reasons([window("a", opens=120)], [trainer()]) == ["opens in 2 min only"]
+    assert reasons([window("a", opens=120)], [trainer()]) == ["opens in 2 min"]
 
 
 def test_without_trainings_nothing_is_wanted():
@@ -96,7 +96,7 @@ def test_a_training_that_needs_more_than_is_left_is_named():
 
 
 def test_blocks_that_wait_already_are_the_most_that_may():
-    assert reasons([window("a")], [trainer()], pending=4) == ["4 blocks of yours wait already, the most that may"]
+    assert reasons([window("a")], [trainer()], pending=4) == ["4 blocks already wait in the queue, the maximum"]
     assert reasons([window("a")], [trainer()], pending=3) == [""]
 
 
@@ -104,14 +104,14 @@ def test_what_is_wanted_beyond_the_number_of_blocks_waits():
     settings = PlannerSettings(**{**vars(SETTINGS), "max_pending_blocks": 2})
     longer, shorter = explain([window("a", lasts=600), window("b")], [trainer()], settings=settings, pending=1).verdicts
     assert longer.used == ("a",)
-    assert shorter.why == "2 blocks wait then, the most that may; longer windows go first"
+    assert shorter.why == "2 blocks then wait in the queue, the maximum; longer windows take precedence"
 
 
 def test_fewer_nodes_than_one_job_must_have_are_told_apart():
     terms = BlockTerms(min_nodes=2)
-    assert reasons([window("a")], [trainer()], terms=terms) == ["fewer nodes than the 2 that one job must have here"]
+    assert reasons([window("a")], [trainer()], terms=terms) == ["fewer nodes than the minimum of 2 per job"]
     (why,) = reasons([window("a", "b")], [trainer(most=1)], terms=terms)
-    assert why == "1 node of it is wanted, fewer than the 2 that one job must have here"
+    assert why == "1 node of it is wanted, fewer than the minimum of 2 per job"
 
 
 def test_more_nodes_that_make_nothing_faster_gain_nothing():
@@ -148,7 +148,7 @@ def test_a_window_smaller_than_any_training_says_so():
 
 def test_an_answer_that_was_cut_short_is_doubted():
     (why,) = reasons([window("a")], [trainer()], policy=Hasty())
-    assert why.endswith("would gain from it; it was stopped before it was sure (time_limit)")
+    assert why.endswith("would gain from it; it reached its time_limit before it could prove this")
 
 
 def test_a_policy_that_breaks_its_contract_is_named(caplog):

@@ -245,7 +245,7 @@ def test_a_process_that_uses_highs_with_other_threads_changes_nothing():
         ({"gap": -0.1}, "gap"),
         ({"gap": 1.0}, "gap"),
         ({"gap": float("nan")}, "gap"),
-        ({"objective": "best"}, "no objective 'best'"),
+        ({"objective": "best"}, "unknown objective 'best'"),
     ],
 )
 def test_bad_settings_are_refused(setting, message):

@@ -84,7 +84,7 @@ def test_what_a_function_returns_is_checked(bad):
 
 def test_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(
-        InvalidSettings, match="no objective 'speed'; known are deadline, max-min, priority, speedup, throughput"
+        InvalidSettings, match="unknown objective 'speed'; available: deadline, max-min, priority, speedup, throughput"
     ):
         resolve_objective("speed")
     with pytest.raises(InvalidSettings, match="got 42"):
@@ -104,7 +104,7 @@ def test_registered_objective_is_found_and_names_are_not_taken_twice(monkeypatch
     register_objective("patient", patient)
     assert resolve_objective("patient") is patient
     for name in ("constant", "patient", "deadline"):
-        with pytest.raises(InvalidSettings, match=f"'{name}' exists already"):
+        with pytest.raises(InvalidSettings, match=f"'{name}' already exists"):
             register_objective(name, constant)
 
 

@@ -48,7 +48,7 @@ def test_nodes_outside_the_pool_are_lost():
 @pytest.mark.parametrize(
     ("counts", "current", "message"),
     [
-        ({"t": 4, "u": 2}, {}, "6 nodes are shared out, but the pool has 5"),
+        ({"t": 4, "u": 2}, {}, "6 nodes are allocated, but the pool has 5"),
         ({"t": -1}, {}, "'t' cannot have -1 nodes"),
         ({"t": 1}, {"t": nodes("a"), "u": nodes("a")}, "'a' is held by both 't' and 'u'"),
     ],
@@ -81,12 +81,12 @@ def test_counts_are_met_exactly_and_nobody_is_moved(data):
 @pytest.mark.parametrize(
     ("allocation", "message"),
     [
-        ({"x": nodes("a")}, "no trainer 'x'"),
+        ({"x": nodes("a")}, "unknown trainer 'x'"),
         ({"t": nodes("az")}, "'t' got node 'z', which is not in the pool"),
         ({"t": nodes("a")}, "'t' takes 2 to 3 nodes, got 1"),
         ({"t": nodes("abcd")}, "'t' takes 2 to 3 nodes, got 4"),
         ({"t": nodes("")}, "'t' takes 2 to 3 nodes, got 0"),
-        ({"t": nodes("ab"), "u": nodes("bc")}, "'b' went to both 't' and 'u'"),
+        ({"t": nodes("ab"), "u": nodes("bc")}, "'b' is assigned to both 't' and 'u'"),
     ],
 )
 def test_allocations_that_break_the_contract_are_refused(allocation, message):

@@ -126,7 +126,7 @@ def test_without_events_it_decides_again_after_its_interval() -> None:
 
 def test_a_second_trainer_of_the_same_name_is_refused(planner: Planner) -> None:
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
-    with pytest.raises(InvalidTrainer, match="alive already"):
+    with pytest.raises(InvalidTrainer, match="already named"):
         planner.advance(ev.TrainerSubmitted(1, trainer("t")))
 
 

@@ -39,7 +39,7 @@ def test_the_lists_of_trainers_are_the_same(files):
 def test_the_example_is_always_the_same_and_overwrites_nothing(files, tmp_path):
     again = {file.name: file for file in write_example(tmp_path)}
     assert {name: file.read_text() for name, file in files.items()} == {n: f.read_text() for n, f in again.items()}
-    with pytest.raises(InvalidInput, match=r"jobs\.swf.* exists already and is not overwritten"):
+    with pytest.raises(InvalidInput, match=r"jobs\.swf.* already exists and is not overwritten"):
         write_example(tmp_path)
     with pytest.raises(InvalidInput, match="cannot be written"):
         write_example(tmp_path / "jobs.swf" / "inside")

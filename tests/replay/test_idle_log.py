@@ -56,9 +56,9 @@ def test_intervals_of_a_node_that_touch_are_one_hole(write):
         (",1,2", "expected 'node,start,end'"),
         ("a,one,2", "numbers of seconds"),
         ("a,1,nan", "numbers of seconds"),
-        ("a,5,5", "ends after it starts, got 5 to 5"),
-        ("a,9,5", "ends after it starts, got 9 to 5"),
-        ("b,5,15", "node 'b' is idle already by line 2"),
+        ("a,5,5", "must end after it starts, got 5 to 5"),
+        ("a,9,5", "must end after it starts, got 9 to 5"),
+        ("b,5,15", "node 'b' is already idle by line 2"),
     ],
 )
 def test_a_bad_line_is_refused_by_number_or_skipped_and_counted(write, line, problem):
@@ -72,7 +72,7 @@ def test_a_bad_line_is_refused_by_number_or_skipped_and_counted(write, line, pro
 
 @pytest.mark.parametrize("lines", [[], ["# nothing"], ["node,start,end"]])
 def test_an_empty_log_is_refused(write, lines):
-    with pytest.raises(InvalidInput, match=r"idle\.csv: no idle interval"):
+    with pytest.raises(InvalidInput, match=r"idle\.csv: no idle intervals"):
         open_log(write(*lines))
 
 
@@ -85,14 +85,14 @@ def test_a_log_that_is_not_there_is_refused(tmp_path):
 
 
 def test_a_text_of_no_known_kind_is_refused(write):
-    with pytest.raises(InvalidInput, match="of no known kind"):
+    with pytest.raises(InvalidInput, match="unknown format"):
         open_log(write("Dear machine,", name="letter.txt"))
 
 
 def test_the_machine_may_be_larger_than_what_was_idle_but_not_smaller(write):
     path = write("a,0,1", "b,0,1")
     assert open_log(path, nodes=7).nodes == 7
-    with pytest.raises(InvalidSettings, match="2 different nodes, more than the 1 given"):
+    with pytest.raises(InvalidSettings, match="2 distinct nodes, more than the 1 given"):
         open_log(path, nodes=1)
     with pytest.raises(InvalidSettings, match="at least one node"):
         open_log(path, nodes=0)
@@ -115,9 +115,9 @@ def test_times_that_look_like_outages_are_left_out(write):
         Hole("a", 100, 150),
     ]
     assert (log.start, log.end) == (0, 150)
-    with pytest.raises(InvalidInput, match="nothing but times that look like outages"):
+    with pytest.raises(InvalidInput, match="the whole log looks like an outage"):
         open_log(path, mask_idle_above=0.1, mask_longer_than=50)
-    with pytest.raises(InvalidSettings, match=r"lies in \(0, 1\]"):
+    with pytest.raises(InvalidSettings, match=r"must be in \(0, 1\]"):
         open_log(path, mask_idle_above=90)
 
 

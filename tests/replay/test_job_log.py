@@ -102,7 +102,7 @@ def test_a_malformed_line_is_refused_or_counted(write_swf):
 
 
 def test_a_log_without_jobs_is_refused(write_swf):
-    with pytest.raises(InvalidInput, match="no job in it that ran"):
+    with pytest.raises(InvalidInput, match="contains no job that ran"):
         open_log(write_swf())
     with pytest.raises(InvalidInput, match="covers no time"):
         JobLog("log", [job(0, 5, math.inf, 1)], 4)
@@ -137,7 +137,7 @@ def test_named_nodes_are_held_as_recorded_and_may_be_shared():
     log = JobLog("log", [job(0, 0, 10, 2, None, "b[1-2]"), job(0, 5, 20, 1, None, "b2"), job(0, 0, 20, 1)], 4)
     assert [name for _, names in log.placements() for name in names] == ["b1", "b2", "node0", "b2"]
     assert holes(log) == [Hole("node1", 0, 20), Hole("b1", 10, 20)]
-    with pytest.raises(InvalidInput, match="ran on 2 different nodes, more than the machine's 1"):
+    with pytest.raises(InvalidInput, match="ran on 2 distinct nodes, more than the machine's 1"):
         JobLog("log", [job(0, 0, 10, 2, None, "b[1-2]")], 1)
 
 

@@ -175,7 +175,7 @@ def test_too_few_dedicated_nodes_leave_no_measure(tmp_path):
     assert result["efficiency"] is None
     assert result["loss_rescale"] is None
     assert result["oracle_ratio"] == pytest.approx(624 / 640), "a preemption"
-    assert "so U has no meaning" in summary(result)
+    assert "so U is undefined" in summary(result)
     assert result_table(result).row_count == 2
 
 
@@ -184,7 +184,7 @@ def test_a_busy_machine_is_refused(tmp_path):
     file = tmp_path / "jobs.swf"
     jobs = ("1 0 0 100 2 -1 -1 2 100", "2 0 100 100 2 -1 -1 2 100", "3 0 200 100 2 -1 -1 2 100")
     file.write_text("".join(f"{job} -1 1 -1 -1 -1 -1 -1 -1 -1\n" for job in jobs))
-    with pytest.raises(InvalidInput, match=r"jobs\.swf: no node is idle"):
+    with pytest.raises(InvalidInput, match=r"jobs\.swf: no node is ever idle"):
         measure(open_log(file, nodes=2))
 
 
@@ -258,7 +258,7 @@ def test_the_headline_is_of_what_can_be_had(tmp_path):
     assert perfect["efficiency"] > none["efficiency"]
     assert f"with window would have done {percent(none['efficiency'])} of" in summary(result)
     alone = compare(log, chosen, told[:1], ReplaySettings(cost=Cost.FULL))
-    assert summary(alone).startswith("Upper bound, for no plan knows closings as they will be: In ")
+    assert summary(alone).startswith("Upper bound, because no plan knows future closings: In ")
     assert percent(perfect["efficiency"]) in summary(alone)
 
 

@@ -109,5 +109,5 @@ def test_an_outage_of_a_log_takes_its_time_out_of_the_mean(tmp_path):
 
 def test_a_log_of_nothing_but_outages_is_refused(tmp_path):
     (tmp_path / "idle.csv").write_text("a,0,20000\n")
-    with pytest.raises(InvalidInput, match="nothing but times that look like outages"):
+    with pytest.raises(InvalidInput, match="the whole log looks like an outage"):
         open_log(tmp_path / "idle.csv", mask_idle_above=0.9)

@@ -123,9 +123,9 @@ def test_times_may_be_seconds_since_1970(write):
         (row(submit="Unknown"), "no time of submission"),
         (row(start="yesterday"), "expected a time such as"),
         (row(start=20, end=10), "ends .* before it starts"),
-        (row(nodes="two"), "NNodes is a whole number"),
+        (row(nodes="two"), "NNodes must be an integer"),
         (row(limit="long"), "expected a Timelimit such as"),
-        (row(hosts="n[1-"), "no list of nodes"),
+        (row(hosts="n[1-"), "not a list of nodes"),
     ],
 )
 def test_a_bad_line_is_refused_by_number_or_skipped_and_counted(write, line, problem):
@@ -158,7 +158,7 @@ def test_host_lists_are_expanded(text, hosts):
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a[", "a[1-", "a[2-1]", "a[x]", "a]", "a[]"])
 def test_what_is_no_host_list_is_refused(text):
-    with pytest.raises(ValueError, match="no list of nodes"):
+    with pytest.raises(ValueError, match="not a list of nodes"):
         expand_hosts(text)
 
 

@@ -43,7 +43,7 @@ def test_mixed_takes_the_models_in_turn():
 
 @pytest.mark.parametrize("spec", ["hpo:0", "hpo:", "mixed:-1", "hpo:ten", "mixed:1e3"])
 def test_a_set_needs_a_number(spec):
-    with pytest.raises(InvalidSettings, match="after the colon stands how many"):
+    with pytest.raises(InvalidSettings, match="expected a number after the colon"):
         trainer_set(spec)
 
 
@@ -110,15 +110,15 @@ def test_a_list_has_the_objective_that_suits_it(write, second, objective):
         ("work: much", "'work' must be a positive number, got 'much'"),
         ("submit: -1", "'submit' must be zero or more"),
         ("min: 9", r"min \(9\) is more than max \(4\)"),
-        ("min: 1.5", "'min' must be a whole number"),
+        ("min: 1.5", "'min' must be an integer"),
         ("min: true", "'min' must be a positive number"),
         ("curv: 3", r"unknown key 'curv' \(did you mean 'curve'\?\)"),
-        ("max: 4", "key 'max' comes twice"),
+        ("max: 4", "duplicate key 'max'"),
         ("priority: 0", "'priority' must be a positive number"),
         ("deadline: .inf", "'deadline' must be zero or more"),
         ("rescale: {up: -1}", "rescale cost 'up' must be zero or more seconds"),
-        ("rescale: {sideways: 1}", "'rescale' gives seconds for up, down and start"),
-        ("rescale: fast", "'rescale' gives seconds for up, down and start"),
+        ("rescale: {sideways: 1}", "'rescale' must give seconds for up, down and start"),
+        ("rescale: fast", "'rescale' must give seconds for up, down and start"),
     ],
 )
 def test_what_cannot_be_is_refused_by_line(write, line, problem):
@@ -145,14 +145,14 @@ def test_a_curve_that_cannot_be_used_is_refused_by_line(write, curve, problem):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "trainers.yaml: no trainer in it"),
+        ("", "trainers.yaml: contains no trainers"),
         ("name: a", "trainers.yaml:1: expected a list of trainers"),
         ("- a", "trainers.yaml:1: expected a trainer"),
         ("- {name: a", "trainers.yaml:1: not YAML"),
         ("- name: a\n  curve: vgg16", "trainers.yaml:1: a trainer needs 'max'"),
         (
             "- {name: a, max: 1, curve: vgg16}\n- {name: a, max: 1, curve: vgg16}",
-            "trainers.yaml:2: .*names must differ",
+            "trainers.yaml:2: .*names must be unique",
         ),
         ("- {name: '', max: 1, curve: vgg16}", "trainers.yaml:1: a trainer needs a name"),
     ],
@@ -165,11 +165,11 @@ def test_a_bad_list_is_refused(write, text, problem):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("name,max,curve,max\n", "trainers.csv:1: column 'max' comes twice"),
+        ("name,max,curve,max\n", "trainers.csv:1: duplicate column 'max'"),
         ("name,max,curve\na,4\n", "trainers.csv:2: expected 3 fields"),
         ("name,max,curve\na,4,\n", "trainers.csv:2: a trainer needs 'curve'"),
         ("name,max,curve,work\na,4,vgg16,-1\n", "trainers.csv:2: 'work' must be a positive number"),
-        ("name,max,curve\n", "trainers.csv: no trainer in it"),
+        ("name,max,curve\n", "trainers.csv: contains no trainers"),
     ],
 )
 def test_a_bad_table_is_refused(write, text, problem):

@@ -1,4 +1,4 @@
-"""Files that a user names: whole or unchanged, and nothing but a regular file is ever replaced."""
+"""Output files named by the user: complete or unchanged, and only regular files are replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_regular_file_is_replaced_whole_and_keeps_its_permissions(tmp_path):
     write_output(path, "new \N{EN DASH} whole")
     assert path.read_text(encoding="utf-8") == "new \N{EN DASH} whole"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert reader.read() == "old", "who has it open reads the file as it was"
+    assert reader.read() == "old", "a process that has it open reads the old file"
     reader.close()
     assert names(tmp_path) == ["figures.json"]
 
@@ -39,7 +39,7 @@ def test_a_new_file_has_the_permissions_that_any_new_file_has(tmp_path):
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_symbolic_link_stays_one_and_what_it_points_to_is_written(tmp_path, exists):
-    """Also over several links, relative ones, and to a file that is not there yet."""
+    """Also over several links, relative ones, and to a file that does not exist yet."""
     (tmp_path / "there").mkdir()
     target = tmp_path / "there" / "page.html"
     if exists:
@@ -78,7 +78,7 @@ def test_a_pipe_is_written_in_place(tmp_path, through_a_link):
 
 
 def test_a_device_is_written_in_place():
-    """Also by root, who could replace it."""
+    """Even by root, who could replace it."""
     before = Path("/dev/null").stat()
     write_output(Path("/dev/null"), "gone")
     after = Path("/dev/null").stat()
@@ -101,7 +101,7 @@ def test_a_file_with_several_names_keeps_them(tmp_path):
 
 
 def test_a_directory_that_takes_no_new_file_does_not_hinder(tmp_path, monkeypatch):
-    """Root may write anywhere, so the refusal is made."""
+    """Root may write anywhere, so the error is simulated."""
     path = tmp_path / "figures"
     path.write_text("a long old text")
 
@@ -118,7 +118,7 @@ def test_a_directory_that_takes_no_new_file_does_not_hinder(tmp_path, monkeypatc
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/stderr"])
 @pytest.mark.parametrize("kind", ["file", "pipe"])
 def test_a_standard_stream_gets_it_after_what_was_said_there(tmp_path, name, kind):
-    """A file that a shell redirects to is not replaced: what the program says before and after would be lost."""
+    """A redirection target is not replaced: the program's other output would be lost."""
     stream = name.removeprefix("/dev/")
     script = (
         "import sys; from pathlib import Path; from freetrain_parsl.report.output import write_output\n"

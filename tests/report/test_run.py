@@ -1,4 +1,4 @@
-"""A run's state, figures and pictures, from a journal written by hand."""
+"""State, figures and pictures of a run, from a handwritten journal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HISTORY = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunState:
-    """Two trainings: `a` starts on one node, grows, loses a node and resumes; `b` fails."""
+    """Two trainings: `a` starts on one node, grows, has a node failure and resumes; `b` fails."""
     journal = Journal(tmp_path / "journal.sqlite")
     for name in ("a", "b"):
         journal.write(1.0, record.TrainingSubmitted(name, 1, 2, None))

@@ -1,4 +1,4 @@
-"""Run by test_hidden_jobs.py as an ordinary user, who is shown no jobs of others: trains until the word to finish."""
+"""Run by test_hidden_jobs.py as an ordinary user who cannot see others' jobs: trains until commanded to finish."""
 
 import json
 import sys
@@ -13,13 +13,13 @@ from tests.batch_systems.driving import Driver
 
 
 def main(directory: str, partition: str) -> None:
-    """Load Parsl, train, finish at a line on standard input, and tell what came of it."""
+    """Load Parsl, train, finish at a line on standard input, and print the outcome."""
     provider = SlurmProvider(partition=partition, launcher=SrunLauncher(), worker_init=WORKER_INIT, cmd_timeout=10)
     driver = Driver(provider, Path(directory)).load()
     future = driver.train(nodes=1, epochs=60)
     driver.until_step()
     print("trains", flush=True)
-    print(driver.until_block_ended("made way"), flush=True)
+    print(driver.until_block_ended("yielded"), flush=True)
     sys.stdin.readline()
     driver.finish(future)
     parsl.dfk().cleanup()

@@ -1,4 +1,4 @@
-"""Jobs of somebody else, of whole nodes, in the main queue."""
+"""Other users' whole-node jobs in the main queue."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 
 
 def main_job(cluster, nodes, seconds, minutes=1):
-    """Submit one that runs so long."""
+    """Submit a job of `seconds`."""
     options = ("--partition=main", f"--nodes={nodes}", "--exclusive", f"--time={minutes}")
     return cluster.submit(*options, command=f"sleep {seconds}")
 
 
 def until_planned(cluster, job):
-    """Wait until Slurm has a plan for a job that waits."""
+    """Wait until Slurm has planned a pending job."""
     end = time.monotonic() + 120
     while "SchedNodeList" not in cluster.describe(job):
         assert time.monotonic() < end, cluster.describe(job)
@@ -20,7 +20,7 @@ def until_planned(cluster, job):
 
 
 def seconds_until_started(cluster, job):
-    """Wait until it has its nodes."""
+    """Wait until it has started."""
     begin = time.monotonic()
     cluster.wait_for_state(job, "RUNNING", "COMPLETED", timeout=120)
     return time.monotonic() - begin

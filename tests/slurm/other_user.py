@@ -1,4 +1,4 @@
-"""Run by test_two_users.py in a process of its own: the FreeTrain of somebody else on the same cluster."""
+"""Run by test_two_users.py in a separate process: another user's FreeTrain on the same cluster."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from tests.batch_systems.driving import Driver
 
 
 def main(directory: str, nodes: str) -> None:
-    """Load Parsl, wait for a line on standard input, train, and tell what came of it."""
+    """Load Parsl, wait for a line on standard input, train, and print the outcome."""
     provider = SlurmProvider(partition="preemptible", launcher=SrunLauncher(), worker_init=WORKER_INIT)
     driver = Driver(provider, Path(directory)).load()
     print("loaded", flush=True)

@@ -1,4 +1,4 @@
-"""A site that hides the jobs of others (``PrivateData=jobs``): an ordinary user delays nobody, and still trains."""
+"""A site that hides other users' jobs (``PrivateData=jobs``): an ordinary user trains without delaying them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.slurm.main_queue import main_job, seconds_until_started, until_planne
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.alone,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root may have jobs of two users"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may submit jobs of two users"),
 ]
 
 USER = "nobody"
@@ -31,20 +31,20 @@ print(json.dumps([[list(window.nodes) for window in survey.windows], survey.unus
 
 @pytest.fixture(scope="module")
 def hiding(slurm_is_here):
-    """Bring up a cluster that shows each user only their own jobs; the main queue is root's."""
+    """Start a cluster that shows each user only their own jobs; the main queue belongs to root."""
     with LoopbackSlurm(nodes=6, bf_interval=1, jobs_read_all=True, extra=["PrivateData=jobs"]) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(hiding):
-    """Give it to one test, empty."""
+    """Provide it to one test, empty."""
     yield hiding
     hiding.clear()
 
 
 def run_as_user(cluster, *words) -> subprocess.Popen[str]:
-    """Start a Python of the ordinary user, in a directory that is theirs."""
+    """Start a Python process of the ordinary user, in their own directory."""
     home = cluster.work / "home"
     home.mkdir(exist_ok=True)
     home.chmod(0o777)
@@ -59,13 +59,13 @@ def run_as_user(cluster, *words) -> subprocess.Popen[str]:
 
 
 def survey(cluster, partition):
-    """Look for windows as the ordinary user: nodes of each window, why the others are in none, notes."""
+    """Query the windows as the ordinary user: nodes of each window, why the others are in none, notes."""
     told, _ = run_as_user(cluster, "-c", SURVEY.format(partition)).communicate(timeout=240)
     return json.loads(told)
 
 
 def head_job(cluster):
-    """Fill two of the six nodes, and plan a job on five: three idle nodes are planned, one is not."""
+    """Occupy two of the six nodes, and plan a job on five: three idle nodes are planned, one is not."""
     busy = main_job(cluster, 2, 1000, minutes=10)
     cluster.wait_for_state(busy, "RUNNING")
     head = main_job(cluster, 5, 1)
@@ -74,7 +74,7 @@ def head_job(cluster):
 
 
 def until_marked(cluster, count):
-    """Wait until Slurm marks that many idle nodes as planned."""
+    """Wait until Slurm marks `count` idle nodes as planned."""
     end = time.monotonic() + 120
     while (states := cluster.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()).count(
         "planned"
@@ -84,19 +84,19 @@ def until_marked(cluster, count):
 
 
 def test_nodes_that_are_planned_for_hidden_jobs_are_no_windows(cluster) -> None:
-    """Asked as root, the same nodes are a window until the head job starts."""
+    """Queried as root, the same nodes are a window until the head job starts."""
     head = head_job(cluster)
     until_marked(cluster, 3)
     for partition, left in (("backfill", 0), ("preemptible", 1)):
         windows, unused, notes = survey(cluster, partition)
-        assert sum(map(len, windows)) == left, "somebody waits, and backfill is not preemptible"
+        assert sum(map(len, windows)) == left, "another job waits, and backfill is not preemptible"
         assert list(unused.values()).count("planned for a job that this site does not show") == 3
         assert sum("hides" in note for note in notes) == len(notes) >= 1
     assert cluster.state_of(head) == "PENDING"
 
 
 def test_blocks_make_way_for_jobs_that_they_cannot_see(cluster) -> None:
-    """In a partition without preemption: the scheduler's statistics say that somebody waits."""
+    """In a partition without preemption: the scheduler's statistics show that another job waits."""
     busy = main_job(cluster, 4, 1000, minutes=10)
     cluster.wait_for_state(busy, "RUNNING")
     (cluster.work / "run").mkdir()
@@ -106,8 +106,8 @@ def test_blocks_make_way_for_jobs_that_they_cannot_see(cluster) -> None:
         assert user.stdout.readline() == "trains\n"
         waiting = main_job(cluster, 2, 1)
         waited = seconds_until_started(cluster, waiting)
-        assert waited < 15, "a look, the closing margin, and two cycles of the scheduler; not the block's walltime"
-        assert "made way" in user.stdout.readline()
+        assert waited < 15, "a poll, the closing margin, and two scheduler cycles; not the block's walltime"
+        assert "yielded" in user.stdout.readline()
         user.stdin.write("finish\n")
         user.stdin.flush()
         told, _ = user.communicate(timeout=120)

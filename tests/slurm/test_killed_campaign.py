@@ -39,7 +39,7 @@ trainings:
 
 
 class _Shell(Shell):
-    """A shell on the cluster whose training is slow from the beginning."""
+    """A shell on the cluster whose training is slow from the start."""
 
     def __init__(self, cluster, directory: Path, checkpoint_interval: str) -> None:
         super().__init__(directory, site=SITE % checkpoint_interval, campaign=CAMPAIGN)
@@ -47,7 +47,7 @@ class _Shell(Shell):
         self.slow.touch()
 
     def run_until_trained(self, share: float) -> subprocess.Popen[str]:
-        """Start the campaign and let its training come so far."""
+        """Start the campaign and wait until its training has done a share."""
         driver = self.start_campaign()
         self.until(f"SELECT 1 FROM training WHERE state = 'running' AND share > {share}", driver)
         return driver
@@ -55,7 +55,7 @@ class _Shell(Shell):
 
 @pytest.fixture
 def shell(cluster, tmp_path):
-    """Make a shell; whatever it started is killed at the end."""
+    """Make a shell; all its processes are killed at the end."""
     shells: list[_Shell] = []
 
     def make(checkpoint_interval: str) -> _Shell:
@@ -68,7 +68,7 @@ def shell(cluster, tmp_path):
 
 
 def test_after_kill_9_resume_removes_the_orphans_and_finishes_without_loss(shell, cluster) -> None:
-    """One block runs, another waits in the queue; nobody is left to withdraw them."""
+    """One block runs, another is pending; no process is left to withdraw them."""
     shell = shell(checkpoint_interval="1 s")
     driver = shell.run_until_trained(0.2)
     os.kill(driver.pid, 9)
@@ -90,7 +90,7 @@ def test_after_kill_9_resume_removes_the_orphans_and_finishes_without_loss(shell
 
 
 def test_stop_from_another_shell_saves_the_work_and_leaves_the_queue_empty(shell) -> None:
-    """There is no periodic checkpoint here: what is resumed from was saved at the stop."""
+    """There is no periodic checkpoint: the training resumes from the one saved at the stop."""
     shell = shell(checkpoint_interval="600 s")
     driver = shell.run_until_trained(0.1)
     stopped = shell.run("stop", "run")

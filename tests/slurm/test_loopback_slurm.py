@@ -1,4 +1,4 @@
-"""The real Slurm that the tests bring up: it is real, it has accidents on demand, and nothing of it stays."""
+"""The real Slurm that the tests start: it is real, fails on demand, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def until(condition, seconds=120.0) -> None:
     """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
@@ -49,13 +49,13 @@ def test_jobs_are_real_processes_on_named_nodes(cluster):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may submit as another user")
 def test_root_submits_as_anyone(cluster):
-    """The neighbours can be other users."""
+    """Main jobs can belong to other users."""
     job = cluster.submit("--time=5", user="nobody")
     assert cluster.describe(job)["UserId"].startswith("nobody(")
 
 
 def test_jobs_outlive_the_controller(cluster):
-    """A stopped slurmctld answers nobody, and knows the running job when it is back."""
+    """A stopped slurmctld does not respond, and knows the running job after its restart."""
     job = cluster.submit("--time=5")
     cluster.wait_for_state(job, "RUNNING")
     cluster.stop_controller()
@@ -66,7 +66,7 @@ def test_jobs_outlive_the_controller(cluster):
 
 
 def test_killed_node_takes_its_jobs_along(cluster):
-    """A node that loses power loses every process; its jobs end once Slurm misses it, and it comes back."""
+    """A power failure ends all processes of a node; its jobs end once Slurm notices, and the node can return."""
     file = cluster.work / "pid"
     file.unlink(missing_ok=True)
     job = cluster.submit("--time=5", "--nodelist=node04", "--no-requeue", command=f"echo $$ > {file}; exec sleep 1000")
@@ -81,7 +81,7 @@ def test_killed_node_takes_its_jobs_along(cluster):
 
 
 def test_clear_ends_jobs_reservations_and_drains(cluster):
-    """What one test leaves behind does not reach the next."""
+    """Leftovers of one test do not affect the next."""
     job = cluster.submit("--time=5", "--nodelist=node03")
     cluster.submit("--hold")
     cluster.run("scontrol", "create", "reservation", "StartTime=now+60", "Duration=5", "Users=root", "Nodes=node01")
@@ -95,7 +95,7 @@ def test_clear_ends_jobs_reservations_and_drains(cluster):
 
 @pytest.mark.parametrize("how", ["killed", "fail"])
 def test_nothing_outlives_its_maker(how):
-    """Killed or with an exception: every process goes, those of jobs too, and the directory."""
+    """Killed or with an exception: all processes end, including those of jobs, and the directory is removed."""
     with subprocess.Popen(
         [sys.executable, "-c", _SCRIPT, how],
         stdin=subprocess.PIPE,
@@ -112,7 +112,7 @@ def test_nothing_outlives_its_maker(how):
 
 
 def test_a_cluster_that_cannot_start_tells_why(tmp_path):
-    """The error has the daemon's own words, and nothing stays."""
+    """The error contains the daemon's own message, and nothing is left behind."""
     directory = tmp_path / "c"
     if len(str(directory)) > 80:
         pytest.skip("the path of this test's directory is too long for sockets")
@@ -125,7 +125,7 @@ def test_a_cluster_that_cannot_start_tells_why(tmp_path):
 
 
 def test_a_directory_in_use_is_left_alone(tmp_path):
-    """A cluster never writes beside, or removes, what is not its own."""
+    """A cluster never writes to, or removes, a directory that is not its own."""
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(InvalidSettings, match="not empty"), LoopbackSlurm(tmp_path, nodes=1):
         pass
@@ -133,7 +133,7 @@ def test_a_directory_in_use_is_left_alone(tmp_path):
 
 
 def test_missing_programs_are_named(monkeypatch):
-    """Where Slurm is not installed the tests skip with the names of what would mend it."""
+    """Without Slurm the tests are skipped with the names of the missing packages."""
     monkeypatch.setattr(loopback_slurm, "PATH", "/nonexistent")
     assert LoopbackSlurm.missing() == (
         "no munged, slurmctld, slurmd, sbatch here (Debian: apt-get install munge slurmctld slurmd slurm-client)"
@@ -142,7 +142,7 @@ def test_missing_programs_are_named(monkeypatch):
 
 
 def test_settings_are_checked():
-    """A partition's preemption and the nodes of features are among those that there are."""
+    """A partition's preemption mode and the nodes of features must be valid."""
     with pytest.raises(InvalidSettings, match="preempt must be off, cancel or requeue"):
         LoopbackPartition("x", preempt="suspend")
     with pytest.raises(InvalidSettings, match="node77"), LoopbackSlurm(nodes=1, features={"node77": "fast"}):

@@ -1,4 +1,4 @@
-"""A training goes on when a node is gone: with all that ran on it, or for the batch system only."""
+"""A training continues when a node fails: with all its processes, or only for the batch system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slurm
 
 
 def kill_daemon(node):
-    """Kill a node's slurmd, a child of this process, and nothing else there."""
+    """Kill a node's slurmd, a child of this process, and nothing else on it."""
     living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     (daemon,) = [child for child in living if child.cmdline()[2:4] == ["-N", node]]
     daemon.kill()
@@ -28,15 +28,15 @@ def test_a_training_survives_the_loss_of_a_node_and_the_node_is_used_again(start
 
 
 def test_a_block_whose_slurmd_is_killed_trains_on_until_slurm_gives_the_node_up(start, cluster) -> None:
-    """Slurm notices after SlurmdTimeout, ends the job, and the training goes on elsewhere from where it was."""
+    """Slurm notices after SlurmdTimeout and ends the job; the training continues elsewhere without losing steps."""
     driver = start()
     future = driver.train(epochs=60)  # longer than Slurm may take to notice
     driver.until_step()
     (node,) = driver.run.trainings["t"].nodes
     kill_daemon(node)
     step = driver.step
-    driver.until_block_ended("lost a node")
-    assert driver.step > step + 20, "the slot itself was not disturbed"
+    driver.until_block_ended("had a node failure")
+    assert driver.step > step + 20, "the slot itself was not affected"
     resumed = driver.until(lambda run: run.fragments[-1].resumed_from is not None and run.fragments[-1])
     assert resumed.nodes != (node,)
     assert resumed.resumed_from > step

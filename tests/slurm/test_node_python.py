@@ -1,4 +1,4 @@
-"""Which Python the nodes run: of a second environment, of a container, of the wrong version."""
+"""The nodes' Python: from a second environment, from a container, with the wrong version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slurm
 
 FAKE_APPTAINER = """#!/bin/sh
-# Runs what an image would run, without one; the environment says so, as Apptainer's does.
+# Runs the command without an image; the environment is marked as Apptainer's.
 [ "$1" = exec ] || exit 2
 shift
 echo "$@" > "$FAKE_APPTAINER_CALLED"
@@ -36,7 +36,7 @@ exec "$@"
 
 @training_app(max_nodes=1)
 def where(session) -> dict[str, str]:
-    """Train for one batch, and tell in which Python."""
+    """Train for one batch, and return the Python."""
     import os
     import sys
 
@@ -52,7 +52,7 @@ def where(session) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """Make a virtual environment beside that of the tests: with its packages, but an interpreter of its own."""
+    """Make a second virtual environment with the packages of the tests' environment, but its own interpreter."""
     directory = tmp_path_factory.mktemp("second") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True)
     packages = next(directory.glob("lib/python*/site-packages"))
@@ -86,7 +86,7 @@ def test_without_a_name_the_nodes_run_the_drivers_interpreter_whatever_is_activa
 
 
 def test_a_container_runs_the_worker_pool_and_sees_run_directory_and_checkpoints(load, environment, tmp_path) -> None:
-    """In front of a fake of Apptainer: none can be installed here."""
+    """With a fake Apptainer: the real one cannot be installed here."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "apptainer").write_text(FAKE_APPTAINER)
@@ -106,7 +106,7 @@ def test_a_container_runs_the_worker_pool_and_sees_run_directory_and_checkpoints
 
 
 def test_a_node_with_other_versions_ends_the_run_with_one_line_before_anything_trains(load, environment) -> None:
-    """Its environment has metadata of another Parsl in front of the real one."""
+    """Its environment has metadata of another Parsl before the real one."""
     (packages,) = environment.glob("lib/python*/site-packages")
     fake = packages / "parsl-2020.1.1.dist-info"
     fake.mkdir()

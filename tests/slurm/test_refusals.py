@@ -1,4 +1,4 @@
-"""A Slurm that takes no block, now or ever."""
+"""A Slurm that rejects blocks, temporarily or permanently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 
 def test_a_full_queue_costs_nothing_but_time(tmp_path, monkeypatch) -> None:
-    """``sbatch`` then waits for minutes instead of failing: it is ended, and no job comes of it later."""
+    """``sbatch`` then waits for minutes instead of failing: it is killed, and no job results later."""
     with LoopbackSlurm(nodes=2, bf_interval=1, extra=["MaxJobCount=4", "MinJobAge=2"]) as cluster:
         for name in ("PATH", "SLURM_CONF"):
             monkeypatch.setenv(name, cluster.environment[name])

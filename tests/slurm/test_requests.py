@@ -1,4 +1,4 @@
-"""What the looks cost Slurm's controller, as it counts itself."""
+"""Cost of the polls for Slurm's controller, by its own counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MINUTES = 10
 
 
 def test_ten_minutes_of_looks_at_the_default_interval_are_at_most_twelve_requests_a_minute(cluster) -> None:
-    """The clock is ours, so that they take seconds; jobs come and go meanwhile."""
+    """The clock is simulated, so that it takes seconds; jobs come and go meanwhile."""
     ours = cluster.submit("--partition=preemptible", "--nodes=1", "--time=30")
     cluster.wait_for_state(ours, "RUNNING")
     ahead = 0.0
@@ -32,7 +32,7 @@ def test_ten_minutes_of_looks_at_the_default_interval_are_at_most_twelve_request
         ahead += INTERVAL
         if look == looks // 2:
             for job in submitted:
-                cluster.wait_for_state(job, "COMPLETED")  # asked for job by job, which counts as another request
+                cluster.wait_for_state(job, "COMPLETED")  # queried per job, which counts as another request
     told = cluster.run("sdiag")
     requests = {
         name: int(count)

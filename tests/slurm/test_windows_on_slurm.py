@@ -1,7 +1,7 @@
-"""Windows computed = what Slurm then does.
+"""Computed windows match Slurm's behaviour.
 
-In each situation every window is tried on the real thing: a job of all of its nodes and as many whole minutes as it
-is open for starts at once; one a minute longer does not. Minutes, since that is Slurm's grain.
+In each situation every window is tested on the real Slurm: a job on all its nodes for the whole minutes that it is open
+starts at once; one that is a minute longer does not. Minutes are Slurm's resolution.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Situation:
     Parameters
     ----------
     name
-        Of the test.
+        Name of the test.
     prepare
-        Brings it about.
+        Creates the state.
     steps
         The windows expected: (nodes, minutes until the closing, rounded up), largest first.
     partition
-        Where the windows are looked for.
+        Partition of the windows.
     kind
-        Of the windows.
+        Kind of the windows.
     enforced
-        Slurm itself refuses what is longer; where it does not, a block that is would delay the job in question.
+        Whether Slurm itself rejects longer jobs; if not, a longer block would delay the planned job.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Situation:
 
 
 def run(cluster, *options):
-    """Start a job of whole nodes and wait until it runs."""
+    """Start a whole-node job and wait until it runs."""
     job = cluster.submit("--exclusive", *options)
     cluster.wait_for_state(job, "RUNNING")
     return job
 
 
 def plan(cluster, *options):
-    """Queue a job of whole nodes and wait until Slurm has planned it."""
+    """Queue a whole-node job and wait until Slurm has planned it."""
     job = cluster.submit("--exclusive", *options)
     until_planned(cluster, job)
     return job
 
 
 def passes(cluster, count):
-    """Let the backfill scheduler make that many full passes."""
+    """Wait for `count` full passes of the backfill scheduler."""
 
     def made():
         return int(re.search(r"Total cycles:\s*(\d+)", cluster.run("sdiag").partition("Backfilling")[2])[1])
@@ -84,7 +84,7 @@ def passes(cluster, count):
 
 
 def nothing(cluster):
-    """Leave the cluster empty: one window, open for ever."""
+    """Leave the cluster empty: one window without end."""
 
 
 def head_job(cluster):
@@ -140,7 +140,7 @@ def dependent_job(cluster):
     first = run(cluster, "--nodelist=node[01-02]", "--time=3")
     job = cluster.submit("--exclusive", "--nodes=8", "--time=5", f"--dependency=afterany:{first}")
     deadline = time.monotonic() + 120
-    while cluster.describe(job)["Reason"] != "Dependency":  # until Slurm has looked at it, it may start any time
+    while cluster.describe(job)["Reason"] != "Dependency":  # before Slurm has evaluated it, it may start any time
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -180,7 +180,7 @@ SITUATIONS = [
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name)
 def test_slurm_keeps_to_the_windows(cluster, situation):
-    """A block that fits is started at once, and one that is a minute too long is not."""
+    """A block that fits starts at once, and one that is a minute too long does not."""
     situation.prepare(cluster)
     source = SlurmWindowSource(partition=situation.partition)
     survey = source.survey()

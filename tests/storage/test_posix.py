@@ -1,4 +1,4 @@
-"""Checkpoints on disk are complete or absent, whatever is killed, full or broken."""
+"""Checkpoints on disk are complete or absent, whatever fails."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_directories_are_private(directory: CheckpointDirectory) -> None:
 
 
 def test_prune_keeps_the_newest_and_drops_an_abandoned_future(directory: CheckpointDirectory) -> None:
-    """After going back behind damaged checkpoints, those must not come first again."""
+    """After falling back past damaged checkpoints, these must not be the newest again."""
     for step in (1, 2, 3, 50):
         directory.publish(step, writer(b""), {})
     newest, _ = directory.publish(4, writer(b""), {})
@@ -116,16 +116,16 @@ def test_a_truncated_state_is_told_by_its_size_and_path(directory: CheckpointDir
 def test_a_manifest_of_another_step_is_refused(directory: CheckpointDirectory) -> None:
     entry, manifest = directory.publish(1, writer(b""), {})
     (entry.path / "manifest.json").write_text(sign_manifest({**manifest, "step": 2}))
-    with pytest.raises(DamagedCheckpoint, match="does not tell step 1"):
+    with pytest.raises(DamagedCheckpoint, match="is not for step 1"):
         entry.verify()
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing of ours handles it, so nothing is cleaned up."""
+    """Simulates SIGKILL: no handler catches it, so nothing is cleaned up."""
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, moment: int, problem: BaseException) -> None:
-    """Raise at the `moment`-th of the calls that make a checkpoint durable or visible."""
+    """Raise in the `moment`-th call that makes a checkpoint durable or visible."""
     calls = 0
 
     def guard(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,14 +148,14 @@ def save(directory: CheckpointDirectory, step: int) -> None:
 
 
 def leftovers(directory: CheckpointDirectory) -> list[Path]:
-    """List the directories that do not count as checkpoints, other than the writer's own."""
+    """List the directories that are not checkpoints, other than the writer's staging directory."""
     found = [path for path in directory.path.rglob("*") if path.is_dir() and ".tmp-" in str(path)]
     assert found.pop(0).parent == directory.path
     return found
 
 
 def check_usable(directory: CheckpointDirectory, steps: set[int]) -> None:
-    """Check that the newest checkpoint is whole, and `latest` names one that was there."""
+    """Check that the newest checkpoint is intact, and that `latest` names an existing one."""
     newest = directory.entries()[0]
     path, _ = newest.verify()
     assert newest.step in steps
@@ -173,7 +173,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(directory: Che
         except Killed:
             pass
         else:
-            assert moment > 9, "a save makes at least that many calls"
+            assert moment > 9, "a save makes at least this many calls"
     check_usable(directory, {1, 2})
     directory.open()
     assert leftovers(directory) == []
@@ -181,7 +181,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(directory: Che
     check_usable(directory, {3})
 
 
-@pytest.mark.parametrize("moment", range(1, 8))  # then it is complete: `latest`, for people, may wait for room
+@pytest.mark.parametrize("moment", range(1, 8))  # afterwards it is complete: `latest` may wait for free space
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(directory: CheckpointDirectory, moment: int) -> None:
     save(directory, 1)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -211,14 +211,14 @@ while True:
 
 
 def test_sigkill_while_saving_loses_nothing_that_was_called_durable(tmp_path: Path) -> None:
-    """Kill a real process at six moments; the newest checkpoint is always whole, and not older than told."""
+    """Kill a real process at six moments; the newest checkpoint is always intact, and not older than reported."""
     for delay in (0.0, 0.003, 0.008, 0.013, 0.021, 0.034):
         process = subprocess.Popen(
             [sys.executable, "-c", SAVING_FOREVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         told = int(process.stdout.readline())
-        time.sleep(delay)  # the moment of the kill is what this test varies
+        time.sleep(delay)  # this test varies the time of the kill
         process.send_signal(signal.SIGKILL)
         rest = process.stdout.read().split()
         process.wait()
@@ -260,7 +260,7 @@ def test_trainer_names_are_safe_file_names_and_never_collide(names: list[str]) -
     try:
         one, other = (directory_name(name) for name in names)
     except InvalidSettings:
-        return  # too long once encoded, or not encodable: refused, which is safe too
+        return  # too long once encoded, or not encodable: rejected, which is safe, too
     assert one != other
     assert not one.startswith(".")
     assert "/" not in one
@@ -282,7 +282,7 @@ def test_plain_names_stay_readable() -> None:
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(directory: CheckpointDirectory) -> None:
-    """Of the format, of white space and of the checksum itself, too."""
+    """Including those in the format, in white space and in the checksum itself."""
     entry, _ = directory.publish(1, writer(b"state"), {"format": 3})
     path = entry.path / "manifest.json"
     text = path.read_bytes()
@@ -317,7 +317,7 @@ def test_what_is_no_manifest_is_a_damaged_checkpoint(directory: CheckpointDirect
 def test_a_manifest_without_the_state_is_refused(directory: CheckpointDirectory, files: object) -> None:
     entry, manifest = directory.publish(1, writer(b"state"), {})
     (entry.path / "manifest.json").write_text(sign_manifest({**manifest, "files": files}))
-    with pytest.raises(DamagedCheckpoint, match=r"does not (list state\.pt|tell its files)"):
+    with pytest.raises(DamagedCheckpoint, match=r"does not list (state\.pt|its files)"):
         entry.verify()
 
 
@@ -336,14 +336,14 @@ def test_a_manifest_of_an_older_format_is_refused_by_name_not_passed_over(direct
         entry.verify()
 
 
-# ── whose files these are ─────────────────────────────────────────────────────────────────────────
+# ── ownership ─────────────────────────────────────────────────────────────────────────────────────
 
-OTHER = 4711  # a user that this machine need not have
+OTHER = 4711  # a user that need not exist on this machine
 
 
 def as_root() -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root may give files away")
+        pytest.skip("only root can change the owner of files")
 
 
 @pytest.mark.parametrize("which", ["net", "net/step-0000000001", "net/step-0000000001/state.pt"])
@@ -359,7 +359,7 @@ def test_what_belongs_to_another_user_is_refused_with_its_owner(directory: Check
 def test_a_directory_that_another_user_made_in_a_shared_root_is_not_written_to(tmp_path: Path) -> None:
     as_root()
     tmp_path.chmod(0o1777)
-    check_writable(tmp_path)  # as in a scratch directory of all
+    check_writable(tmp_path)  # as in a shared scratch directory
     (tmp_path / "net").mkdir()
     os.chown(tmp_path / "net", OTHER, OTHER)
     with pytest.raises(ForeignCheckpoint, match=f"net belongs to user {OTHER}") as caught:
@@ -417,7 +417,7 @@ def test_all_that_is_written_is_private_whatever_the_umask(tmp_path: Path, umask
     assert [(path, oct(mode)) for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)] == []
 
 
-# ── file systems that do not work for now ─────────────────────────────────────────────────────────
+# ── temporarily unavailable file systems ──────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.EACCES])
@@ -439,7 +439,7 @@ def test_a_file_system_that_refuses_for_now_is_told_from_one_that_never_works(
 def test_a_checkpoint_that_cannot_be_read_for_now_is_not_taken_for_a_damaged_one(
     directory: CheckpointDirectory, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the training would go back behind it, and remove it."""
+    """Otherwise the training would fall back past it and remove it."""
     entry, _ = directory.publish(1, writer(b"state"), {})
     real = Path.open
 
@@ -454,7 +454,7 @@ def test_a_checkpoint_that_cannot_be_read_for_now_is_not_taken_for_a_damaged_one
 
 
 def test_a_directory_that_is_gone_is_no_other_writer(directory: CheckpointDirectory) -> None:
-    """With its mount, for example: what writes there comes back with it."""
+    """For example because it is unmounted: its writer's files return with the mount."""
     directory.publish(1, writer(b"state"), {})
     directory.path.rename(directory.path.with_name("away"))
     with pytest.raises(StorageUnavailable, match="write a checkpoint of step 2"):
@@ -491,5 +491,5 @@ def test_a_mount_point_without_its_mount_is_not_taken_for_the_checkpoint_directo
     with pytest.raises(StorageUnavailable):
         check_same_root(root, identity)
     identify_root(root)
-    with pytest.raises(StorageUnavailable, match="is another one on host"):
+    with pytest.raises(StorageUnavailable, match="is a different one on host"):
         check_same_root(root, identity)

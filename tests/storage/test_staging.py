@@ -1,4 +1,4 @@
-"""A stale writer that comes back changes nothing, wherever it was stopped."""
+"""A stale writer that resumes changes nothing, wherever it was stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.storage.entry import Entry
 
 CALLS = 9
-"""Calls of the operating system in a save by which it is cut into parts."""
+"""System calls that divide a save into parts."""
 
 
 def save(directory: CheckpointDirectory, step: int) -> Entry:
@@ -27,7 +27,7 @@ def save(directory: CheckpointDirectory, step: int) -> Entry:
 
 
 def stop_before(monkeypatch: pytest.MonkeyPatch, moment: int, meanwhile: Callable[[], object]) -> None:
-    """Let something happen before the `moment`-th of the calls that make a checkpoint durable or visible."""
+    """Call `meanwhile` before the `moment`-th call that makes a checkpoint durable or visible."""
     calls = 0
 
     def guard(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, moment: int, meanwhile: Callabl
 
 @pytest.mark.parametrize("moment", range(1, CALLS + 1))
 def test_a_writer_that_was_stopped_anywhere_is_shut_out_by_the_next(tmp_path: Path, moment: int) -> None:
-    """It gets an error, does not move `latest`, removes no checkpoint of the next, and leaves nothing behind."""
+    """It gets an error, does not change `latest`, removes no checkpoint of the next writer, and leaves no files."""
     old, new = CheckpointDirectory(tmp_path, "net"), CheckpointDirectory(tmp_path, "net")
     old.open(1)
     save(old, 1)

@@ -1,4 +1,4 @@
-"""Chaos episodes: what they check can fail, and twenty short ones pass."""
+"""Chaos episodes: their checks can fail, and twenty short ones pass."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_counts_name_each_missing_and_each_repeated_sample(result):
     torch.save(state, result)
     problems = problems_of(replace(EXACT, deterministic=False), result, EPOCHS, SAMPLES)
     assert problems == [
-        "exact: epoch 0: 1 samples missing, 0 repeated, 0 in part",
-        "exact: epoch 1: 0 samples missing, 2 repeated, 0 in part",
+        "exact: epoch 0: 1 samples missing, 0 repeated, 0 partial",
+        "exact: epoch 1: 0 samples missing, 2 repeated, 0 partial",
     ]
 
 

@@ -1,4 +1,4 @@
-"""The fake commands: what is submitted runs, what they print is understood, what they do not know they refuse."""
+"""The fake commands: jobs run, their output can be parsed, unknown options are rejected."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Slurm:
         )
 
     def run(self, body, *, nodes=1, seconds=300, queue="backfill"):
-        """Submit a batch script and give its job's id."""
+        """Submit a batch script and return its job id."""
         script = self.directory / "job.sh"
         head = [f"{self.mark} {option}" for option in self.options(nodes, seconds, queue)]
         output = self.directory / "out"
@@ -71,7 +71,7 @@ class Slurm:
         return answer.split()[-1]
 
     def step(self, nodes):
-        """Write what a batch script does to run STEP on every node."""
+        """Return the line of a batch script that runs STEP on every node."""
         step = self.directory / "step.sh"
         step.write_text(STEP, encoding="utf-8")
         return f"{self.launch.format(nodes=nodes)} {step}"
@@ -105,7 +105,7 @@ FAKES = {"slurm 24.11": (Slurm, "24.11.5"), "slurm 22.05": (Slurm, "22.05.8"), "
 
 @pytest.fixture(autouse=True, scope="module")
 def runtime():
-    """Keep the tests' clusters apart from the user's; short, because a socket's path is limited."""
+    """Separate the tests' clusters from the user's; short, because socket paths are limited."""
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield
@@ -113,7 +113,7 @@ def runtime():
 
 @contextmanager
 def fake_of(name, directory):
-    """Bring a cluster up, and commands in front of it that are not on PATH yet."""
+    """Start a cluster, and fake commands for it that are not on PATH yet."""
     kind, version = FAKES[name]
     with EmbeddedCluster(directory / "cluster", nodes=len(NODES), grace=timedelta(seconds=1)) as cluster:
         yield kind(directory, cluster, version)
@@ -127,13 +127,13 @@ def shared_fake(request, tmp_path_factory):
 
 @pytest.fixture
 def on_path(monkeypatch):
-    """Put the commands of a fake on PATH, before those of any other."""
+    """Prepend the commands of a fake to PATH."""
     return lambda fake: monkeypatch.setenv("PATH", str(fake.bin), prepend=":")
 
 
 @pytest.fixture
 def fake(shared_fake, on_path, tmp_path):
-    """Give a fake to one test, without jobs and mishaps, with a directory of the test's own."""
+    """Provide a fake to one test, without jobs and mishaps, with the test's own directory."""
     shared_fake.directory = tmp_path
     on_path(shared_fake)
     yield shared_fake
@@ -144,13 +144,13 @@ def fake(shared_fake, on_path, tmp_path):
 
 
 def main_job(fake, nodes, seconds):
-    """Submit a job of the main queue straight to the cluster."""
+    """Submit a main job directly to the cluster."""
     walltime = timedelta(seconds=seconds)
     return fake.cluster.client.submit(["sleep", "60"], nodes=nodes, walltime=walltime, preemptible=False)
 
 
 def wait_for(ask, what, seconds=20.0):
-    """Wait until `ask` gives what is waited for, and give it."""
+    """Wait until `ask` returns the expected value, and return it."""
     deadline = time.monotonic() + seconds
     while (got := ask()) != what:
         assert time.monotonic() < deadline, f"waited for {what}, got {got}"
@@ -166,7 +166,7 @@ def state_of(source, job):
 
 
 def test_windows_are_those_of_the_cluster(fake):
-    """Three nodes until the head job starts, whose start the cluster plans; the node in use is in none."""
+    """Three nodes are a window until the planned start of the head job; the node in use is in none."""
     main_job(fake, 1, 90)
     head = main_job(fake, 4, 60)
     start = fake.cluster.client.expected_starts()[head]["start"]
@@ -189,7 +189,7 @@ def test_a_block_that_fits_starts_at_once_and_a_longer_one_waits(fake):
 
 
 def test_a_job_of_the_main_queue_goes_before_blocks(fake):
-    """A block of ours is preempted for it, and says so."""
+    """One of our blocks is preempted for it, and reports it."""
     source = fake.source()
     block = fake.run("sleep 60", nodes=4)
     wait_for(lambda: state_of(source, block), BlockState.RUNNING)
@@ -240,7 +240,7 @@ def test_a_walltime_that_is_over_is_told(fake):
 
 def test_parsls_providers_submit_to_them(fake, monkeypatch):
     """Each launcher starts the command once on every node of the block."""
-    monkeypatch.chdir(fake.directory)  # where the launchers leave a list of the nodes
+    monkeypatch.chdir(fake.directory)  # the launchers write a list of the nodes there
     provider = fake.provider()
     provider.script_dir = str(fake.directory)
     seen = fake.directory / "seen"
@@ -255,7 +255,7 @@ def test_a_living_job_is_found_by_its_name(fake):
     assert fake.source().find_jobs("ft-") == {job: "ft-test"}
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["down", "garbage", "refuse"])
@@ -316,7 +316,7 @@ def test_a_cluster_that_is_gone_is_a_batch_system_that_is_down(name, on_path, tm
 
 
 def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
-    """So that a change of what is asked of the real ones is noticed."""
+    """Changes of the queries to the real ones are noticed."""
     for name in SLURM_COMMANDS if fake.kind == "slurm" else PBS_COMMANDS:
         answer = subprocess.run([name, "--no-such-option"], capture_output=True, text=True, check=False)
         assert answer.returncode != 0, name
@@ -325,7 +325,7 @@ def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
 
 
 def test_calls_are_counted(fake):
-    """A first round asks more than the next: Slurm's nodes are kept up to date from its queue."""
+    """The first round has more queries than the next: Slurm's nodes are then updated from its queue."""
     source = fake.source()
     source.survey()
     first = len(calls(fake.fake))
@@ -335,7 +335,7 @@ def test_calls_are_counted(fake):
 
 
 def test_fakes_are_not_installed_over_others(fake):
-    with pytest.raises(InvalidSettings, match="has commands already"):
+    with pytest.raises(InvalidSettings, match="already has commands"):
         install_fake_slurm(fake.fake, fake.cluster.name)
 
 
@@ -344,7 +344,7 @@ def test_fakes_are_not_installed_over_others(fake):
 
 @pytest.fixture(scope="module", params=FAKES)
 def standing(request, tmp_path_factory):
-    """Give a fake with a job of ours that runs."""
+    """Provide a fake with one of our jobs running."""
     with (
         fake_of(request.param, tmp_path_factory.mktemp("standing")) as fake,
         pytest.MonkeyPatch.context() as patch,
@@ -357,7 +357,7 @@ def standing(request, tmp_path_factory):
 
 
 class TestContract(WindowSourceConformance):
-    """A window source keeps its contract in front of each fake."""
+    """Window sources fulfil their contract with each fake."""
 
     @pytest.fixture(autouse=True)
     def _standing(self, standing, on_path):

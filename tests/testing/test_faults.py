@@ -1,4 +1,4 @@
-"""Injected faults: they hit real processes, connections and files as meant, and are over when they should be."""
+"""Injected faults: they hit real processes, connections and files as intended, and end on time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def serve(connection):
 while True:
     threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 """
-# Says the number of a server after each answer of it, and "-" and the number once the connection is broken.
+# Prints the number of a server after each reply, and "-" and the number once the connection is broken.
 PING = """
 import os, socket, sys, threading, time
 def say(line):
@@ -67,7 +67,7 @@ SILENCE = 0.5
 
 
 class Listener:
-    """What a process prints, line by line."""
+    """Output lines of a process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.pid = process.pid
@@ -80,13 +80,13 @@ class Listener:
                 self._lines.put(line.strip())
 
     def hears(self, wanted: str, timeout: float = 10) -> bool:
-        """Whether it prints that line from now on, within the time."""
+        """Return whether it prints this line from now on, within the timeout."""
         while not self._lines.empty():
             self._lines.get()
         return self.said(wanted, timeout)
 
     def falls_silent(self, line: str, timeout: float = 10) -> bool:
-        """Whether it stops printing that line, for `SILENCE` seconds, within the time."""
+        """Return whether it stops printing this line, for `SILENCE` seconds, within the timeout."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if not self.hears(line, SILENCE):
@@ -94,7 +94,7 @@ class Listener:
         return False
 
     def said(self, wanted: str, timeout: float = 10) -> bool:
-        """Whether it prints that line, or has since it was last listened to."""
+        """Return whether it prints this line, or has since the last check."""
         deadline = time.monotonic() + timeout
         with suppress(queue.Empty):
             while (left := deadline - time.monotonic()) > 0:
@@ -122,7 +122,7 @@ def run():
 
 @pytest.fixture
 def two_connections(run):
-    """Let a process talk to two others over IPv4; the second of them listens on IPv6."""
+    """Let a process communicate with two others over IPv4; the second of them listens on IPv6."""
     first = run(f"FAMILY, HOST = 2, '127.0.0.1'\n{ECHO}")
     second = run(f"FAMILY, HOST = 10, '::'\n{ECHO}")
     ports = [server.stdout.readline().strip() for server in (first, second)]
@@ -136,7 +136,7 @@ def two_connections(run):
 
 
 def test_killed_processes_have_no_last_words(run):
-    """They end by SIGKILL, all of them; one that has gone already is passed over."""
+    """All end by SIGKILL; a process that has already ended is skipped."""
     processes = [run(SPIN) for _ in range(3)]
     kill(processes[0].pid)
     assert processes[0].wait() == -signal.SIGKILL
@@ -147,7 +147,7 @@ def test_killed_processes_have_no_last_words(run):
 
 
 def _status(pid: int) -> str:
-    """State of a process, once it has settled; a signal takes effect a little later."""
+    """Return the state of a process, once stable; a signal takes effect with a delay."""
     for _ in range(200):
         state = psutil.Process(pid).status()
         if state == psutil.STATUS_STOPPED:
@@ -157,7 +157,7 @@ def _status(pid: int) -> str:
 
 
 def test_stopped_process_hangs_until_it_is_resumed(two_connections):
-    """Its peers hear nothing, and no error."""
+    """Its peers receive neither data nor an error."""
     ping, first, _ = two_connections
     stop(first)
     assert _status(first) == psutil.STATUS_STOPPED
@@ -171,7 +171,7 @@ def test_stopped_process_hangs_until_it_is_resumed(two_connections):
 
 
 def test_process_may_end_while_it_is_stopped(run):
-    """Nobody complains then."""
+    """It is not an error then."""
     process = run(SPIN)
     with stopped(process.pid):
         process.kill()
@@ -193,7 +193,7 @@ def _cpu_share(pid: int, seconds: float) -> float:
 
 
 def test_slowed_process_gets_its_share(run):
-    """A process that could use a whole core uses a fifth of what it did, and all again afterwards."""
+    """A process with a whole core uses a fifth of it, and all of it again afterwards."""
     pid = run(SPIN).pid
     free = _cpu_share(pid, 0.6)
     with slow(pid, 0.2):
@@ -204,16 +204,16 @@ def test_slowed_process_gets_its_share(run):
 
 @pytest.mark.parametrize("share", [0, 1, -0.5])
 def test_share_of_a_slowed_process_is_a_part(share):
-    """All or nothing are other faults."""
+    """Shares of 0 and 1 are other faults."""
     with pytest.raises(UsageError, match="between 0 and 1"), slow(os.getpid(), share):
         pass
 
 
 @pytest.mark.parametrize("pid", [0, 1, -1, -7])
 def test_no_group_of_processes_is_hit_by_mistake(pid):
-    """Numbers that stand for many processes, or for the first, are refused."""
+    """Ids that denote several processes, or the init process, are rejected."""
     for harm in (kill, stop, lambda pid: cut(pid, [])):
-        with pytest.raises(UsageError, match="one process"):
+        with pytest.raises(UsageError, match="single process"):
             harm(pid)
 
 
@@ -221,7 +221,7 @@ def test_no_group_of_processes_is_hit_by_mistake(pid):
 
 
 def test_cut_connection_breaks_at_once(two_connections):
-    """The process reads its end; what it has with others goes on, and the peer lives."""
+    """The process reads EOF; its other connections continue, and the peer lives."""
     ping, first, _ = two_connections
     begun = time.monotonic()
     assert cut(ping.pid, [first]) == 1
@@ -240,7 +240,7 @@ def test_cut_works_from_either_side_and_through_ipv6(two_connections):
 
 
 def test_partitioned_processes_hear_nothing_and_no_error(two_connections):
-    """Inside the block there is silence, after it the same connection goes on; others never notice."""
+    """Inside the block there is no traffic, after it the same connection continues; others are not affected."""
     ping, first, _ = two_connections
     with partition(ping.pid, [first]) as connections:
         assert connections == 1
@@ -251,7 +251,7 @@ def test_partitioned_processes_hear_nothing_and_no_error(two_connections):
 
 
 def test_peers_that_have_ended_have_no_connections(two_connections, run):
-    """A dead peer is passed over, a dead victim is an error."""
+    """A dead peer is skipped, a dead victim is an error."""
     ping, *_ = two_connections
     dead = run(SPIN)
     dead.kill()
@@ -262,7 +262,7 @@ def test_peers_that_have_ended_have_no_connections(two_connections, run):
 
 
 def test_kernel_that_forbids_it_is_named():
-    """A process of another user is not ours to cut; as root there is none, so root becomes nobody first."""
+    """Another user's process cannot be cut; root could, so root becomes nobody first."""
     source = textwrap.dedent(
         """
         import os
@@ -281,7 +281,7 @@ def test_kernel_that_forbids_it_is_named():
         """
     )
     output = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
-    assert "the kernel does not let this process" in output
+    assert "the kernel denies this process access" in output
     assert "ptrace_scope" in output
     assert output.count("\n") == 1
 
@@ -303,7 +303,7 @@ class Clock:
 
 
 class Lasting:
-    """A fault that does nothing but tell when it is on."""
+    """A fault that only records when it is active."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -333,28 +333,28 @@ def sequence(seed: int, **options: object) -> list[tuple[object, ...]]:
 
 
 def test_same_seed_strikes_the_same():
-    """Moments, faults, victims and lengths follow from the seed, and differ with it."""
+    """Times, faults, victims and durations follow from the seed, and differ with it."""
     assert sequence(1) == sequence(1)
     assert sequence(1) != sequence(2)
-    assert 60 < len(sequence(1)) < 140, "every 3 s in 300 s, about"
+    assert 60 < len(sequence(1)) < 140, "about every 3 s in 300 s"
     assert {victim for _, _, victim, _ in sequence(1)} == set(TARGETS)
     assert {fault for _, fault, _, _ in sequence(1)} == set(HARMLESS)
 
 
 def test_what_a_fault_draws_does_not_change_what_follows():
-    """Each strike has a generator of its own."""
+    """Each strike has its own generator."""
     greedy = {name: lambda strike: strike.rng.random() and None for name in HARMLESS}
     assert sequence(1, faults=greedy) == sequence(1)
 
 
 def test_schedule_is_kept_to():
-    """Faults by name, at their times; only the victims are drawn."""
+    """Faults by name, at fixed times; only the victims are drawn."""
     schedule = [(timedelta(seconds=5), "two"), (timedelta(seconds=7), "one")]
     assert [row[:2] for row in sequence(1, every=None, schedule=schedule)] == [(5.0, "two"), (7.0, "one")]
 
 
 def test_lasting_faults_are_undone_in_time_or_at_the_end():
-    """One by one as they are over, and the rest when the injector stops."""
+    """One by one at their ends, and the rest when the injector stops."""
     clock = Clock()
     faults = [Lasting(clock) for _ in range(3)]
     waiting = iter(faults)
@@ -387,11 +387,11 @@ def test_faults_are_undone_when_something_goes_wrong():
 
 
 def test_strikes_that_miss_are_recorded(tmp_path):
-    """Nobody there, a process that has ended, a checkpoint that is not there yet."""
+    """No target, a process that has ended, a checkpoint that does not exist yet."""
     clock = Clock()
     nobody = Injector(0, dict, faults=HARMLESS, schedule=[(timedelta(0), "one")], clock=clock, sleep=clock.sleep)
     (record,) = nobody.run()
-    assert (record.victim, record.outcome) == (None, "there was nobody to hit")
+    assert (record.victim, record.outcome) == (None, "no process to hit")
 
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -404,7 +404,7 @@ def test_strikes_that_miss_are_recorded(tmp_path):
 
 
 def test_a_node_dies_with_all_its_processes(run):
-    """Those of the victim's node, and no other."""
+    """Only processes of the victim's node."""
     processes = {slot: run(SPIN) for slot in ("a/0", "a/1", "b/0")}
     injector = Injector(
         4,
@@ -421,7 +421,7 @@ def test_a_node_dies_with_all_its_processes(run):
 
 
 def test_in_a_thread_it_ends_with_the_block(two_connections):
-    """Whatever it holds then is let go."""
+    """Active faults are then undone."""
     ping, first, _ = two_connections
     stop_it = {"stop": lambda strike: stopped(strike.victim.pid)}
     schedule = [(timedelta(0), "stop"), (timedelta(hours=1), "stop")]
@@ -434,7 +434,7 @@ def test_in_a_thread_it_ends_with_the_block(two_connections):
 
 
 def test_failure_in_the_thread_comes_out_of_the_block():
-    """A fault that cannot be done is not passed over in silence."""
+    """An impossible fault is not ignored silently."""
     failed = threading.Event()
 
     def fail(strike) -> None:
@@ -459,13 +459,13 @@ def test_failure_in_the_thread_comes_out_of_the_block():
     ],
 )
 def test_orders_that_make_no_sense_are_refused(options, message):
-    """In one line."""
+    """The error is one line."""
     with pytest.raises(UsageError, match=message):
         Injector(0, lambda: TARGETS, **options)
 
 
 def test_slots_are_found_in_the_journal():
-    """Living ones that were not lost, numbered on their nodes."""
+    """Live slots that have not failed, numbered on their nodes."""
     mine, ended = os.getpid(), subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
 

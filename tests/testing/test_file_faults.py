@@ -1,4 +1,4 @@
-"""Injected faults of files: the store refuses what was damaged, a full disk is full, and a real one is left alone."""
+"""Injected file faults: the store rejects damaged checkpoints, a full disk is full, and real disks are not filled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkpoints(tmp_path):
 @pytest.mark.parametrize("how", [None, *Damage])
 @pytest.mark.parametrize("seed", range(3))
 def test_corrupt_checkpoint_is_refused_by_name(checkpoints, how, seed):
-    """The store refuses the newest one, however it was damaged, and the one before is intact."""
+    """The store rejects the newest one for any kind of damage, and the previous one is intact."""
     newest, before = checkpoints.entries()
     victim = corrupt_checkpoint(checkpoints.path, random.Random(seed), how)
     assert victim.parent == newest.path
@@ -38,7 +38,7 @@ def test_corrupt_checkpoint_is_refused_by_name(checkpoints, how, seed):
 
 
 def test_a_checkpoint_can_be_chosen_and_its_damage_follows_from_the_seed(checkpoints):
-    """The same bit of the same file."""
+    """The same seed damages the same bit of the same file."""
     _, before = checkpoints.entries()
     intact = (before.path / "state.pt").read_bytes()
     damaged = []
@@ -51,16 +51,16 @@ def test_a_checkpoint_can_be_chosen_and_its_damage_follows_from_the_seed(checkpo
 
 
 def test_there_must_be_a_checkpoint_to_corrupt(tmp_path):
-    """An empty directory is said to be one."""
+    """The error for an empty directory is specific."""
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         corrupt_checkpoint(tmp_path, random.Random(0))
 
 
 def test_full_disk_takes_no_more_and_is_emptied(tmp_path):
-    """In a small file system of its own: little is left, a larger file gets ENOSPC, and then all is free again."""
+    """In a separate small file system: little is left, a larger file gets ENOSPC, and then all is free again."""
     unshare = shutil.which("unshare")
     if unshare is None:
-        pytest.skip("there is no unshare command to make a file system with")
+        pytest.skip("the command unshare is missing")
     source = textwrap.dedent(
         """
         import errno, os, sys
@@ -92,7 +92,7 @@ def test_full_disk_takes_no_more_and_is_emptied(tmp_path):
 
 
 def test_a_real_disk_is_not_filled(tmp_path):
-    """A file system beyond the stated limit is refused, and nothing is written."""
+    """A file system above the limit is rejected, and nothing is written."""
     with pytest.raises(UsageError, match="more than the limit of 1000"), fill_disk(tmp_path, limit=1000):
         pass
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Training functions that go past the session, as plain PyTorch programs and libraries do."""
+"""Training functions that bypass the session, as plain PyTorch programs and libraries do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def own_dataloader(session: Any) -> None:
 
 
 class Trainer:
-    """Stands for the trainers of libraries: its own loader, optimizer and loop."""
+    """A stand-in for the trainers of libraries: with its own loader, optimizer and loop."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

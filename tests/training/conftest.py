@@ -1,4 +1,4 @@
-"""One crew for all tests that need several processes; they stay warm."""
+"""One crew of warm processes for all tests that need several processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# The members of the crew import this folder's helper module by name; they inherit sys.path.
+# The members of the crew import helper modules of this folder by name; they inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Keep sums in one order, whatever the machine's number of cores."""
+    """Fix the order of sums, whatever the machine's number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The driver's side of a crew: it starts processes, gives them trainings and orders, and answers losses."""
+"""The driver's side of a crew: starts processes, sends them trainings and commands, and handles failures."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Member:
         self.lost = False
         self.numbers = itertools.count(1)
         self.number = 0
-        """Of the training that it was told to run last."""
+        """Number of the last training sent to it."""
         self.unheard = 0
-        """What it was told about this training and has not confirmed yet."""
+        """Number of messages about this training that it has not confirmed yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has nothing to do."""
+        """Whether it has no training."""
         return self.number == 0 or self.outcome is not None
 
     def receive(self) -> tuple[str, Any]:
-        """Take a message, if it is about the training that it runs."""
+        """Receive a message, and record it if it is about the current training."""
         number, what, content = self.pipe.recv()
         if number != self.number:
             return "", None
@@ -61,21 +61,21 @@ class Member:
 
     def tell(self, what: str, content: Any = None) -> None:
         self.unheard += 1
-        with suppress(BrokenPipeError):  # it was killed a moment ago
+        with suppress(BrokenPipeError):  # it has just been killed
             self.pipe.send((what, content))
 
     @property
     def has_heard(self) -> bool:
-        """Whether it has confirmed all that it was told, or is gone."""
+        """Whether it has confirmed all messages, or has failed."""
         return self.unheard == 0 or self.lost or self.outcome is not None
 
     def last(self, kind: type) -> Any:
-        """Return its last report of a kind."""
+        """Return its last report of this type."""
         return next((report for report in reversed(self.reports) if isinstance(report, kind)), None)
 
 
 class Crew:
-    """Processes that stay warm between trainings; one that was killed is replaced at its next use."""
+    """Processes that stay warm between trainings; a killed process is replaced at its next use."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -85,27 +85,27 @@ class Crew:
         self.generations = itertools.count(1)
 
     def start(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> CrewRun:
-        """Begin a training on that many members; see `CrewRun`."""
+        """Start a training on `world_size` members; see `CrewRun`."""
         self._members = [member for member in self._members if member.process.is_alive()]
         return CrewRun(self, world_size, root, function, **settings)
 
     def run(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> list[Outcome | None]:
-        """Run a training on that many members; ``None`` for a member that died."""
+        """Run a training on `world_size` members; the result is ``None`` for a member that died."""
         return self.start(world_size, root, function, recover=False, **settings).outcomes()
 
     def warm(self, count: int) -> None:
-        """Have that many processes ready."""
+        """Start processes up to this number."""
         with tempfile.TemporaryDirectory() as scratch:
             self.run(count, Path(scratch), classify, epochs=1)
 
     def idle(self, count: int, busy: list[Member]) -> list[Member]:
-        """Return that many members that have nothing to do and are not among `busy`."""
+        """Return `count` idle members that are not among `busy`."""
         for member in self._members:
-            if member not in busy and not member.is_idle:  # the end of its last training is on its way
+            if member not in busy and not member.is_idle:  # the message about the end of its last training is pending
                 with suppress(EOFError, ConnectionResetError):
                     while member.pipe.poll(5) and member.receive()[0] != "ended":
                         pass
-                if not member.is_idle:  # a test that failed left it waiting
+                if not member.is_idle:  # left waiting by a failed test
                     member.process.kill()
                     member.process.join()
         free = [m for m in self._members if m not in busy and m.is_idle and m.process.is_alive()]
@@ -121,7 +121,7 @@ class Crew:
         return free[:count]
 
     def close(self) -> None:
-        """Let all members go."""
+        """Stop all members."""
         for member in self._members:
             member.pipe.close()
             member.process.join(10)
@@ -131,14 +131,14 @@ class Crew:
 
 
 class CrewRun:
-    """One training of a crew, with what a driver does: starting newcomers, giving orders, answering losses.
+    """One training of a crew, with the role of the driver: start newcomers, send commands, handle failures.
 
     Parameters
     ----------
     crew, world_size, root, function, kwargs
-        Who trains what, and where the checkpoints are.
+        The crew, its number of members, the checkpoint directory, and the training.
     recover
-        Whether those who lose a member are told to go on without it.
+        Whether the other members are commanded to continue after a failure.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class CrewRun:
 
     @property
     def progress(self) -> Progress | None:
-        """The last progress that anybody told."""
+        """The last progress that any member reported."""
         told = [member.last(Progress) for member in (*self.members, *self.gone)]
         return max((progress for progress in told if progress), key=lambda progress: progress.step, default=None)
 
     def until(self, condition: Any, seconds: float = 180.0) -> Any:
-        """Pass messages until `condition` holds, and return it."""
+        """Process messages until `condition` holds, and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._pump()
@@ -182,13 +182,13 @@ class CrewRun:
 
     @property
     def ended(self) -> bool:
-        """Whether all have ended."""
+        """Whether all members have ended."""
         return all(member.outcome or member.lost for member in self.members)
 
     def regroup(self, size: int, *, replace: int = 0, release: Any = lambda: None) -> None:
-        """Go on with that many members, `replace` of the present ones leaving even if there is room for them.
+        """Continue with `size` members; at least `replace` of the current ones leave.
 
-        `release` is called when all have their orders.
+        `release` is called when all members have their commands.
         """
         stay = self.members[: max(1, min(size, len(self.members) - replace))]
         self.gone = [member for member in self.gone if not member.outcome and not member.lost]
@@ -203,7 +203,7 @@ class CrewRun:
     def order(
         self, members: list[Member], leavers: list[Member], *, abort: bool = False, release: Any = lambda: None
     ) -> None:
-        """Order a regroup and wait until it is done."""
+        """Command a regroup and wait until it is done."""
         memberships = self._memberships(len(members))
         generation = memberships[0].generation
         for member in leavers:
@@ -225,7 +225,7 @@ class CrewRun:
         )
 
     def pause(self, release: Any = lambda: None) -> list[Outcome | None]:
-        """Save and end."""
+        """Pause the training."""
         self._tell_all("pause")
         self._wait_until_heard()
         release()
@@ -236,7 +236,7 @@ class CrewRun:
         os.kill(self.members[rank].process.pid, signal.SIGKILL)
 
     def outcomes(self) -> list[Outcome | None]:
-        """Wait for the end; ``None`` for a member that died."""
+        """Wait for the end and return the outcomes; ``None`` for a member that died."""
         self.until(lambda: self.ended)
         return [member.outcome for member in self.members]
 
@@ -252,7 +252,7 @@ class CrewRun:
         member.tell("run", (member.number, self._function, self._kwargs, options))
 
     def _wait_until_heard(self) -> None:
-        """Wait until all know what they were told: one that learns it after a gate opens may be at the next by then."""
+        """Wait until all messages are confirmed: a late message could take effect after the next gate."""
         self.until(lambda: all(member.has_heard for member in (*self.members, *self.gone)))
 
     def _pump(self) -> None:
@@ -262,7 +262,7 @@ class CrewRun:
             try:
                 what, content = member.receive()
             except (EOFError, ConnectionResetError):
-                self._lose(member)  # passes messages itself: who else was ready may not be any more
+                self._lose(member)  # processes messages itself: the others may no longer be ready
                 return
             if what == "ended":
                 failed = content.error and not content.error.startswith("PeerFailed")

@@ -1,4 +1,4 @@
-"""Trainings for a GPU; in a module of their own because the processes of the crew import it."""
+"""Trainings for a GPU; in a separate module because the processes of the crew import it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from training_crew import Data
 
 
 def classify_in_half_precision(session: Any, *, epochs: int = 3) -> dict[str, Any]:
-    """Train with float16 and a GradScaler; tell its scale and where the model was."""
+    """Train with float16 and a GradScaler; return its scale and the model's device."""
     model, _, scaler = session.prepare(training_crew.net(), torch.optim.SGD, torch.amp.GradScaler("cuda"), lr=0.1)
     data = session.loader(Data(), 8)
     for _ in session.epochs(epochs):

@@ -1,6 +1,6 @@
-"""The code blocks of the page on PyTorch habits, as trainings.
+"""The code blocks of the documentation page on PyTorch habits, as trainings.
 
-In a module of its own, not among the tests, because the processes of the crew import it.
+In a separate module because the processes of the crew import it.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ def practise(
     Returns
     -------
     value
-        What the block's function returned.
+        Return value of the block's function.
     sizes
         (step, number of processes) for each step that this process made.
     """
     names: dict[str, Any] = {"__name__": habit}
-    exec(compile(COMMON, PAGE, "exec"), names)  # our own page
+    exec(compile(COMMON, PAGE, "exec"), names)  # trusted: part of this repository
     exec(compile(BLOCKS[habit], PAGE, "exec"), names)
     sizes = hold(session, hold_at, die_at)
     return names["train"](session), sizes
 
 
 def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[tuple[int, int]]:
-    """After step `hold_at`, say so, and wait for an order; or let the second process die in the step after `die_at`.
+    """After step `hold_at`, wait for a command; or kill the second process in the step after `die_at`.
 
     Returns
     -------
     sizes
-        Gets (step, number of processes) for each step that this process makes.
+        Receives (step, number of processes) for each step of this process.
     """
     sizes: list[tuple[int, int]] = []
     step, backward = session.step, session.backward
 
     def backward_or_die(loss: Any) -> None:
         if session.metrics["steps"] == die_at and session.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)  # the others wait for its gradients, or soon will
+            os.kill(os.getpid(), signal.SIGKILL)  # while the others wait for its gradients, or soon will
         backward(loss)
 
     def step_and_hold(*args: Any, **options: Any) -> bool:
@@ -66,5 +66,5 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
                 time.sleep(0.005)
         return made
 
-    session.step, session.backward = step_and_hold, backward_or_die  # a step calls backward, too
+    session.step, session.backward = step_and_hold, backward_or_die  # step calls backward, too
     return sizes

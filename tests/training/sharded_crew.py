@@ -1,4 +1,4 @@
-"""Warm processes that train a sharded model together, saved and restored by the keeper alone, without an engine."""
+"""Warm processes that train a sharded model together, with a checkpoint manager but without a runtime."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-BATCH = 12  # can be shared out equally to 1, 2, 3 and 4 processes
+BATCH = 12  # divisible among 1, 2, 3 and 4 processes
 
 
 def model() -> nn.Module:
-    """Return a small net; its 7 and 3 rows do not divide evenly, and it has a buffer that is not spread."""
+    """Return a small network; its 7 and 3 rows do not divide evenly, and it has a buffer that is not sharded."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), Scale())
 
@@ -51,7 +51,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any]:
-    """Go on from the newest checkpoint up to a step, save there, and return the whole parameters."""
+    """Resume from the newest checkpoint, train up to a step, save, and return the unsharded parameters."""
     checkpoint_manager = CheckpointManager(
         SessionOptions("net", root, code=Code("tests:train", {"tests.train": "1"})), lambda: group
     )
@@ -88,7 +88,7 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
 
 
 def whole(value: torch.Tensor) -> list[Any]:
-    """Return all of a tensor, spread or not, as it can travel."""
+    """Return a whole tensor, sharded or not, in a form that can be sent."""
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
 
 
@@ -104,7 +104,7 @@ def train_on_full_disk(root: Path, group: Group, *, full_rank: int, **options: A
 
 
 def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = None) -> dict[str, Any]:
-    """Make a step while the state before it is being written in the background; save again meanwhile and after."""
+    """Make a step while the previous state is being written in the background; save again meanwhile and after."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.fsdp import fully_shard
 
@@ -139,7 +139,7 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
         save(1, wait=False)
         ready = checkpoint_manager.ready
         make_a_step()
-        save(2, wait=False)  # is skipped
+        save(2, wait=False)  # skipped
         go_on.set()
         checkpoint_manager.advance()
         if full_rank is None:
@@ -158,7 +158,7 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
 
 
 def member(orders: Connection) -> None:
-    """Train as ordered until the connection closes."""
+    """Carry out commands until the connection closes."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -168,7 +168,7 @@ def member(orders: Connection) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         try:
             orders.send(function(root, Group(rank, size, generation), **options))
-        except Exception as error:  # noqa: BLE001 - the test wants to know
+        except Exception as error:  # noqa: BLE001 - reported to the test
             orders.send(f"{type(error).__name__}: {error}")
         finally:
             dist.destroy_process_group()
@@ -190,7 +190,7 @@ class ShardedCrew:
             self._members.append((process, ours))
 
     def run(self, size: int, root: Path, function: Callable[..., Any] = train, **options: Any) -> list[Any]:
-        """Train on that many members."""
+        """Train on `size` members."""
         self._generation += 1
         store = self._directory / f"store-{self._generation}"
         for rank, (_, pipe) in enumerate(self._members[:size]):
@@ -198,7 +198,7 @@ class ShardedCrew:
         return [self._answer(pipe) for _, pipe in self._members[:size]]
 
     def close(self) -> None:
-        """Let all members go."""
+        """Stop all members."""
         for process, pipe in self._members:
             pipe.close()
             process.join(10)

@@ -1,4 +1,4 @@
-"""Trainings with FSDP2, for a crew; in a module of their own because its processes import it."""
+"""Trainings with FSDP2, for a crew; in a separate module because its processes import it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def classify_sharded(
     gates: dict[int, Path] | None = None,
     **loader: Any,
 ) -> dict[str, Any]:
-    """Train with Adam and a scheduler; return all parameters whole."""
+    """Train with Adam and a scheduler; return all unsharded parameters."""
     from torch.distributed.fsdp import fully_shard
 
     model = training_crew.net()
@@ -64,7 +64,7 @@ def classify_sharded(
 
 
 def shard_over_any_mesh(session: Any) -> None:
-    """Shard as if there were no session."""
+    """Shard without the session's mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -74,5 +74,5 @@ def shard_over_any_mesh(session: Any) -> None:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor, spread or not."""
+    """Return a whole tensor, sharded or not."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -1,6 +1,6 @@
-"""Trainings that could tell how many processes there are, if anything depended on it.
+"""Trainings whose results would reveal any dependence on the number of processes.
 
-In a module of its own, not among the tests, because the processes of the crew import it.
+In a separate module because the processes of the crew import it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from training_crew import Data
 
 
 class Augmented(Data):
-    """Each sample comes with random numbers of all generators."""
+    """Each sample contains random numbers of all generators."""
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = super().__getitem__(position)
-        noise = torch.randn(6) * random.random() + np.random.uniform()  # noqa: NPY002 - the global generator is meant
+        noise = torch.randn(6) * random.random() + np.random.uniform()  # noqa: NPY002 - the global generator on purpose
         return x + 0.1 * noise, y
 
 
 class Recording(Data):
-    """Each sample tells its position."""
+    """Each sample contains its position."""
 
     def __getitem__(self, position: int) -> Any:
         return (*super().__getitem__(position), position)
 
 
 class Branches(nn.Module):
-    """A part that is never used, and one that only some samples take."""
+    """A network with a branch that is never used, and one that only some samples use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def train(
     die_at: int | None = None,
     **loader: Any,
 ) -> dict[str, Any]:
-    """Train on augmented samples; return what was done, and the processes at each step."""
+    """Train on augmented samples; return the metrics and the number of processes at each step."""
     sizes = hold(session, hold_at, die_at)
     model, _ = session.prepare(network(kind), torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
     data = session.loader(Augmented(), batch_size, **loader)
@@ -75,8 +75,8 @@ def train(
 
 
 def fetch(session: Any, *, hold_at: int | None = None, workers: int = 1) -> dict[str, Any]:
-    """Train on samples that worker processes fetch; return which, and who they were before and after a change."""
-    multiprocessing.current_process()._config["daemon"] = False  # members of the crew may have children of their own
+    """Train on samples from worker processes; return the samples, and the workers before and after a change."""
+    multiprocessing.current_process()._config["daemon"] = False  # permits members of the crew to have child processes
     sizes = hold(session, hold_at)
     model, _ = session.prepare(network("plain"), torch.optim.SGD, lr=0.1)
     data = session.loader(Recording(), 8, num_workers=workers)
@@ -91,7 +91,7 @@ def fetch(session: Any, *, hold_at: int | None = None, workers: int = 1) -> dict
 
 
 def scale(session: Any, *, hold_at: int) -> dict[str, Any]:
-    """Train on batches that grow with the processes; return the learning rates of the steps."""
+    """Train on batches that grow with the number of processes; return the learning rates of the steps."""
     sizes = hold(session, hold_at)
     model = network("plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

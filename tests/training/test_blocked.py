@@ -1,7 +1,7 @@
-"""A thread that is blocked in torch.distributed is seen from another one.
+"""A thread that is blocked in torch.distributed is detected from another thread.
 
-The collective is a fake that takes a lock, in a file that torch.distributed could have; `tests.executor.test_sharding`
-has the real ones.
+The collective is a fake that acquires a lock, in a file name inside torch.distributed; `tests.executor.test_sharding`
+uses real collectives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def collective(begun, lock):
 
 
 class Held:
-    """A thread that takes a lock that the test holds; it runs until the test releases it."""
+    """A thread that acquires a lock held by the test; it runs until the test releases the lock."""
 
     def __init__(self, take: Callable[[Any, Any], Any]) -> None:
         self.lock, begun = threading.Lock(), threading.Semaphore(0)
@@ -38,7 +38,7 @@ class Held:
         self.blocked = BlockedThread(self.thread.ident or 0, lambda: self.now)
 
     def looks(self, times: int) -> list[float]:
-        """Look once every five seconds of the test's clock."""
+        """Call `seconds` every five seconds of the test's clock; return the results."""
         seen = []
         for _ in range(times):
             seen.append(self.blocked.seconds())
@@ -51,7 +51,7 @@ class Held:
 
 
 def fake(file: str) -> Any:
-    """Return the fake as if it stood in a file of torch.distributed."""
+    """Return the fake compiled with a file name inside torch.distributed."""
     namespace: dict[str, Any] = {}
     exec(compile(FAKE, str(Path(dist.__file__).parent / file), "exec"), namespace)
     return namespace["collective"]
@@ -66,7 +66,7 @@ def collective() -> Iterator[Held]:
 
 
 def test_a_thread_in_a_collective_that_does_not_end_is_blocked_for_as_long_as_one_looks(collective: Held) -> None:
-    collective.looks(100)  # it may not have got to the lock when one looks first
+    collective.looks(100)  # at the first observation it may not have reached the lock
     first, *_, last = collective.looks(10)
     assert last - first == 45.0
 

@@ -1,4 +1,4 @@
-"""Training that goes past the session is an error at once, and what only looks like it is not."""
+"""Training that bypasses the session raises an error at once; code that only looks like it does not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BYPASSES = [
     (step_after_session_backward, r"SGD.step\(\) was called outside session.step\(\)"),
     (own_dataloader, r"SGD.step\(\) was called outside session.step\(\)"),
     (library_trainer, r"Adam.step\(\) was called outside session.step\(\).*Trainer.train\(\), cannot run"),
-    (library_trainer_without_prepare, r"called Adam.step\(\), but session.step\(\) never.*Trainer.train"),
+    (library_trainer_without_prepare, r"called Adam.step\(\), but never session.step\(\).*Trainer.train"),
     (accumulate_by_hand, r"loss.backward\(\) and without session.step\(\).*micro_batch"),
     (add_a_second_backward, r"loss.backward\(\) was called before session.step\(loss\) in the same batch"),
     (manual_descent, r"epoch 0: loss.backward\(\) was called on the model.*take the batches from session.loader"),
@@ -86,7 +86,7 @@ def test_a_long_loop_without_prepare_is_refused_before_it_ends(tmp_path: Path) -
 
 
 def test_skipped_batches_adversarial_examples_probes_and_validation_are_no_mistakes(tmp_path: Path) -> None:
-    """Each has a backward pass or an optimizer of its own, or no step, beside steps of the session."""
+    """Each has its own backward pass or optimizer, or no step, in addition to steps of the session."""
 
     def train(session: Any) -> dict[str, Any]:
         model = net()
@@ -94,7 +94,7 @@ def test_skipped_batches_adversarial_examples_probes_and_validation_are_no_mista
         probe = nn.Linear(3, 3)
         for_probe = torch.optim.SGD(probe.parameters(), lr=0.1)
         for_probe.step()
-        optimizer.step()  # some initialize an optimizer so: without gradients it does nothing
+        optimizer.step()  # some code initializes an optimizer like this: without gradients it does nothing
         model, optimizer = session.prepare(model, optimizer)
         data = session.loader(Data(), 8)
         for epoch in session.epochs(2):
@@ -113,7 +113,7 @@ def test_skipped_batches_adversarial_examples_probes_and_validation_are_no_mista
             for x, y in DataLoader(Data(), 16):
                 cross_entropy(probe(model(x).detach()), y).backward()
                 for_probe.step()
-                cross_entropy(model(x), y).backward()  # such as for the norm of the gradients
+                cross_entropy(model(x), y).backward()  # for example for the norm of the gradients
             model.zero_grad()
             session.log(epoch=epoch)
         return session.metrics

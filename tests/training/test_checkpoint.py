@@ -1,4 +1,4 @@
-"""When a training is saved, and which checkpoints are refused."""
+"""When a training is saved, and which checkpoints are rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def test_the_closing_time_drives_the_last_save(tmp_path: Path) -> None:
-    """It stops with a step, the margin and a write still to go: not later, and not a step earlier."""
+    """It stops when just a step, the margin and a write fit into the rest: not later, and not a step earlier."""
     run = Run(tmp_path, save_margin=timedelta(seconds=2))
 
     def function(session: Any) -> Any:
@@ -40,7 +40,7 @@ def test_the_closing_time_drives_the_last_save(tmp_path: Path) -> None:
 
 
 def test_a_fragment_knows_from_earlier_ones_how_long_a_write_takes(tmp_path: Path) -> None:
-    """A measured write of 3 s is expected to take up to 4.5 s: it stops that much earlier."""
+    """A measured write of 3 s is expected to take up to 4.5 s: it stops correspondingly earlier."""
     run = Run(tmp_path, save_margin=timedelta(seconds=2))
     checkpoint = run.paused_after(3).checkpoint
     assert checkpoint is not None
@@ -54,7 +54,7 @@ def test_a_fragment_knows_from_earlier_ones_how_long_a_write_takes(tmp_path: Pat
 
     end = run(function)
     assert isinstance(end, Paused)
-    assert end.progress.step == 3 + 3  # 7.5 s left: a write, the margin, and the step that is not begun
+    assert end.progress.step == 3 + 3  # 7.5 s left: a write, the margin, and the step that is not started
 
 
 def test_before_the_first_write_its_time_is_guessed_from_the_size(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_closing_time_that_moves_away_lets_the_training_go_on(tmp_path: Path) 
 
 
 def patient(run: Run) -> Any:
-    """Return `classify`, with steps of a second each that are long enough for what is written beside them."""
+    """Return `classify`, with steps of a second each, in which background writes complete."""
 
     def function(session: Any) -> Any:
         steps, checkpoint_manager = session.step, session._runtime.checkpoint_manager
@@ -111,7 +111,7 @@ def test_two_checkpoints_stay(tmp_path: Path) -> None:
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Let the next states be written as on a full disk."""
+    """Make the next writes fail as on a full disk."""
     begin, failures = CheckpointDirectory.begin, iter(range(times))
 
     def full(directory: CheckpointDirectory, step: int) -> Draft:
@@ -125,12 +125,12 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 def test_periodic_saves_that_fail_are_told_once_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint before is still good; the disk may have room again next time."""
+    """The previous checkpoint is still good; the disk may have free space next time."""
     run = Run(tmp_path, checkpoint_interval=timedelta(seconds=2))
     fill_the_disk(monkeypatch, times=3)
     assert isinstance(run(patient(run)), Finished)
     assert caplog.text.count("No space left on device") == 1
-    # 2, 4 and, tries being rarer now, 8 fail; 16 is the next.
+    # 2, 4 and, with growing intervals, 8 fail; 16 is the next.
     assert min(report.checkpoint_step for report in run.reports if report.checkpoint_step) == 16
 
 
@@ -148,7 +148,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_disk_that_fills_up_inside_a_tensor_is_named_as_such(tmp_path: Path) -> None:
-    """Torch's own error then tells of an unexpected position in the file; the operating system's says why."""
+    """Torch's own error then only mentions an unexpected file position; the operating system's names the cause."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
     try:
@@ -158,7 +158,7 @@ def test_a_disk_that_fills_up_inside_a_tensor_is_named_as_such(tmp_path: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# ── damaged and foreign checkpoints ────────────────────────────────────────────────────────────
+# ── damaged checkpoints, and those of other trainings ──────────────────────────────────────────
 
 
 def damage(checkpoint: Path, how: str) -> None:

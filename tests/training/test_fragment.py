@@ -24,7 +24,7 @@ BATCHES = 7  # of 8 in 53 samples
 
 @pytest.mark.parametrize("step", [1, 5, BATCHES, BATCHES + 1, 2 * BATCHES, 3 * BATCHES - 1])
 def test_a_paused_training_ends_bit_equal_to_an_undisturbed_one(tmp_path: Path, step: int) -> None:
-    """With dropout, noise of three generators, Adam, a scheduler; in the middle and at the end of epochs."""
+    """With dropout, noise from three generators, Adam and a scheduler; in the middle and at the end of epochs."""
     whole = Run(tmp_path / "whole")(dropout=0.3, noise=True)
     run = Run(tmp_path / "cut")
     paused = run.paused_after(step, dropout=0.3, noise=True)
@@ -37,7 +37,7 @@ def test_a_paused_training_ends_bit_equal_to_an_undisturbed_one(tmp_path: Path, 
 
 
 def test_code_after_the_batches_of_an_epoch_runs_once_whatever_is_cut(tmp_path: Path) -> None:
-    """A pause at the very end of an epoch leaves the scheduler's step and the log to the next fragment."""
+    """After a pause at the end of an epoch, the next fragment makes the scheduler's step and the log entry."""
     run = Run(tmp_path)
     run.paused_after(BATCHES)
     run.paused_after(2 * BATCHES)
@@ -56,7 +56,7 @@ def test_a_finished_training_counts_every_sample_once_an_epoch(tmp_path: Path) -
 
 
 def test_what_the_ledger_counts_is_what_the_user_trained_on(tmp_path: Path) -> None:
-    """A batch that the loop skips is lost, and the audit says so."""
+    """A batch that the loop skips is lost, and the audit reports it."""
 
     def skip_one(session: Any) -> Any:
         model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
@@ -89,7 +89,7 @@ def test_a_fragment_that_is_paused_at_once_does_not_write_its_state_again(tmp_pa
 
 
 def test_what_is_done_after_the_loop_is_in_the_last_checkpoint(tmp_path: Path) -> None:
-    """Also where the last step was saved before."""
+    """Even if the last step was saved before."""
 
     def log_at_the_end(session: Any) -> None:
         classify(session)
@@ -140,7 +140,7 @@ def test_an_except_exception_of_the_user_does_not_stop_a_pause(tmp_path: Path) -
         try:
             run.mailbox.pause_requested.set()
             classify(session)
-        except Exception as error:  # noqa: BLE001 - the user's own, under test
+        except Exception as error:  # noqa: BLE001 - user code under test
             swallowed.append(error)
 
     assert isinstance(run(careless), Paused)
@@ -154,7 +154,7 @@ def test_not_even_a_bare_except_turns_a_pause_into_an_end(tmp_path: Path) -> Non
         run.mailbox.pause_requested.set()
         try:
             classify(session)
-        except BaseException:  # noqa: BLE001 - the user's own, under test
+        except BaseException:  # noqa: BLE001 - user code under test
             return "swallowed"
         return "done"
 
@@ -162,7 +162,7 @@ def test_not_even_a_bare_except_turns_a_pause_into_an_end(tmp_path: Path) -> Non
 
 
 def test_an_error_of_the_user_goes_through_unchanged(tmp_path: Path) -> None:
-    problem = KeyError("the user's own")
+    problem = KeyError("from user code")
 
     def fail(session: Any) -> None:
         raise problem

@@ -1,4 +1,4 @@
-"""FSDP2 in a session: sharded by the user's function, resized through checkpoints, the result of a plain run."""
+"""FSDP2 in a session: sharded by the user's function, rescaled through checkpoints, with the result of a plain run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPOCHS = 2
 
 
 def plain(root: Path, **kwargs: Any) -> Finished:
-    """Train undisturbed, in this process, without sharding."""
+    """Train without interruption, in this process, without sharding."""
     outcome = run_member(classify_sharded, {"shard": False, **kwargs}, root=root, membership=Membership("net"))
     assert isinstance(outcome.end, Finished), outcome.error
     return outcome.end
@@ -88,7 +88,7 @@ def test_a_sharded_training_says_that_it_cannot_change_in_place(crew: Crew, tmp_
 
 
 def test_a_lost_member_ends_the_others_which_go_back_to_the_last_checkpoint(crew: Crew, tmp_path: Path) -> None:
-    """SIGKILL between two steps: the others notice in the model's own collectives, stay warm, and get other ranks."""
+    """SIGKILL between two steps: the others detect it in the model's collectives, stay warm, and get other ranks."""
     ends(crew.run(2, tmp_path / "cut", classify_sharded, pause_after=4))
     outcomes = crew.run(3, tmp_path / "cut", classify_sharded, kill_after=9)
     survivors = [outcome for outcome in outcomes if outcome]
@@ -104,7 +104,7 @@ def test_a_lost_member_ends_the_others_which_go_back_to_the_last_checkpoint(crew
 def test_a_periodic_checkpoint_of_a_sharded_training_is_one_to_go_back_to(
     crew: Crew, tmp_path: Path, size: int
 ) -> None:
-    """They are written beside the training; the one that is being written when all members die does not count."""
+    """It is written in the background; one that is being written when all members die does not count."""
     options = {"checkpoint_interval": timedelta(milliseconds=1)}
     run = crew.start(size, tmp_path / "cut", classify_sharded, gates={12: tmp_path / "never"}, options=options)
     run.until((tmp_path / "never").with_suffix(".reached").exists)
@@ -121,7 +121,7 @@ def test_a_periodic_checkpoint_of_a_sharded_training_is_one_to_go_back_to(
 
 def test_a_sharded_training_cannot_be_deterministic(tmp_path: Path) -> None:
     outcome = run_member(classify_sharded, {"deterministic": True}, root=tmp_path, membership=Membership("net"))
-    assert outcome.error.startswith("UsageError: session.loader: deterministic=True does not go with a model that is")
+    assert outcome.error.startswith("UsageError: session.loader: deterministic=True cannot be combined with")
 
 
 def test_a_model_that_is_sharded_over_another_mesh_is_refused(crew: Crew, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_model_that_is_sharded_over_another_mesh_is_refused(crew: Crew, tmp_pa
 
 
 def test_an_order_to_leave_wakes_those_who_wait_for_a_stopped_member(crew: Crew, tmp_path: Path) -> None:
-    """SIGSTOP: the model's own collectives end when the slot is told that a member is lost."""
+    """SIGSTOP: the model's collectives end when the slot receives the command to abort."""
     gates = {4: tmp_path / "go"}
     run = crew.start(3, tmp_path, classify_sharded, gates=gates)
     run.until(gates[4].with_suffix(".reached").exists)

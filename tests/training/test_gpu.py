@@ -1,7 +1,7 @@
-"""What `test_regroup` and `test_groups` state, on a GPU that several processes share.
+"""The tests of `test_regroup` and `test_groups`, on a GPU that several processes share.
 
-A session takes a GPU wherever there is one, so on such a machine all tests of this folder use it; these are the ones in
-which it makes a difference. NCCL refuses processes that share a card: their gradients go over gloo.
+A session uses a GPU if available, so on such a machine all tests of this folder use it; these are the ones in which it
+makes a difference. NCCL does not support processes that share a GPU: their gradients use gloo.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def first(outcomes: list[Outcome | None]) -> Outcome:
 def test_members_on_one_card_come_go_and_die_and_the_result_is_the_same(
     crew: Crew, tmp_path: Path, mode: dict[str, Any]
 ) -> None:
-    """1 -> 2 -> 1 -> 2 -> one of them killed, in place; with the same bits where that is promised."""
+    """1 -> 2 -> 1 -> 2 -> one of them killed, in place; bitwise equal where this is guaranteed."""
     events = (
         Event(2, "regroup", 2),
         Event(6, "regroup", 1),
@@ -59,7 +59,7 @@ def test_half_precision_with_a_scaler_is_the_same_on_one_process_and_on_two(crew
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_without_one(crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything in it is in host memory."""
+    """All its tensors are in host memory."""
     paused = first(crew.run(2, tmp_path, classify, pause_after=4)).end
     assert isinstance(paused, Paused)
     assert paused.checkpoint is not None

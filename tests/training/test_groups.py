@@ -41,7 +41,7 @@ def undisturbed(root: Path, **kwargs: int) -> Finished:
 
 
 def test_a_training_through_1_4_2_3_processes_ends_as_an_undisturbed_one(crew: Crew, tmp_path: Path) -> None:
-    """Same counts, same history, parameters within 1e-4; every pause comes from another member."""
+    """Same counts, same history, parameters within 1e-4; every pause is requested by another member."""
     whole = undisturbed(tmp_path / "whole")
     pids = set()
     for world_size, pause_after in ((1, 5), (4, 11), (2, 14)):
@@ -78,7 +78,7 @@ def test_a_batch_smaller_than_the_group_gives_the_same_gradients(crew: Crew, tmp
 
 
 def test_survivors_of_a_killed_peer_say_so_and_can_go_on(crew: Crew, tmp_path: Path) -> None:
-    """SIGKILL in the middle of a step; the survivors form a group of two in the same processes, from disk."""
+    """SIGKILL in the middle of a step; the survivors form a group of two in the same processes, from a checkpoint."""
     first(crew.run(3, tmp_path, classify, pause_after=4))
     outcomes = crew.run(3, tmp_path, classify, kill_rank=1, kill_after=9)
     assert outcomes[1] is None
@@ -102,7 +102,7 @@ def test_an_error_on_one_member_is_its_own_there_and_a_lost_peer_elsewhere(crew:
 
 
 def test_user_code_is_the_same_with_and_without_a_group(crew: Crew, tmp_path: Path) -> None:
-    """Validation on the first member alone does not hang; methods and state are those of the user's model."""
+    """Validation on the first member alone does not hang; the methods and the state are those of the user's model."""
     outcome = first(crew.run(2, tmp_path, evaluate_on_first))
     assert isinstance(outcome.end, Finished), outcome.error
     assert outcome.end.value == list(Normed().state_dict())
@@ -120,6 +120,6 @@ def test_all_members_refuse_a_training_whose_checkpoints_are_all_damaged(crew: C
 def test_members_that_do_not_come_are_lost_peers() -> None:
     store = RendezvousStore(Dictionary(), timedelta(seconds=0.2))
     membership = Membership("net", rank=0, world_size=2, meeting=timedelta(seconds=0.2), interface="lo")
-    with pytest.raises(PeerFailed, match="did not all meet"):
+    with pytest.raises(PeerFailed, match="did not all connect"):
         join(membership, store)
     assert not torch.distributed.is_initialized()

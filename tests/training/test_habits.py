@@ -1,4 +1,4 @@
-"""Ordinary PyTorch inside a session: each block of the page, alone and in a group that changes in the middle."""
+"""Ordinary PyTorch inside a session: each block of the page, on one process and in a group that changes."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 HABITS = sorted(BLOCKS)
-# Gradients are rounded to 8 or 11 bits before they are added up.
+# Gradients are rounded to 8 or 11 bits before they are summed.
 ROUNDED = {"bfloat16": 3e-2, "scaler": 1e-2}
 
 
 def finished(outcome: Outcome | None) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, Any]]:
-    """Return the metrics of a training, the processes by step, and the state of all that it prepared."""
+    """Return the metrics of a training, the processes by step, and the state of all prepared objects."""
     assert outcome is not None
     assert isinstance(outcome.end, Finished), outcome.error
     assert outcome.end.checkpoint is not None
     state = torch.load(outcome.end.checkpoint / "state.pt", weights_only=True)
     metrics, sizes = outcome.end.value
-    # Where a member stands in a stream is its own affair.
+    # The position in a stream may differ between members.
     return metrics, sizes, {name: thing for name, thing in state["objects"].items() if not name.startswith("Stream")}
 
 
 def assert_close(one: Any, other: Any, tolerance: float, where: str = "state") -> None:
-    """Compare states, whatever they are nested in."""
+    """Compare nested states."""
     assert type(one) is type(other), where
     if isinstance(one, dict):
         assert one.keys() == other.keys(), where
@@ -56,7 +56,7 @@ def assert_close(one: Any, other: Any, tolerance: float, where: str = "state") -
 @pytest.mark.parametrize("size", [3, 1])
 @pytest.mark.parametrize("habit", HABITS)
 def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_path: Path, habit: str, size: int) -> None:
-    """Parameters, optimizers, schedulers, averages and history are those of a run alone; each step is made once."""
+    """Parameters, optimizers, schedulers, averages and history equal those of one process; each step is made once."""
     alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))
     metrics, _, state = finished(alone)
     run = crew.start(2, tmp_path / "crew", practise, habit=habit, hold_at=5)
@@ -80,7 +80,7 @@ def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_pat
 
 @pytest.mark.parametrize("habit", ["deterministic", "ema", "scaler", "streaming"])
 def test_a_habit_has_the_same_result_when_a_process_is_lost_in_a_step(crew: Crew, tmp_path: Path, habit: str) -> None:
-    """The batch is cut off, and what is called once a step is not called for it."""
+    """The batch is interrupted, and once-per-step methods are not called for it."""
     alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))
     metrics, _, state = finished(alone)
     outcomes = crew.start(2, tmp_path / "crew", practise, habit=habit, die_at=5).outcomes()
@@ -108,4 +108,4 @@ def test_the_log_has_each_step_once_with_the_loss_of_the_whole_batch(crew: Crew,
 
 
 def test_every_block_of_the_page_is_among_those_that_are_run() -> None:
-    assert PAGE.read_text(encoding="utf-8").count("```python\n") == len(HABITS) + 1  # and what they share
+    assert PAGE.read_text(encoding="utf-8").count("```python\n") == len(HABITS) + 1  # and the common block

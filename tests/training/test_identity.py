@@ -1,4 +1,4 @@
-"""A training's code is told from other code, not from the same at another place."""
+"""A training's code is distinguished from other code, but not from the same code elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def compiled(source: str) -> Any:
     """Run a script; return its function `train`."""
     module = types.ModuleType("app")
-    with mock.patch.dict(sys.modules, {"app": module}):  # where dataclasses look for it
+    with mock.patch.dict(sys.modules, {"app": module}):  # dataclasses look up the module there
         exec(textwrap.dedent(source), vars(module))
     return module.train
 
@@ -121,7 +121,7 @@ def yield_all(x):
         ("FAST = 1", "FAST = 2"),
         ("depth: int = 3", "depth: int = 4"),
         ("CONFIG = Config()", "CONFIG = Config(5)"),
-        ("FACTOR = 2", "FACTOR = 3"),  # of a function of a method of a base of a class
+        ("FACTOR = 2", "FACTOR = 3"),  # used by a function that a method of a base class calls
         ("return scale(x)", "return -scale(x)"),
         ("class Net(Block)", "class Net(nn.Module)"),
         ("size = 4", "size = 5"),
@@ -154,7 +154,7 @@ def test_a_change_of_what_the_function_refers_to_counts(old: str, new: str) -> N
         ("  # steps", "  # other steps"),
         ("Train.", "Train well."),
         ("RATE = 0.1", "\n\n# the rate\nRATE = 0.1"),
-        ("return 1\n", "return 2\n"),  # nobody calls it
+        ("return 1\n", "return 2\n"),  # never called
         ("[net(x) for x in WIDTHS if x]", "[\n        net(x)\n        for x in WIDTHS\n        if x\n    ]"),
     ],
 )
@@ -180,7 +180,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     "module", ["argparse", "inspect", "tarfile", "torch.optim.adam", "torch.utils.data.dataloader"]
 )
 def test_formatting_does_not_count_in_any_function_of_large_modules(module: str) -> None:
-    """Compiled from the text as it is, and from the text without its layout."""
+    """Compiled from the original text, and from the text without its layout."""
     source = inspect.getsource(importlib.import_module(module))
     one, other = compile(source, "one", "exec"), compile(ast.unparse(ast.parse(source)), "other", "exec")
     pairs = list(zip(codes(one), codes(other), strict=True))
@@ -240,7 +240,7 @@ def test_objects_without_a_value_of_their_own_do_not_count_by_their_address() ->
 
 
 def test_data_is_not_code() -> None:
-    """A global list of many items is not read as a constant."""
+    """A large global list is not treated as a constant."""
     source = "DATA = list(range({}))\ndef train(s): return DATA"
     assert code_of(compiled(source.format(10))) != code_of(compiled(source.format(10).replace("range(", "range(1, ")))
     assert code_of(compiled(source.format(100_000))).parts["app.DATA"]

@@ -1,4 +1,4 @@
-"""The interval between checkpoints is the one that loses the least time, within bounds."""
+"""The checkpoint interval minimizes the lost time, within bounds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from freetrain_parsl.training.checkpoints.interval import LONGEST, SHORTEST, bes
 
 
 def expected_seconds(work: float, cost: float, mean_time: float) -> float:
-    """Seconds that a second of work takes if losses are exponential: Daly's exact model, restart time zero."""
+    """Return the seconds per second of work with exponential failures: Daly's exact model, restart time zero."""
     return mean_time * math.expm1((work + cost) / mean_time) / work
 
 
 def simulated_seconds(work: float, cost: float, mean_time: float, total: float = 2e5) -> float:
-    """Return the same, by playing it."""
+    """Return the same, from a simulation."""
     generator = np.random.default_rng(1)
     clock = done = 0.0
     while done < total:
         loss = generator.exponential(mean_time)
-        segments = math.floor(loss / (work + cost))  # each is work, then a checkpoint
+        segments = math.floor(loss / (work + cost))  # each is work followed by a checkpoint
         clock += loss
         done += segments * work
     return clock / done
@@ -37,7 +37,7 @@ def test_no_other_interval_is_better_by_a_thousandth(cost: float, mean_time: flo
 
 
 def test_the_simulated_optimum_is_there_too() -> None:
-    """Half and double of it lose more, in a simulation that knows no formula."""
+    """Half and twice the interval lose more time, in a simulation without the formula."""
     cost, mean_time = 5.0, 600.0
     work = best_work_between(cost, mean_time)
     lost = {factor: simulated_seconds(work * factor, cost, mean_time) - 1 for factor in (0.4, 1.0, 2.5)}
@@ -62,5 +62,5 @@ def test_where_a_checkpoint_costs_more_than_a_loss_work_goes_on_as_long_as_one_m
     ],
 )
 def test_bounds(cost: float, write: float, hours: float, seconds: float) -> None:
-    """Not below five seconds, not above half an hour, and never so short that writes would overlap."""
+    """At least five seconds, at most half an hour, and never so short that writes would overlap."""
     assert checkpoint_interval(cost, write, timedelta(hours=hours)) == timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""The first member writes in the background: what that costs, when it counts, and what becomes of failures."""
+"""The first member writes in the background: cost, completion, and handling of failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """A keeper whose writes end when they are told to, on a clock that passes only when told."""
+    """A checkpoint manager whose writes the test controls, with a fake clock."""
 
     def __init__(
         self, root: Path, monkeypatch: pytest.MonkeyPatch, *, group: Group | None = None, **options: Any
@@ -78,7 +78,7 @@ class Kept:
         self.checkpoint_manager.save(self.state, step=step, epoch=0, reason="test", wait=wait, **options)
 
     def settle(self) -> None:
-        """Let the write in the background come to its end, as far as it gets."""
+        """Let the background write end, successfully or not."""
         self.may_write.set()
         self.checkpoint_manager._background._running.result(20)
 
@@ -113,7 +113,7 @@ def test_a_periodic_save_returns_before_it_is_written_and_counts_once_it_is(kept
     kept.checkpoint_manager.poll()
     assert kept.checkpoint_manager.newest is None
     kept.settle()
-    assert kept.checkpoint_manager.newest is None  # until the training looks
+    assert kept.checkpoint_manager.newest is None  # until the training polls
     kept.checkpoint_manager.poll()
     assert kept.checkpoint_manager.newest is not None
     assert kept.checkpoint_manager.newest.step == 1
@@ -130,7 +130,7 @@ def test_what_the_training_does_while_it_is_written_is_not_in_it(kept: Kept) -> 
 
 
 def test_a_periodic_save_is_skipped_while_one_is_written(kept: Kept) -> None:
-    """Not even the state is made for it."""
+    """Not even its state is created."""
     kept.may_write.clear()
     kept.save(1)
     kept.save(2)
@@ -150,7 +150,7 @@ def test_a_last_save_waits_for_the_one_that_is_written(kept: Kept) -> None:
 
 
 def test_a_state_that_is_being_written_is_not_written_again(kept: Kept) -> None:
-    """… but if that fails, the last save writes it after all."""
+    """But if that write fails, the last save writes the state."""
     kept.save(1, mark=(1, 0))
     kept.save(1, wait=True, mark=(1, 0))
     assert kept.steps() == [1]
@@ -186,10 +186,10 @@ import torch
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.protocol.options import SessionOptions
-keeper = CheckpointManager(SessionOptions("net", Path(sys.argv[1])), Group)
-keeper.restore()
-keeper.save(lambda: {"objects": {"w": torch.ones(2_000_000)}}, step=1, epoch=0, reason="test", wait=False)
-assert keeper.newest is None
+manager = CheckpointManager(SessionOptions("net", Path(sys.argv[1])), Group)
+manager.restore()
+manager.save(lambda: {"objects": {"w": torch.ones(2_000_000)}}, step=1, epoch=0, reason="test", wait=False)
+assert manager.newest is None
 """
 
 
@@ -208,13 +208,13 @@ def test_the_time_until_a_save_is_durable_includes_the_rest_of_the_one_that_is_w
     assert kept.checkpoint_manager.write_seconds_estimate == pytest.approx(2 * alone - 4)
 
 
-# ── who writes ────────────────────────────────────────────────────────────────────────────────────
+# ── the writer ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_next_first_member_shuts_out_the_one_before(
     tmp_path: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The former first was thought lost, and comes back with a write in its hands."""
+    """The former first member was considered failed, and resumes in the middle of a write."""
     kept.may_write.clear()
     kept.save(5)
     heir = Kept(tmp_path, monkeypatch, group=Group(1, 2, 0))
@@ -239,7 +239,7 @@ def test_the_next_first_member_knows_the_newest_checkpoint(
 
 
 def test_a_first_member_that_stays_goes_on_writing_in_the_new_group(kept: Kept) -> None:
-    """Its write in the background is not lost to a change of the group."""
+    """Its background write survives a change of the group."""
     kept.may_write.clear()
     kept.save(1)
     kept.group = Group(0, 1, 1)
@@ -274,7 +274,7 @@ NEW = Code("app:train", {"app.train": "1", "app.LR": "2", "app.augment": "3"})
 
 
 def restored(tmp_path: Path, code: Code | None, **options: Any) -> tuple[CheckpointManager, int | None]:
-    """Go on, with this code, from a checkpoint of step 5 of the old code."""
+    """Resume, with this code, from a checkpoint of step 5 of the old code."""
     before = CheckpointManager(SessionOptions("net", tmp_path, code=OLD), Group)
     before.restore()
     before.save(lambda: {"objects": {}}, step=5, epoch=0, reason="test", wait=True)
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_the_same_code_is_gone_on_from_without_a_word(tmp_path: 
 
 def test_a_checkpoint_of_other_code_is_refused_and_the_message_tells_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(
-        CodeChanged, match=r"changed: app\.LR, app\.augment\); undo the change, go on .*'resume'"
+        CodeChanged, match=r"changed: app\.LR, app\.augment\); undo the change, resume .*'resume'"
     ) as caught:
         restored(tmp_path, NEW)
     assert "\n" not in str(caught.value)
@@ -306,7 +306,7 @@ def test_a_checkpoint_of_other_code_is_refused_and_the_message_tells_the_remedy(
 def test_a_checkpoint_of_other_code_is_gone_on_from_if_that_was_asked_for(tmp_path: Path) -> None:
     checkpoint_manager, step = restored(tmp_path, NEW, on_code_change="resume")
     assert step == 5
-    assert "was written by other code (changed: app.LR, app.augment); going on from it" in checkpoint_manager.code_note
+    assert "was written by other code (changed: app.LR, app.augment); resuming from it" in checkpoint_manager.code_note
 
 
 def test_a_restart_sets_the_checkpoints_of_other_code_aside(tmp_path: Path) -> None:
@@ -320,14 +320,14 @@ def test_a_restart_sets_the_checkpoints_of_other_code_aside(tmp_path: Path) -> N
     again.save(lambda: {"objects": {}}, step=1, epoch=0, reason="test", wait=True)
     again.close()
     later = CheckpointManager(SessionOptions("net", tmp_path, code=NEW, on_code_change="restart"), Group)
-    assert later.restore().entry.step == 1, "it goes on from what the new code has written"
+    assert later.restore().entry.step == 1, "it resumes from the checkpoint of the new code"
     later.close()
 
 
 def test_code_of_another_python_cannot_be_compared_and_that_is_said(tmp_path: Path) -> None:
     checkpoint_manager, step = restored(tmp_path, Code("app:train", {"app.train": "9"}, "3.99"))
     assert step == 5
-    assert "whether the code has changed since cannot be said" in checkpoint_manager.code_note
+    assert "cannot determine whether the code has changed since" in checkpoint_manager.code_note
 
 
 def test_a_call_of_edited_code_begins_anew_and_says_how_to_go_on(tmp_path: Path) -> None:
@@ -347,10 +347,10 @@ def test_another_format_is_refused_by_name(kept: Kept) -> None:
     path = kept.checkpoint_manager.newest.path / "manifest.json"
     manifest = kept.checkpoint_manager.newest.manifest()
     path.write_text(json.dumps({**manifest, "format": 2, "freetrain": "0.4"}))
-    with pytest.raises(CheckpointMismatch, match=r"format 2, this version reads 3; go on with .*\(freetrain 0\.4\)"):
+    with pytest.raises(CheckpointMismatch, match=r"format 2, this version reads 3; resume with .*\(freetrain 0\.4\)"):
         kept.checkpoint_manager.restore()
     path.write_text(sign_manifest({**manifest, "format": 4, "freetrain": "0.9"}))
-    with pytest.raises(CheckpointMismatch, match=r"format 4, this version reads 3; go on with .*\(freetrain 0\.9\)"):
+    with pytest.raises(CheckpointMismatch, match=r"format 4, this version reads 3; resume with .*\(freetrain 0\.9\)"):
         kept.checkpoint_manager.restore()
 
 
@@ -382,12 +382,12 @@ def test_a_stated_interval_runs_from_the_beginning_of_one_save_to_that_of_the_ne
 def test_without_a_stated_interval_it_follows_from_the_measured_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that stops the training for 2 s, and a loss every hour: about sqrt(2·2·3600) s = 120 s."""
+    """A copy that blocks the training for 2 s, and a failure every hour: about sqrt(2·2·3600) s = 120 s."""
     kept = Kept(tmp_path, monkeypatch)
     kept.checkpoint_manager._schedule.measured(blocked=2.0, slowdown=0.0)
     assert kept.checkpoint_manager.interval.total_seconds() == pytest.approx(121, abs=2)
     kept.checkpoint_manager._checkpoints._write_seconds.append(100.0)
-    assert kept.checkpoint_manager.interval == timedelta(seconds=2 * 150)  # twice the most that a write may take
+    assert kept.checkpoint_manager.interval == timedelta(seconds=2 * 150)  # twice the maximum write time
     kept.checkpoint_manager.close()
 
 
@@ -408,7 +408,7 @@ def test_a_background_write_that_fails_is_told_with_its_cause_and_the_next_try(
     kept.fail(code)
     fail_in_background(kept, 2)
     where = f"trainer net: cannot write a checkpoint of step 2 in {kept.checkpoint_manager.path}"
-    assert caplog.messages == [f"{where}: {os.strerror(code)}; training goes on, next try in 0:00:10"]
+    assert caplog.messages == [f"{where}: {os.strerror(code)}; training continues, next attempt in 0:00:10"]
     assert kept.steps() == [1]
 
 
@@ -442,13 +442,13 @@ def test_a_training_whose_checkpoints_are_too_large_for_any_file_comes_to_a_clea
         fail_in_background(kept, step)
     kept.save(5)
     kept.settle()
-    with pytest.raises(TrainingError, match=r"none of 5 checkpoints could be written .*File too large.*make room"):
+    with pytest.raises(TrainingError, match=r"none of 5 checkpoints could be written .*File too large.*free space"):
         kept.checkpoint_manager.poll()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS])
 def test_a_directory_that_cannot_be_used_for_now_never_ends_a_training(kept: Kept, code: int) -> None:
-    """Even if there has never been a checkpoint; what is wrong is told until a save succeeds."""
+    """Even if there has never been a checkpoint; the problem is reported until a save succeeds."""
     kept.fail(code)
     for step in range(1, 9):
         fail_in_background(kept, step)
@@ -505,7 +505,7 @@ def test_a_disk_that_stays_full_does_not_keep_a_training_from_its_end(
     kept.fail(errno.ENOSPC)
     save_last(kept, 3, patiently=True)
     assert 20 < sum(pauses) < 40
-    assert "ends without a checkpoint of step 3; there is none" in caplog.text
+    assert "ends without a checkpoint of step 3; no checkpoint exists" in caplog.text
 
 
 def test_an_error_that_no_waiting_mends_is_raised_at_the_end(kept: Kept) -> None:
@@ -515,7 +515,7 @@ def test_an_error_that_no_waiting_mends_is_raised_at_the_end(kept: Kept) -> None
 
 
 def test_a_mount_that_is_missing_is_not_written_beneath(tmp_path: Path) -> None:
-    """Nor taken for a training without checkpoints, which would start afresh."""
+    """Nor is it taken for a training without checkpoints, which would start over."""
     root = tmp_path / "root"
     check_writable(root)
     checkpoint_manager = CheckpointManager(SessionOptions("net", root, root_identity=identify_root(root)), Group)
@@ -536,11 +536,11 @@ def test_a_mount_that_is_missing_is_not_written_beneath(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_taken_over_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The training goes on in the new group; the next checkpoint tries again."""
+    """The training continues in the new group; the next checkpoint retries."""
     heir = Kept(tmp_path, monkeypatch, group=Group(0, 1, 1))
     heir.fail(errno.EROFS)
     heir.checkpoint_manager.rejoin()
-    assert "Read-only file system; training goes on" in caplog.text
+    assert "Read-only file system; training continues" in caplog.text
     heir.problem = None
     heir.save(1, wait=True)
     assert heir.steps() == [1]
@@ -594,7 +594,7 @@ def test_a_full_file_system_is_told_and_leaves_the_one_before(tmp_path: Path, ca
 
 
 def test_a_state_that_has_to_be_saved_takes_the_room_of_older_checkpoints(tmp_path: Path) -> None:
-    """On a disk that is full of other things; the newest intact one goes only when the new one is there."""
+    """On a disk filled by other files; the newest intact one is removed only once the new one exists."""
     with small_disk(tmp_path / "small", "256k") as root:
         checkpoint_manager = CheckpointManager(SessionOptions("net", root), Group)
         checkpoint_manager.restore()

@@ -1,4 +1,4 @@
-"""The ledger counts what was trained on, and tells what was lost or repeated."""
+"""The sample counts, and the audit of lost and repeated samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session's data: what it takes, who fetches it, and how it reaches the loop."""
+"""The session's data: accepted datasets, worker processes, and batches in the loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tensors_move_whatever_they_are_nested_in() -> None:
 
 
 def test_worker_processes_fetch_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
-    """The workers persist; the positions of the next epoch must reach them."""
+    """The workers are persistent; they must receive the positions of the next epoch."""
 
     def batches(session: Any, workers: int) -> Any:
         model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)

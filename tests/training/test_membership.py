@@ -1,4 +1,4 @@
-"""Meeting, and telling a lost peer from an error of the user's own."""
+"""Forming groups, and distinguishing a failed peer from an error in user code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store() -> RendezvousStore:
 
 
 def test_the_store_keeps_torchs_contract(store: RendezvousStore) -> None:
-    """Through torch's own prefix, as in a rendezvous."""
+    """Through torch's PrefixStore, as in a rendezvous."""
     prefixed = dist.PrefixStore("net/1", store)
     prefixed.set("key", "value")
     assert prefixed.get("key") == b"value"
@@ -37,7 +37,7 @@ def test_the_store_keeps_torchs_contract(store: RendezvousStore) -> None:
 
 
 def test_waiting_for_what_does_not_come_ends(store: RendezvousStore) -> None:
-    with pytest.raises(Exception, match="nobody set"):
+    with pytest.raises(Exception, match="was not set"):
         store.wait(["nothing"], timedelta(seconds=0.05))
 
 
@@ -63,7 +63,7 @@ def test_a_group_of_one_is_a_mesh_if_it_is_asked_for_one() -> None:
 
 
 def test_meshes_of_different_groups_differ_for_torch() -> None:
-    """What torch remembers of the mesh of one group would be wrong in another, where ranks are different."""
+    """Torch's cached data of the mesh of one group would be wrong in another, where ranks differ."""
     meshes = []
     for generation in (1, 2):
         group = join(Membership("net", generation=generation), None)
@@ -83,7 +83,7 @@ def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeyp
 
 
 def test_after_a_meeting_that_failed_the_next_is_at_the_same_keys_as_for_a_newcomer() -> None:
-    """Or those who were at the first would wait in vain for those who were not."""
+    """Otherwise members of the first group and newcomers would wait for each other at different keys."""
     membership = Membership("net", world_size=2, meeting=timedelta(seconds=0.1), interface="lo")
     met: list[list[str]] = []
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_failed_collectives_are_lost_peers(error: BaseException) -> None:
     [
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x6 and 5x3)"),
         RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one."),
-        ConnectionResetError("Connection reset by peer"),  # of the user's own database
+        ConnectionResetError("Connection reset by peer"),  # of a database that the user code accesses
         ValueError("gloo"),
         MemoryError(),
     ],

@@ -1,4 +1,4 @@
-"""Every sample exactly once an epoch, on any number of members; in a batch, everybody's part counts as it should."""
+"""Each sample exactly once per epoch, on any number of members; each member's part of a batch has its weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = st.integers(1, 9)
 
 
 def batches(order: Order, epoch: int, sizes: list[int]) -> list[list[Batch]]:
-    """All members' views of all batches of an epoch, while the number of members goes through `sizes`."""
+    """Return all members' views of all batches of an epoch, while the number of members cycles through `sizes`."""
     positions, begin, views = order.epoch(epoch), 0, []
     while begin < len(positions):
         size = sizes[len(views) % len(sizes)]
@@ -34,7 +34,7 @@ def batches(order: Order, epoch: int, sizes: list[int]) -> list[list[Batch]]:
 @given(order=ORDERS | SHARDED, epoch=st.integers(0, 3), sizes=st.lists(SIZES, min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None)
 def test_the_pieces_of_all_members_are_the_epoch_in_order(order: Order, epoch: int, sizes: list[int]) -> None:
-    """Whatever the number of members does from batch to batch."""
+    """However the number of members changes between batches."""
     seen: list[int] = []
     for views in batches(order, epoch, sizes):
         pieces = [piece for view in views for piece in view.pieces]
@@ -47,7 +47,7 @@ def test_the_pieces_of_all_members_are_the_epoch_in_order(order: Order, epoch: i
 @given(order=ORDERS | SHARDED, size=SIZES)
 @settings(max_examples=100, deadline=None)
 def test_every_member_has_pieces_and_knows_its_last_one(order: Order, size: int) -> None:
-    """Also a member without a part in the batch: a sample that counts nothing."""
+    """A member without a part in the batch has a sample of weight zero."""
     for views in batches(order, 0, [size]):
         assert views[0].pieces[0].weight
         for view in views:

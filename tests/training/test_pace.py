@@ -8,7 +8,7 @@ from freetrain_parsl.training.step.pace import Pace
 
 
 def test_the_first_step_counts_for_closing_but_not_for_the_rate() -> None:
-    """It may be long (lazy initialisation), and it may be the only one before a closing."""
+    """It may be long (lazy initialization), and it may be the only one before the node closes."""
     pace = Pace()
     pace.add(10, 4.0)
     assert pace.rate is None
@@ -35,7 +35,7 @@ def test_one_long_step_is_forgotten() -> None:
 
 
 def test_a_restart_forgets_the_throughput_and_remembers_the_longest_step() -> None:
-    """In another group the next step may still be as long."""
+    """In another group the next step may be as long."""
     pace = Pace()
     for _ in range(3):
         pace.add(10, 2.0)

@@ -1,4 +1,4 @@
-"""The members of a group find out who does not reach whom, all of them the same, before the group forms."""
+"""Before a group forms, all its members get the same list of pairs that do not reach each other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.group import reachability
 from freetrain_parsl.training.group.reachability import check_reachable
 
-NOWHERE = "203.0.113.1"  # of no interface: nobody can listen there
+NOWHERE = "203.0.113.1"  # not the address of any interface: listening there fails
 
 
 def answers(addresses: list[str], timeout: float = 20.0) -> list[BaseException | None]:
-    """Let all members check at the same time; return what each of them got."""
+    """Run the check on all members at the same time; return each member's error."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=timeout))
 
@@ -46,7 +46,7 @@ def test_all_learn_of_a_member_that_nobody_reaches():
 
 
 def test_a_member_that_answers_nothing_is_unreachable_within_seconds(monkeypatch):
-    """Its queue of connections is full: no packet comes back, as behind a link that is down."""
+    """Its connection queue is full: no packet is answered, as behind a link that is down."""
     monkeypatch.setattr(reachability, "_PATIENCE", 0.3)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as first, socket.socket() as second:
         for filler in (first, second):
@@ -56,7 +56,7 @@ def test_a_member_that_answers_nothing_is_unreachable_within_seconds(monkeypatch
 
 
 def test_a_member_that_has_left_is_not_taken_for_unreachable():
-    """Its host answers; that it is gone is noticed otherwise."""
+    """Its host answers; the missing process is detected elsewhere."""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         place = gone.getsockname()
     assert reachability._unreached({0: place}) == set()

@@ -1,4 +1,4 @@
-"""Members come, go and die in the middle of a training; its result is that of an undisturbed one."""
+"""Members join, leave and die during a training; its result equals that of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MODES: tuple[dict[str, Any], ...] = ({}, BITWISE, {"micro_batch": 2})
 
 @dataclass(frozen=True)
 class Event:
-    """What happens at a step."""
+    """A disturbance at a step."""
 
     step: int
     what: str
     size: int = 1
-    """Members afterwards, for ``regroup`` and ``restart``."""
+    """Number of members afterwards, for ``regroup`` and ``restart``."""
 
 
 def parameters(end: Finished | Paused | None) -> torch.Tensor:
@@ -56,7 +56,7 @@ def undisturbed(root: Path, **kwargs: Any) -> Finished:
 
 
 def disturbed(crew: Crew, root: Path, size: int, events: Iterable[Event], **kwargs: Any) -> Finished:
-    """Train while these things happen, each at its step."""
+    """Train with these disturbances, each at its step."""
     events = sorted(events, key=lambda event: event.step)
     gates = {event.step: root / f"gate-{event.step}" for event in events}
     kwargs = {"epochs": EPOCHS, "gates": gates, "options": {"keep": 3}, **kwargs}
@@ -81,8 +81,8 @@ def disturbed(crew: Crew, root: Path, size: int, events: Iterable[Event], **kwar
 
 
 def lose(run: CrewRun, rank: int, gate: Path) -> None:
-    """Kill a member and wait until the others go on."""
-    run.until(lambda: run.progress)  # before the first group has formed nothing is to be saved
+    """Kill a member and wait until the others continue."""
+    run.until(lambda: run.progress)  # before the first group has formed there is nothing to save
     before = len(run.members)
     run.kill(rank)
     gate.touch()
@@ -126,7 +126,7 @@ def test_members_come_go_and_die_and_the_result_is_the_same(crew: Crew, tmp_path
 
 
 def test_orders_that_take_long_to_arrive_are_carried_out_at_their_step(crew: Crew, tmp_path: Path) -> None:
-    """One member, orders for its first two steps; it hears them half a second late."""
+    """One member, with commands for its first two steps, which it receives half a second late."""
     gates = {step: tmp_path / f"gate-{step}" for step in (1, 2, 3)}
     run = crew.start(1, tmp_path / "cut", classify, epochs=EPOCHS, gates=gates)
     slow = run.members[0]
@@ -142,7 +142,7 @@ def test_orders_that_take_long_to_arrive_are_carried_out_at_their_step(crew: Cre
 @settings(
     max_examples=12,
     deadline=None,
-    phases=[Phase.explicit, Phase.generate],  # an example takes seconds: no time to shrink it
+    phases=[Phase.explicit, Phase.generate],  # an example takes seconds, so shrinking is too slow
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
@@ -160,7 +160,7 @@ def test_no_schedule_of_disturbances_changes_the_result(
             st.sampled_from(["regroup", "regroup", "replace first", "kill", "restart", "corrupt"]),
             min_size=len(steps),
             max_size=len(steps),
-        ).filter(lambda kinds: kinds.count("kill") < 2)  # a new process takes seconds
+        ).filter(lambda kinds: kinds.count("kill") < 2)  # starting a process takes seconds
     )
     events = [Event(step, kind, data.draw(st.integers(1, 4))) for step, kind in zip(steps, kinds, strict=True)]
     root = tmp_path_factory.mktemp("schedule")
@@ -169,7 +169,7 @@ def test_no_schedule_of_disturbances_changes_the_result(
 
 
 def test_survivors_stay_and_pause_for_a_moment_only(crew: Crew, tmp_path: Path) -> None:
-    """The same processes, the same checkpoint directory untouched, and every member tells how long it stood still."""
+    """The same processes, an unchanged checkpoint directory, and every member reports its pause."""
     gates = {4: tmp_path / "go"}
     crew.warm(3)
     run = crew.start(2, tmp_path, classify, gates=gates)
@@ -183,7 +183,7 @@ def test_survivors_stay_and_pause_for_a_moment_only(crew: Crew, tmp_path: Path) 
 
 
 def test_only_one_process_is_the_first_before_the_loop_too(crew: Crew, tmp_path: Path) -> None:
-    """A newcomer is not the first before it is taken in: ``if session.is_first`` before the loop runs once."""
+    """A newcomer is not the first before it joins: ``if session.is_first`` before the loop is true once."""
     gates = {4: tmp_path / "go"}
     run = crew.start(1, tmp_path, first_before_the_loop, gates=gates)
     run.regroup(3, release=gates[4].touch)
@@ -204,7 +204,7 @@ def test_who_leaves_ends_without_a_checkpoint_of_its_own(crew: Crew, tmp_path: P
 
 
 def test_a_stopped_member_is_left_behind_by_order(crew: Crew, tmp_path: Path) -> None:
-    """SIGSTOP: nothing breaks by itself; the order to abort wakes those who wait in a collective."""
+    """SIGSTOP causes no error by itself; the abort command wakes the members that wait in a collective."""
     gates = {4: tmp_path / "go"}
     run = crew.start(3, tmp_path, classify, gates=gates)
     run.until(lambda: run.progress)
@@ -231,7 +231,7 @@ def test_a_member_that_is_alone_goes_on_and_can_be_joined(crew: Crew, tmp_path: 
 def test_who_is_a_step_behind_gets_the_state_of_who_is_ahead(
     crew: Crew, tmp_path: Path, mode: dict[str, Any], at: int
 ) -> None:
-    """The sum of the gradients came to one member, and to the other an error: that step is made once."""
+    """One member received the sum of the gradients, the other an error: the step is made once."""
     run = crew.start(2, tmp_path / "cut", lag, at=at, epochs=EPOCHS, **mode)
     run.until(lambda: all(member.last(GroupFailed) for member in run.members))
     run.order(run.members, [], abort=True)
@@ -239,7 +239,7 @@ def test_who_is_a_step_behind_gets_the_state_of_who_is_ahead(
 
 
 def test_states_of_all_kinds_arrive_as_they_are(crew: Crew, tmp_path: Path) -> None:
-    """Two sources, two receivers; tensors small and large, empty, of no dimension, not contiguous."""
+    """Two sources, two receivers; small, large, empty, zero-dimensional and non-contiguous tensors."""
     outcomes = crew.run(4, tmp_path, pass_states)
     assert [outcome and (outcome.error, outcome.end and outcome.end.value) for outcome in outcomes] == [("", True)] * 4
 
@@ -247,7 +247,7 @@ def test_states_of_all_kinds_arrive_as_they_are(crew: Crew, tmp_path: Path) -> N
 def test_a_loss_that_is_not_a_number_ends_the_training_on_all_members(crew: Crew, tmp_path: Path) -> None:
     outcomes = crew.run(2, tmp_path, diverge)
     assert [kind(outcome) for outcome in outcomes] == ["NonFiniteLoss"] * 2
-    assert not list((tmp_path / "net").glob("step-*")), "a state that is worth nothing is not saved"
+    assert not list((tmp_path / "net").glob("step-*")), "a non-finite state is not saved"
 
 
 def test_an_error_of_the_users_own_ends_the_others_too(crew: Crew, tmp_path: Path) -> None:

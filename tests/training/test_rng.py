@@ -1,4 +1,4 @@
-"""Random numbers depend on where a training is, and on nothing else."""
+"""Random numbers depend only on the position in a training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from freetrain_parsl.training.data import random_streams as rng
 
 
 def draw() -> list[float]:
-    """Draw from all global generators; odd numbers of normal variates leave a spare one inside."""
+    """Draw from all global generators; an odd number of normal variates leaves a cached one in the generator."""
     return [
         torch.randn(3).sum().item(),
         *np.random.standard_normal(3),  # noqa: NPY002 - the global generator is the one under test
@@ -34,13 +34,13 @@ def test_equal_seeds_give_equal_numbers_and_others_different_ones() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=2, max_size=2))
 def test_different_parts_never_mix_to_one_seed_in_practice(parts: list[list[int]]) -> None:
-    """Not even where they differ in trailing zeros only."""
+    """Not even if they differ only in trailing zeros."""
     one, other = (rng.mix(*numbers) for numbers in parts)
     assert (one == other) == (parts[0] == parts[1])
 
 
 def test_what_fetches_samples_draws_the_same_numbers() -> None:
-    """Whether it seeds the accelerator's generators, too, or is a forked process that must not touch them."""
+    """Whether or not the GPU generators are seeded, too, which a forked process must not do."""
     rng.seed_all(1, 2)
     drawn = draw()
     rng.seed_cpu(1, 2)

@@ -1,4 +1,4 @@
-"""What user code may do with a session, and what is refused."""
+"""What user code may do with a session, and what raises an error."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def unknown_optimizer(session: Any) -> None:
 
 def batch_loss_early(session: Any) -> None:
     session.prepare(net(), torch.optim.SGD, lr=0.1)
-    session.batch_loss  # noqa: B018 - reading it is the mistake
+    session.batch_loss  # noqa: B018 - the access is the mistake under test
 
 
 def no_micro_batch(session: Any) -> None:
@@ -177,8 +177,8 @@ def log_a_list(session: Any) -> None:
         (not_a_stream, "iterate over, got int"),
         (short_stream, "range ended after 9 samples, but samples=10"),
         (loader_outside, "inside `for epoch"),
-        (loader_twice, "once an epoch"),
-        (loader_in_the_loop, "make it before the loop: `data = session.loader"),
+        (loader_twice, "once per epoch"),
+        (loader_in_the_loop, "call it before the loop: `data = session.loader"),
         (prepare_in_the_loop, "before the loop"),
         (options_for_an_instance, "give lr to the optimizer"),
         (stateless, "object has no state_dict"),
@@ -211,13 +211,13 @@ def test_a_state_that_could_not_be_read_back_is_refused_before_training(tmp_path
     def train(session: Any) -> None:
         session.prepare(net(), torch.optim.SGD, Unsavable(), lr=0.1)
 
-    with pytest.raises(CheckpointError, match="the state of Unsavable cannot be kept"):
+    with pytest.raises(CheckpointError, match="the state of Unsavable cannot be saved"):
         run_alone(train, directory=tmp_path)
 
     def train_model(session: Any) -> None:
         session.prepare(WithFunction(2, 2), torch.optim.SGD, lr=0.1)
 
-    with pytest.raises(CheckpointError, match="the state of the model cannot be kept"):
+    with pytest.raises(CheckpointError, match="the state of the model cannot be saved"):
         run_alone(train_model, directory=tmp_path)
 
 
@@ -238,7 +238,7 @@ def test_gradients_can_be_clipped_between_backward_and_step(tmp_path: Path) -> N
 
 
 def test_an_epoch_left_early_is_no_loss(tmp_path: Path) -> None:
-    """The user's own limit on steps: such epochs have their row, and are not audited."""
+    """A step limit in user code: such epochs have a row in the history, but are not audited."""
 
     def train(session: Any) -> Any:
         model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
@@ -272,7 +272,7 @@ def test_a_look_at_the_first_batch_does_not_lose_it(tmp_path: Path) -> None:
 
 
 def test_random_numbers_before_the_loop_are_the_same_in_all_fragments(tmp_path: Path) -> None:
-    """So a random split of the data is one split, not one for each fragment."""
+    """So a random split of the data is the same in all fragments."""
     drawn = []
     run = Run(tmp_path)
 
@@ -294,3 +294,54 @@ def test_the_session_has_a_directory_for_the_users_own_files(tmp_path: Path) -> 
         return session.directory
 
     assert (run_alone(train, directory=tmp_path) / "note").read_text() == "mine"
+
+
+# ── the user's own objects ─────────────────────────────────────────────────────────────────────
+
+
+def looks_at_its_scheduler(session: Any) -> dict[str, Any]:
+    import pickle
+
+    from torch.optim.lr_scheduler import StepLR
+
+    model = net()
+    plain = StepLR(torch.optim.SGD(net().parameters(), lr=1.0), 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, _, scheduler = session.prepare(model, optimizer, StepLR(optimizer, 1, gamma=0.5))
+    data = session.loader(Data(), 16, micro_batch=4)
+    steps = 0
+    for _ in session.epochs(1):
+        for x, y in data:
+            session.step(cross_entropy(model(x), y))
+            scheduler.step()
+            plain.optimizer.step()
+            plain.step()
+            steps += 1
+    again = pickle.loads(pickle.dumps(scheduler))
+    return {
+        "is its class": type(scheduler) is StepLR,
+        "keeps its state": scheduler.state_dict().keys() == plain.state_dict().keys(),
+        "is pickled": again.last_epoch == scheduler.last_epoch,
+        "stepped": scheduler.last_epoch,
+        "the other stepped": plain.last_epoch,
+        "pieces": steps,
+    }
+
+
+def test_a_scheduler_keeps_its_class_and_steps_once_a_batch() -> None:
+    """In pieces of a batch it does nothing; one that the session does not know steps at each call."""
+    from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+    before = LRScheduler.step
+    seen = run_alone(looks_at_its_scheduler)
+    pieces, batches = -(-SAMPLES // 4), -(-SAMPLES // 16)
+    assert seen == {
+        "is its class": True,
+        "keeps its state": True,
+        "is pickled": True,
+        "stepped": batches,
+        "the other stepped": pieces,
+        "pieces": pieces,
+    }
+    assert LRScheduler.step is before
+    assert "step" not in vars(StepLR)

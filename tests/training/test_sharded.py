@@ -1,4 +1,4 @@
-"""A sharded state is saved by all its members together, and goes on with any number of them."""
+"""A sharded state is saved by all members together, and can be loaded by any number of members."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def damage(file: Path) -> None:
 def test_any_number_of_members_goes_on_from_any_number(
     tmp_path: Path, sharded_crew: ShardedCrew, undisturbed: dict[str, Any]
 ) -> None:
-    """2 -> 4 -> 3 members with Adam, a scheduler and a buffer end where the undisturbed run does."""
+    """2 -> 4 -> 3 members with Adam, a scheduler and a buffer end with the parameters of the undisturbed run."""
     for size, until in ((2, 3), (4, 6), (3, 9)):
         ends = sharded_crew.run(size, tmp_path, until=until, shard=True)
         assert [end["sharded"] for end in ends] == [True] * size
@@ -61,7 +61,7 @@ def test_any_number_of_members_goes_on_from_any_number(
 def test_a_sharded_checkpoint_goes_on_whole_and_the_other_way_round(
     tmp_path: Path, sharded_crew: ShardedCrew, undisturbed: dict[str, Any]
 ) -> None:
-    """A single process needs no sharding; what it saves can be sharded again."""
+    """A single process needs no sharding; its checkpoint can be sharded again."""
     sharded_crew.run(2, tmp_path, until=3, shard=True)
     assert not train(tmp_path, Group(), until=6, shard=False)["sharded"]
     ends = sharded_crew.run(3, tmp_path, until=9, shard=True)
@@ -88,7 +88,7 @@ def test_every_file_is_in_the_manifest_and_a_damaged_shard_is_refused(
 
 
 def test_a_full_disk_of_one_member_is_one_error_on_all(tmp_path: Path, sharded_crew: ShardedCrew) -> None:
-    """No member goes on believing that there is a checkpoint, and nothing half written stays."""
+    """No member assumes that there is a checkpoint, and no partial files remain."""
     sharded_crew.run(2, tmp_path, until=1, shard=True)
     ends = sharded_crew.run(2, tmp_path, train_on_full_disk, full_rank=1, until=2, shard=True)
     for end in ends:
@@ -102,7 +102,7 @@ def test_a_full_disk_of_one_member_is_one_error_on_all(tmp_path: Path, sharded_c
 
 
 def test_a_sharded_state_is_written_while_the_training_goes_on(tmp_path: Path, sharded_crew: ShardedCrew) -> None:
-    """It is that of the moment of the save; another save meanwhile is skipped."""
+    """The saved state is that at the time of the save; another save meanwhile is skipped."""
     for end in sharded_crew.run(2, tmp_path, train_on_while_saving):
         assert (end["ready"], end["newest"], end["entries"], end["last"]) == (False, 1, ["step-0000000001"], 2)
     entry = CheckpointDirectory(tmp_path, "net").entry(1)
@@ -115,7 +115,7 @@ def test_a_sharded_state_is_written_while_the_training_goes_on(tmp_path: Path, s
 def test_a_background_write_that_fails_on_one_member_has_failed_on_all(
     tmp_path: Path, sharded_crew: ShardedCrew
 ) -> None:
-    """They go on, nothing half written counts, and the same state can be saved again."""
+    """The members continue, partial files do not count, and the same state can be saved again."""
     for end in sharded_crew.run(2, tmp_path, train_on_while_saving, full_rank=1):
         assert (end["newest"], end["entries"], end["last"]) == (None, [], 2)
     names = {path.name for path in (tmp_path / "net").iterdir()}
@@ -148,7 +148,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
 
     index = Metadata({}, storage_data={MetadataIndex("w"): _StorageInfo("../../secret", 0, 1)})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(DamagedCheckpoint, match=r"leads to \.\./\.\./secret"):
+    with pytest.raises(DamagedCheckpoint, match=r"refers to \.\./\.\./secret"):
         read_index(tmp_path)
 
 

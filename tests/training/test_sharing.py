@@ -1,4 +1,4 @@
-"""The result of a training does not depend on how many processes share it out, nor on when that changes."""
+"""The result of a training does not depend on the number of processes, nor on when that number changes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
-# BatchNorm needs two samples in each share, so there is no last batch of five.
+# BatchNorm needs two samples in each shard, so there is no last batch of five.
 DETERMINISTIC = {"kind": "normed", "deterministic": True, "shards": 3, "drop_last": True}
 
 
@@ -73,7 +73,7 @@ def test_deterministic_trainings_have_the_same_bits(
 
 
 def test_deterministic_trainings_differ_with_the_number_of_shards(tmp_path: Path) -> None:
-    """So the bits of the test above are not equal for want of anything that could differ."""
+    """Otherwise the bitwise equality of the test above would be trivial."""
     three = alone(tmp_path / "3", **DETERMINISTIC)
     four = alone(tmp_path / "4", **{**DETERMINISTIC, "shards": 4})
     assert farthest(state(three), state(four)) > 1e-4
@@ -82,7 +82,7 @@ def test_deterministic_trainings_differ_with_the_number_of_shards(tmp_path: Path
 @pytest.mark.parametrize("size", [3, 1])
 @pytest.mark.parametrize("batch_size", [12, 7, 2])
 def test_uneven_parts_count_as_they_should(crew: Crew, tmp_path: Path, size: int, batch_size: int) -> None:
-    """Batches that two or three processes cannot share evenly, in micro-batches; samples augmented on their own."""
+    """Batches that do not divide evenly among two or three processes, in micro-batches; samples are augmented."""
     options = {"batch_size": batch_size, "micro_batch": 2, "epochs": 1}
     undisturbed = alone(tmp_path, **options)
     changed = changing(crew, tmp_path, size, **options)
@@ -92,7 +92,7 @@ def test_uneven_parts_count_as_they_should(crew: Crew, tmp_path: Path, size: int
 
 
 def test_parameters_that_only_some_samples_use_are_trained_alike(crew: Crew, tmp_path: Path) -> None:
-    """No flag is needed; what is never used stays as it was."""
+    """No flag is needed; parameters that are never used do not change."""
     undisturbed = alone(tmp_path, kind="branches")
     changed = changing(crew, tmp_path, 3, kind="branches")
     expected, got = state(undisturbed), state(changed)
@@ -102,7 +102,7 @@ def test_parameters_that_only_some_samples_use_are_trained_alike(crew: Crew, tmp
 
 
 def test_running_statistics_are_the_mean_over_the_processes(crew: Crew, tmp_path: Path) -> None:
-    """Two processes normalise over a half of each batch, and end with what two shares of one process end with."""
+    """Two processes normalize over half of each batch, with the same result as two shards on one process."""
     outcomes = crew.run(2, tmp_path, sharing.train, kind="normed", epochs=1)
     shares = alone(tmp_path, kind="normed", epochs=1, deterministic=True, shards=2)
     halves = state(outcomes[0])
@@ -111,14 +111,14 @@ def test_running_statistics_are_the_mean_over_the_processes(crew: Crew, tmp_path
 
 
 def test_augmentation_is_the_same_whoever_fetches(tmp_path: Path) -> None:
-    """Whether it is this process or two others, every bit of the result is the same."""
+    """With this process or with two workers, the result is bitwise equal."""
     here = run_alone(sharing.train, epochs=1, directory=tmp_path / "0")
     there = run_alone(sharing.train, epochs=1, num_workers=2, directory=tmp_path / "2")
     assert here["metrics"] == there["metrics"]
 
 
 def test_data_workers_stay_when_the_group_changes(crew: Crew, tmp_path: Path) -> None:
-    """The same processes go on fetching, what they had fetched ahead is dropped, and no sample is lost or repeated."""
+    """The same workers continue, prefetched samples are dropped, and no sample is lost or repeated."""
     changed = changing(crew, tmp_path, 1, sharing.fetch, workers=2)
     value = changed.end.value
     assert value["workers"][2] == value["workers"][1] != set()
@@ -138,7 +138,7 @@ def test_scaled_batches_grow_with_the_processes_and_the_learning_rate_follows(cr
 
 
 def test_a_ramp_takes_its_steps_and_leaves_the_rates_alone() -> None:
-    """Schedulers see the rates as they set them."""
+    """Schedulers see the unscaled rates."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scaling = LinearScaling(ramp=4)
     scaling.aim(3)

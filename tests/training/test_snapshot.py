@@ -1,4 +1,4 @@
-"""A copy in host memory does not follow the training."""
+"""A copy in host memory does not change with the training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_tied_weights_are_copied_and_written_once() -> None:
 
 
 def test_what_torch_hangs_onto_a_models_state_stays() -> None:
-    """Without the versions of its modules, a model's old states could not be told from new ones."""
+    """Module versions distinguish a model's old states from new ones."""
     state = torch.nn.BatchNorm1d(2).state_dict()
     taken = HostBuffers().copy(state)
     assert isinstance(taken, OrderedDict)

@@ -1,4 +1,4 @@
-"""Streams by position: the samples are those of the source, whoever reads which of them, and from where."""
+"""Streams by position: the samples are those of the source, whichever process reads them, and from where."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 40
 
 
 class Numbers(IterableDataset[int]):
-    """Numbers from 0; an instance counts how many were read from it."""
+    """Numbers from 0; an instance counts its reads."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -38,7 +38,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Stateful(Numbers):
-    """Goes on from where it is, even when it is iterated over anew."""
+    """Continues from its position even in a new iteration."""
 
     def __iter__(self) -> Iterator[int]:
         return self._go_on()
@@ -51,7 +51,7 @@ class Stateful(Numbers):
 
 
 class Epochs(Numbers):
-    """Its samples depend on the epoch that it was told."""
+    """Its samples depend on the epoch passed to `set_epoch`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Epochs(Numbers):
 
 
 class Shuffled(Numbers):
-    """Shuffles in a buffer, with Python's global generator."""
+    """Shuffles in a buffer with Python's global generator."""
 
     def _go_on(self) -> Iterator[int]:
         waiting: list[int] = []
@@ -87,7 +87,7 @@ PLACES = st.lists(
 def test_a_position_has_the_same_sample_in_whatever_order_they_are_asked_for(
     source: Any, every: int, places: list[tuple[int, set[int]]]
 ) -> None:
-    """Back and forth in an epoch, and between epochs, with and without marks to go back to."""
+    """Forward and backward in an epoch, and between epochs, with and without marks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "_MARK_EVERY", every)
         stream = Stream(source(), SAMPLES)
@@ -96,7 +96,7 @@ def test_a_position_has_the_same_sample_in_whatever_order_they_are_asked_for(
 
 
 def test_what_a_source_draws_does_not_depend_on_who_reads_which_samples() -> None:
-    """A shuffle buffer gives the same order to one reader of everything and to two of every other sample."""
+    """A shuffle buffer has the same order for one reader of everything and for two readers of every other sample."""
     whole = Stream(Shuffled(), SAMPLES).fetch(1, 0, range(SAMPLES))
     assert sorted(whole) == list(range(SAMPLES))
     parts = [Stream(Shuffled(), SAMPLES) for _ in range(2)]
@@ -145,7 +145,7 @@ def test_a_batch_that_is_done_again_is_read_from_the_last_mark(monkeypatch: pyte
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 calls it
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torchdatas_loader_is_a_source(workers: int) -> None:
-    """Its state, too, spares the samples that are behind."""
+    """Its state, too, avoids reading processed samples again."""
     data = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
 
     def loader() -> Any:

@@ -1,4 +1,4 @@
-"""Settings are refused in one line; a notice is about the future."""
+"""Invalid settings raise a one-line error; the closing time of a node."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def test_a_notice_counts_down_and_can_be_taken_back() -> None:
 
 
 def test_the_terms_do_not_import_torch() -> None:
-    """The driver uses them, and must stay light."""
+    """The driver imports this module, and must not load torch."""
     code = "import sys, freetrain_parsl.training.mailbox; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,6 +1,6 @@
-"""What the processes of a crew run, and small trainings for them; who starts them is in `crew`.
+"""The code that the processes of a crew run, and small trainings for them; module `crew` starts them.
 
-In a module of its own, not in ``conftest.py``, because the spawned processes import it.
+In a separate module, not in ``conftest.py``, because the spawned processes import it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 53
 NOTICE = ControlMailbox()
-"""The notice of the fragment that runs in this process, for trainings that pause themselves."""
+"""The mailbox of the fragment that runs in this process, for trainings that pause themselves."""
 
 
 class Dictionary:
@@ -52,7 +52,7 @@ class Dictionary:
     def get(self, key: str, timeout: float) -> bytes:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout):
-                raise TimeoutError(f"nobody set {key} within {timeout} s")
+                raise TimeoutError(f"{key} was not set within {timeout} s")
             return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
@@ -89,7 +89,7 @@ DictionaryServer.register("dictionary", callable=shared_dictionary, exposed=["se
 
 
 class Data:
-    """Seeded vectors of 6 features in 3 classes; remembers nothing."""
+    """Seeded vectors of 6 features in 3 classes; stateless."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -106,7 +106,7 @@ class Data:
 def add_noise(x: torch.Tensor) -> None:
     """Make the result depend on torch's, numpy's and Python's generators."""
     x += random.random() * torch.randn_like(x)
-    x += np.random.uniform()  # noqa: NPY002 - the global generator is the one under test
+    x += np.random.uniform()  # noqa: NPY002 - the global generator is under test
 
 
 def net(dropout: float = 0.0) -> nn.Module:
@@ -128,7 +128,7 @@ def classify(
     gates: dict[int, Path] | None = None,
     **loader: Any,
 ) -> dict[str, Any]:
-    """Train with Adam and a scheduler; ask for a pause, die, or wait for a file, after a number of steps."""
+    """Train with Adam and a scheduler; request a pause, die, or wait for a file, after a number of steps."""
     model = net(dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -152,14 +152,14 @@ def classify(
 
 
 def first_before_the_loop(session: Any, *, gates: dict[int, Path]) -> tuple[bool, int, int]:
-    """Train as `classify`; return what the session said about this process before the loop."""
+    """Train like `classify`; return the session's properties of this process before the loop."""
     before = (session.is_first, session.rank, session.world_size)
     classify(session, gates=gates)
     return before
 
 
 def join_repeatedly(session: Any, *, tries: int, seconds: float, ready: Path, go: Path) -> tuple[int, str]:
-    """Form one group after the other, all but the first member late, until one is refused; how many formed, and why."""
+    """Form groups, all but the first member late, until one fails; return the number formed and the error."""
     first = session._runtime.group
     meet = session._runtime._members._meet
     first.leave()
@@ -185,7 +185,7 @@ def join_repeatedly(session: Any, *, tries: int, seconds: float, ready: Path, go
 
 
 class Normed(nn.Sequential):
-    """A net with buffers, and a method of its own."""
+    """A network with buffers and an additional method."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -195,9 +195,9 @@ class Normed(nn.Sequential):
 
 
 def evaluate_on_first(session: Any) -> list[str]:
-    """Use the model as if there were no group: validation on one member, own methods, the state."""
+    """Use the model as if there were no group: validation on one member, its methods, its state."""
     model, _ = session.prepare(Normed(), torch.optim.SGD, lr=0.1)
-    data = session.loader(Data(), 12, drop_last=True)  # BatchNorm needs two samples a member
+    data = session.loader(Data(), 12, drop_last=True)  # BatchNorm needs two samples per member
     for _ in session.epochs(2):
         for x, y in data:
             session.step(cross_entropy(model(x), y))
@@ -210,13 +210,13 @@ def evaluate_on_first(session: Any) -> list[str]:
 
 
 def fail(session: Any, *, rank: int) -> None:
-    """One member raises an error of its own."""
+    """Raise an error on one member."""
     model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
     data = session.loader(Data(), 8)
     for _ in session.epochs(1):
         for x, y in data:
             if session.rank == rank:
-                raise ZeroDivisionError("the user's own mistake")
+                raise ZeroDivisionError("a mistake in user code")
             session.step(cross_entropy(model(x), y))
 
 
@@ -231,7 +231,7 @@ def diverge(session: Any) -> None:
 
 
 def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any]:
-    """Train; at a step, one member takes the others for lost just after they had the gradients."""
+    """Train; at a step, one member considers the others failed just after they received the gradients."""
     make = session.step
 
     def step(loss: torch.Tensor) -> bool:
@@ -252,7 +252,7 @@ def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any
 
 
 def pass_states(session: Any) -> bool:
-    """Send a state of all kinds from the first two members to the others; whether it arrived as it was."""
+    """Send a varied state from the first two members to the others; return whether it arrived unchanged."""
     group = session._runtime.group
     tied = torch.arange(6.0).reshape(2, 3)
     state = {
@@ -267,7 +267,7 @@ def pass_states(session: Any) -> bool:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two states are equal, in type too."""
+    """Return whether two states are equal, including their types."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -284,7 +284,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended in one member."""
+    """How a training ended on one member."""
 
     end: Finished | Paused | None
     error: str
@@ -305,7 +305,7 @@ def run_member(
     name: str = "net",
     **options: Any,
 ) -> Outcome:
-    """Run a training here; errors become text, so that they travel."""
+    """Run a training in this process; errors are converted to text, to be sent."""
     if mailbox is None:
         mailbox = NOTICE
         mailbox.pause_requested.clear()
@@ -328,18 +328,18 @@ def run_member(
             mailbox=mailbox,
             report=report,
         )
-    except Exception as problem:  # noqa: BLE001 - whatever it is, the test wants to know
+    except Exception as problem:  # noqa: BLE001 - reported to the test
         error = f"{type(problem).__name__}: {problem}"
     return Outcome(end, error, tuple(reports), os.getpid(), time.monotonic() - begun)
 
 
 def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
-    """Run trainings as told until the connection closes; orders come while they run."""
+    """Run trainings on command until the connection closes; further commands arrive while they run."""
     torch.set_num_threads(1)
     server = DictionaryServer(address, key)
     server.connect()
     dictionary = server.dictionary()
-    dictionary.check([])  # connect now: a connection made while a group forms would be taken for the group's
+    dictionary.check([])  # connect now: a connection made while a group forms would be counted as the group's
     store = RendezvousStore(dictionary, timedelta(seconds=60))
     work: queue.SimpleQueue[Any] = queue.SimpleQueue()
     sending = threading.Lock()
@@ -358,7 +358,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
             time.sleep(delay)
             if what == "run":
                 number = content[0]
-                global NOTICE  # noqa: PLW0603 - trainings that pause themselves find it there; new before any order for it comes
+                global NOTICE  # noqa: PLW0603 - for trainings that pause themselves; set before any command for it arrives
                 NOTICE = ControlMailbox()
                 work.put((content, NOTICE))
             elif what == "order":

@@ -1,4 +1,4 @@
-"""Fragments of one training in this process, on a clock that passes only when told."""
+"""Fragments of one training in this process, with a fake clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Time that passes only when told."""
+    """A fake clock, advanced by the test."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -50,14 +50,14 @@ class Run:
         )
 
     def paused_after(self, step: int, **kwargs: Any) -> Paused:
-        """Run until that step, then ask for a pause."""
+        """Run until this step, then request a pause."""
         end = self(pausing(self, step), **kwargs)
         assert isinstance(end, Paused)
         return end
 
 
 def pausing(run: Run, step: int) -> Any:
-    """Return `classify`, with a notice after a number of steps."""
+    """Return `classify`, with a pause request after a number of steps."""
 
     def function(session: Any, **kwargs: Any) -> Any:
         steps = session.step
@@ -90,7 +90,7 @@ def loop(session: Any, epochs: int, batch_size: int = 8) -> Any:
 
 
 def ticking(run: Run, seconds: float) -> Any:
-    """Return `classify`, with steps that take that long on the run's clock."""
+    """Return `classify`, with steps of this duration on the run's clock."""
 
     def function(session: Any, **kwargs: Any) -> Any:
         steps = session.step

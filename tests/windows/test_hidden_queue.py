@@ -47,7 +47,7 @@ def test_a_planned_node_shows_that_somebody_waits_though_the_statistics_do_not_y
     """Its own passes are the backfill scheduler's; the statistics are the main scheduler's."""
     found = find(hidden(4, planned="n4", running="a=n1"), "a")
     assert (found.windows, found.wanted) == ((), {})
-    assert "others wait" in found.unused["n2"]
+    assert "other jobs are pending" in found.unused["n2"]
 
 
 def test_while_nobody_waits_nothing_makes_way() -> None:
@@ -59,7 +59,7 @@ def test_when_somebody_waits_there_are_no_windows_and_all_blocks_make_way() -> N
     found = find(hidden(5, planned="n5", running="a=n1,n2 b=n3", waiting=1), "a", "b")
     assert found.windows == ()
     assert found.wanted == {"n1": NOW, "n2": NOW, "n3": NOW}
-    assert ("others wait" in found.unused["n4"], "planned" in found.unused["n5"]) == (True, True)
+    assert ("other jobs are pending" in found.unused["n4"], "planned" in found.unused["n5"]) == (True, True)
 
 
 def test_in_a_preemptible_partition_every_unplanned_node_is_used_whoever_waits() -> None:

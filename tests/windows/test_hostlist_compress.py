@@ -46,5 +46,5 @@ def test_lists_are_written_as_slurm_writes_them(names, text):
 
 @pytest.mark.parametrize("name", ["", "a,b", "a[1]"])
 def test_what_could_not_be_read_back_is_refused(name):
-    with pytest.raises(ValueError, match="no name of a node"):
+    with pytest.raises(ValueError, match="not a node name"):
         compress_hosts(["n1", name])

@@ -76,7 +76,7 @@ def test_without_qmgr_the_documented_default_is_taken_and_told():
     found, _ = source({**with_hole(), "scheduler.txt": CommandNotFound("qmgr is not on PATH")}, queue="backfill")
     survey = found.survey()
     assert survey.windows[0].kind is WindowKind.PREEMPTIBLE
-    assert "qmgr does not tell preempt_queue_prio" in survey.notes[0]
+    assert "qmgr does not show preempt_queue_prio" in survey.notes[0]
 
 
 def test_the_servers_default_queue_is_taken():
@@ -104,7 +104,7 @@ def test_a_site_that_hides_the_jobs_of_others_is_noted():
     server = content("server.json")
     server["Server"]["pbs1"]["query_other_jobs"] = "False"
     found, _ = source({**with_hole(), "server.json": server})
-    assert "no jobs of others" in found.survey().notes[0]
+    assert "hides other users' jobs" in found.survey().notes[0]
     with pytest.raises(InvalidSettings, match="use a queue whose jobs may be preempted"):
         found.check(60.0)
 
@@ -145,7 +145,7 @@ def test_after_a_failure_everything_is_asked_again():
 @pytest.mark.parametrize("name", ["jobs.json", "nodes.json", "queues.json", "server.json", "reservations.txt"])
 def test_garbage_is_an_error_that_names_its_command(name):
     found, _ = source({name: "Segmentation fault"})
-    with pytest.raises(BatchSystemError, match="answered nonsense"):
+    with pytest.raises(BatchSystemError, match="returned invalid output"):
         found.survey()
 
 
@@ -231,8 +231,8 @@ def test_an_unknown_queue_is_refused_with_the_nearest_name():
 @pytest.mark.parametrize(
     ("attributes", "complaint"),
     [
-        ({"enabled": "False"}, "takes no jobs"),
-        ({"resources_max": {"walltime": "00:05:00"}}, "allows jobs of 300 s at most, a useful block needs 600 s"),
+        ({"enabled": "False"}, "accepts no jobs"),
+        ({"resources_max": {"walltime": "00:05:00"}}, "allows jobs of at most 300 s, a useful block needs 600 s"),
         ({"acl_user_enable": "True", "acl_users": "bob@*,carol"}, "user alice may not use queue main"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_node_without_jobs_is_idle_since_it_was_used_last():
     [
         ("offline", "taken offline: gpu 3 xid 79"),
         ("down,offline", "down, taken offline: gpu 3 xid 79"),
-        ("Stale", "stale: PBS does not hear of it any more: gpu 3 xid 79"),
+        ("Stale", "stale: PBS receives no updates from it: gpu 3 xid 79"),
         ("state-unknown,down", "in an unknown state, down: gpu 3 xid 79"),
         ("job-exclusive", ""),
         ("free", ""),
@@ -204,7 +204,7 @@ def test_long_values_go_on_in_the_next_line():
 
 @pytest.mark.parametrize("answer", ["No such file\n", "Resv ID: R1.x\nresv_nodes = (a:ncpus=1)\n"])
 def test_nonsense_reservations_are_refused(answer):
-    with pytest.raises(BatchSystemError, match="pbs_rstat answered nonsense"):
+    with pytest.raises(BatchSystemError, match="pbs_rstat returned invalid output"):
         parse_reservations(answer)
 
 
@@ -231,7 +231,7 @@ def test_the_other_pending_jobs_have_no_plan():
     assert pending_jobs["bflong"].eligible
     assert pending_jobs["bflong"].priority < pending_jobs["head8"].priority
     assert not pending_jobs["held"].eligible
-    assert pending_jobs["held"].reason == "is held by its user (qrls lets it go)"
+    assert pending_jobs["held"].reason == "is held by its user (release it with qrls)"
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ def test_broken_values_are_mended_and_counted(printed, meant):
     assert read.content["Job_Name"] == meant
     assert read.content["Priority"] == 0
     if "\n" not in printed or printed.count('"') > 2:
-        assert read.notes == ("qstat -f printed 1 lines that are not JSON; they were mended",)
+        assert read.notes == ("qstat -f printed 1 lines that are not valid JSON; they were repaired",)
 
 
 @pytest.mark.parametrize("text", ["", "qstat: busy\n", "[]", '{"Jobs": {}}', '{"timestamp": 1, "Jobs": {'])
 def test_nonsense_is_refused_by_the_name_of_the_command(text):
-    with pytest.raises(BatchSystemError, match=r"^qstat -f answered nonsense"):
+    with pytest.raises(BatchSystemError, match=r"^qstat -f returned invalid output"):
         read_answer(text, "qstat -f")
 
 

@@ -163,7 +163,7 @@ class TestWindows:
         """Nothing shows whether somebody waits."""
         replies = hiding()
         replies.change["sdiag"] = BatchSystemError("sdiag failed: Access/permission denied")
-        with pytest.raises(InvalidSettings, match=r"does not tell how many wait .*may be preempted"):
+        with pytest.raises(InvalidSettings, match=r"does not report how many are pending .*may be preempted"):
             source(replies).check(60.0)
         source(replies, partition="backfill").check(60.0)
 
@@ -213,7 +213,7 @@ class TestWindows:
         assert {window.kind for window in normal.windows} == {WindowKind.BACKFILL}
         untold = source(Replies(change={"scontrol show config": config}), qos="scavenger").survey()
         assert {window.kind for window in untold.windows} == {WindowKind.BACKFILL}
-        assert "no database tells whether QOS scavenger is preemptible" in untold.notes[0]
+        assert "no database shows whether QOS scavenger is preemptible" in untold.notes[0]
 
 
 class TestBlocks:
@@ -303,7 +303,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"partition": "mian"}, "partition 'mian': this Slurm has none of that name .did you mean 'main'"),
+            ({"partition": "mian"}, "partition 'mian' does not exist on this cluster .did you mean 'main'"),
             ({"constraint": "v100"}, "constraint 'v100': no node of partition 'main' has that feature"),
             ({"gpus_per_node": 8}, "no node of partition 'main' has 8 GPUs: the largest has 4"),
             ({"cpus_per_node": 128}, "has 128 CPUs: the largest has 4"),
@@ -318,7 +318,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("old", "new", "settings", "message"),
         [
-            ("MaxTime=UNLIMITED", "MaxTime=00:05:00", {}, "gives a job at most 300 s.*from 900 s on"),
+            ("MaxTime=UNLIMITED", "MaxTime=00:05:00", {}, "allows jobs of at most 300 s.*needs 900 s"),
             ("State=UP", "State=DOWN", {}, "partition 'main' is down"),
             (
                 "AllowAccounts=ALL",
@@ -382,21 +382,21 @@ class TestBadInput:
     )
     def test_garbage_is_refused_by_name(self, command, named):
         """With the command and what was wrong, in one line."""
-        with pytest.raises(BatchSystemError, match=f"^{named} answered what cannot be understood: ") as caught:
+        with pytest.raises(BatchSystemError, match=f"^{named} returned output that cannot be parsed: ") as caught:
             source(Replies(change={command: "<html>\nlogin"})).survey()
         assert "\n" not in str(caught.value)
 
     def test_garbled_host_list_is_refused(self):
         """Wherever it stands."""
         text = (FIXTURES / "slurm-22.05.8" / "squeue.txt").read_text().replace("node[01-05]", "node[01-")
-        with pytest.raises(BatchSystemError, match=r"squeue answered .*no list of nodes"):
+        with pytest.raises(BatchSystemError, match=r"squeue returned .*not a list of nodes"):
             source(Replies(change={"squeue --noheader --all": text})).survey()
 
 
 @pytest.mark.parametrize(
     ("complaint", "words", "passing"),
     [
-        ("sbatch: error: invalid partition specified: x", "no such partition", False),
+        ("sbatch: error: invalid partition specified: x", "unknown partition", False),
         (
             "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
             "may not be charged here",

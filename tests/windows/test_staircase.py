@@ -166,7 +166,7 @@ class TestUnplanned:
         staircase = find(cluster(3, pending=pending))
         assert steps(staircase) == {"n1": 1900.0, "n3": None}
         assert staircase.notes == (
-            "job 2: eligible without a planned start: taken to start at once, on the nodes that are free longest",
+            "job 2: eligible without a planned start: assumed to start at once, on the nodes that are free longest",
         )
 
     def test_job_too_long_for_the_hole_takes_nothing(self) -> None:
@@ -217,7 +217,7 @@ class TestUnplanned:
         )
         staircase = find(cluster(3, pending=pending))
         assert steps(staircase) == {"n1": 1200.0, "n2": 1500.0, "n3": None}
-        assert "without names of nodes" in staircase.notes[0]
+        assert "without planned nodes" in staircase.notes[0]
 
     def test_job_that_insists_on_nodes_closes_these(self) -> None:
         """When the last of them is free; never, if one is down."""
@@ -251,11 +251,11 @@ class TestUnused:
         assert staircase.unused == {
             "n1": "drained: bad disk",
             "n2": "does not have feature v100",
-            "n3": "has 1 GPUs, 2 are asked for",
+            "n3": "has 1 GPUs, 2 required",
             "n4": "does not have feature v100",
             "n5": "does not have feature v100",
             "n6": "does not have feature v100",
-            "n8": "the batch system tells nothing of it",
+            "n8": "not reported by the batch system",
         }
         assert steps(staircase) == {"n7": None}
 
@@ -267,7 +267,7 @@ class TestUnused:
         assert unused.unused == {
             "n1": "runs job 1 of ada",
             "n2": "runs our job 2",
-            "n3": "busy with a job that cannot be seen",
+            "n3": "busy with a job that is not visible",
         }
 
     def test_shared_nodes_count_with_what_is_left(self) -> None:

@@ -1,1 +1,1 @@
-"""Blocks in the batch system: submitted, followed, ended."""
+"""Submission, monitoring and cancellation of blocks in the batch system."""

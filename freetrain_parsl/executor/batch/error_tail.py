@@ -1,4 +1,4 @@
-"""What a batch job left in its output files: the exit code of its script, and the end of what it printed."""
+"""The exit code of a batch job's script and the last lines of its output, read from its output files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TELL_EXIT_CODE", "last_words"]
 _MARK = "freetrain: the script of this block exited with code"
 
 TELL_EXIT_CODE = f"trap 'echo \"{_MARK} $?\" >&2' EXIT"
-"""Shell command at the beginning of a block's script: batch systems tell the exit code late, or only an accountant."""
+"""Shell command at the start of a block's script: batch systems report exit codes late, or only in the accounting."""
 
 _BYTES_READ = 8192
 _MOST_LINES = 4
@@ -29,12 +29,12 @@ def last_words(resource: Mapping[str, Any] | None) -> str:
     Parameters
     ----------
     resource
-        What Parsl's provider remembers of the job: ``job_stderr_path`` and ``job_stdout_path``, if it has files.
+        The provider's entry for the job: ``job_stderr_path`` and ``job_stdout_path``, if it has files.
 
     Returns
     -------
     str
-        ``exit code 1; its stderr ends with 'module: command not found'; see FILE``, or less if less is known.
+        ``exit code 1; its stderr ends with 'module: command not found'; see FILE``, or a part of it.
     """
     parts: list[str] = []
     paths = {word: (resource or {}).get(f"job_{word}_path") for word in ("stderr", "stdout")}
@@ -45,7 +45,7 @@ def last_words(resource: Mapping[str, Any] | None) -> str:
         codes = [line.removeprefix(_MARK).strip() for line in lines if line.startswith(_MARK)]
         if codes:
             parts.append(f"exit code {codes[-1]}")
-        script = str(Path(path).with_suffix(""))  # which the shell puts before its complaints
+        script = str(Path(path).with_suffix(""))  # the shell puts it before its error messages
         said = [line.removeprefix(f"{script}: ") for line in lines if not line.startswith(_MARK)][-_MOST_LINES:]
         if said:
             parts += [f"its {word} ends with {' / '.join(said)[-_LONGEST:]!r}", f"see {path}"]
@@ -56,12 +56,12 @@ def last_words(resource: Mapping[str, Any] | None) -> str:
 
 
 def _last_lines(path: Path) -> list[str]:
-    """Return the lines at the end of a file that are not empty, without control characters."""
+    """Return the last non-empty lines of a file, without control characters."""
     try:
         with path.open("rb") as file:
             file.seek(-min(_BYTES_READ, file.seek(0, os.SEEK_END)), os.SEEK_END)
             text = file.read(_BYTES_READ).decode(errors="replace")
-    except (OSError, ValueError):  # not there yet, or removed with the script directory
+    except (OSError, ValueError):  # not created yet, or removed with the script directory
         return []
     plain = (_printable(line) for line in text.splitlines())
     return [line for line in plain if line]

@@ -1,6 +1,6 @@
-"""The end of the driver's process: however it comes, short of SIGKILL, our jobs are ended first.
+"""Cleanup at the exit of the driver's process: except after SIGKILL, this executor's jobs are cancelled first.
 
-Python dies of SIGTERM and SIGHUP without a word, and Parsl only warns at exit of a kernel that was not cleaned up.
+SIGTERM and SIGHUP end Python without cleanup, and at exit Parsl only warns about a kernel that was not cleaned up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["OrderlyExit"]
 
 
 class OrderlyExit:
-    """Calls `end` at the process's exit, and makes an exit of the signals that nobody else handles.
+    """Calls `end` at the exit of the process, and turns signals that have no handler into a normal exit.
 
     Parameters
     ----------
     end
-        Must be harmless if all is ended already.
+        The cleanup; must be idempotent.
     """
 
     _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -33,7 +33,7 @@ class OrderlyExit:
         self._handled: list[signal.Signals] = []
 
     def arm(self) -> None:
-        """Begin to watch over the exit; signal handlers can be had from the main thread only."""
+        """Install the exit hook, and, in the main thread, the signal handlers."""
         atexit.register(self._end)
         if threading.current_thread() is threading.main_thread():
             self._handled = [number for number in self._SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
@@ -41,7 +41,7 @@ class OrderlyExit:
                 signal.signal(number, _leave)
 
     def disarm(self) -> None:
-        """Leave the exit, and the signals that are still ours, as they were."""
+        """Remove the exit hook, and those signal handlers that are still installed."""
         atexit.unregister(self._end)
         if threading.current_thread() is threading.main_thread():
             for number in self._handled:

@@ -1,7 +1,7 @@
-"""How blocks go through the user's own Parsl provider: one entry a batch system.
+"""Submission of blocks through the user's Parsl provider, with one case for each batch system.
 
-A provider submits blocks of one size; a shallow copy of it with other attributes submits a block of another, and
-the original's ``cancel`` and the batch system's own commands see it.
+A provider submits blocks of one size. A shallow copy with other attributes submits a block of another size, which
+the original's ``cancel`` and the batch system's commands can manage.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockSpec", "complaint_of", "provider_for", "refuse_provider", "window_source_for"]
 
-_WARNING = "USR1@1"  # the slots' early warning of preemption, where the site sends one
+_WARNING = "USR1@1"  # early warning of preemption for the slots, if the site sends one
 _SHRINKS_TO_FIT = template_string.replace("walltime=$walltime", "$walltime")
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One batch job of ours.
+    """The batch job of one block.
 
     Parameters
     ----------
     block
         Parsl's block id.
     nodes
-        The nodes that it is meant for, by name.
+        Names of the nodes that it is meant for.
     seconds
         Its walltime.
     least_seconds
-        Least walltime that is worth a start, where the batch system may shrink it to fit.
+        Shortest useful walltime, if the batch system may shorten it to fit.
     pinned
-        Whether it must run on exactly these nodes; others of the partition close too early.
+        Whether it must run on exactly these nodes, because others of the partition close too early.
     """
 
     block: str
@@ -71,7 +71,7 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
     if hasattr(provider, "execute_wait"):
         changed.execute_wait = partial(_run, provider.cmd_timeout)
     if isinstance(provider, SlurmProvider):
-        # Requeued by Slurm it would start again without anybody waiting for it.
+        # If Slurm requeued it, it would start again with no driver waiting for it.
         lines = ["", "#SBATCH --no-requeue", f"#SBATCH --signal={_WARNING}"]
         if spec.pinned:
             lines.append(f"#SBATCH --nodelist={','.join(_checked(spec.nodes))}")
@@ -79,8 +79,8 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
     elif isinstance(provider, PBSProProvider):
         changed.walltime = pbs_walltime_request(min(spec.least_seconds, spec.seconds), spec.seconds)
         changed.template_string = _SHRINKS_TO_FIT
-        # The job's shell must outlive SIGTERM for as long as the slots save, or PBS kills them with it; and launchers
-        # leave files where they are started, which would be the user's home.
+        # The job's shell must survive SIGTERM while the slots save, or PBS kills them with it. Launchers leave files in
+        # their working directory, which would be the user's home.
         changed.worker_init = f"{changed.worker_init}\ntrap : TERM\ncd {shlex.quote(str(provider.script_dir))}"
         if "place=" not in provider.scheduler_options:
             changed.scheduler_options = f"{provider.scheduler_options}\n#PBS -l place=scatter\n"
@@ -90,7 +90,7 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
 
 
 def window_source_for(provider: Any) -> WindowSource:
-    """Return what asks the provider's batch system."""
+    """Return the window source of the provider's batch system."""
     if isinstance(provider, SlurmProvider):
         memory = None if provider.mem_per_node is None else int(provider.mem_per_node * 1024)
         return SlurmWindowSource(
@@ -115,29 +115,29 @@ def window_source_for(provider: Any) -> WindowSource:
 
 
 def refuse_provider(provider: ExecutionProvider, windows: WindowSource | None, most_nodes: int | None) -> None:
-    """Refuse a provider that cannot start slots on every node of a block, or that nobody can ask for windows.
+    """Check that a provider can start slots on every node of a block, and that it can be queried for windows.
 
     Raises
     ------
     InvalidSettings
-        The message tells what to give it instead.
+        It cannot; the message states the remedy.
     """
     known = isinstance(provider, (SlurmProvider, PBSProProvider))
     if windows is None and not known and not hasattr(provider, "window_source"):
         raise InvalidSettings(
-            f"FreeTrainExecutor cannot ask {type(provider).__name__} for windows; give it windows=a WindowSource"
+            f"FreeTrainExecutor cannot query {type(provider).__name__} for windows; pass windows=a WindowSource"
         )
     launcher = getattr(provider, "launcher", None)
     if known and isinstance(launcher, (SimpleLauncher, SingleNodeLauncher)) and most_nodes != 1:
         better = "SrunLauncher()" if isinstance(provider, SlurmProvider) else "MpiExecLauncher()"
         raise InvalidSettings(
             f"{type(provider).__name__} with {type(launcher).__name__} starts workers on the first node of a block "
-            f"only; give it launcher={better}, or the planner max_nodes_per_block=1"
+            f"only; pass launcher={better}, or set max_nodes_per_block=1 in the planner settings"
         )
 
 
 def complaint_of(error: BaseException) -> str:
-    """Get what the batch system itself said when a submission failed."""
+    """Return the batch system's own error message for a failed submission."""
     said = (
         [getattr(error, "stderr", None), getattr(error, "stdout", None)] if isinstance(error, SubmitException) else []
     )
@@ -154,9 +154,10 @@ def _last_words(error: subprocess.TimeoutExpired) -> str:
 
 
 def _run(limit: float, command: str, timeout: float | None = None) -> tuple[int, str, str]:
-    """Stand in for a provider's way of running its submit command: a shell, which lives on when the command hangs.
+    """Run a provider's submit command without the shell that the provider would use, and kill it on timeout.
 
-    One that lives on (``sbatch`` waits for minutes when the queue is full) would submit a block that nobody awaits.
+    The provider's shell survives the timeout (``sbatch`` waits for minutes when the queue is full), and would later
+    submit a block that the executor no longer expects.
     """
     done = subprocess.run(
         shlex.split(command),
@@ -170,10 +171,10 @@ def _run(limit: float, command: str, timeout: float | None = None) -> tuple[int,
 
 
 def _checked(nodes: tuple[str, ...]) -> tuple[str, ...]:
-    """Let nothing but node names into a batch script."""
+    """Return `nodes`, checked to be safe in a batch script."""
     for name in nodes:
         if not _NODE_NAME.fullmatch(name):
-            raise InvalidSettings(f"node name {name!r} is not one that can be put into a batch script")
+            raise InvalidSettings(f"node name {name!r} cannot be used in a batch script")
     return nodes
 
 

@@ -1,4 +1,4 @@
-"""Which blocks failed to start: they ended, or ran in vain, before a slot of them could work."""
+"""Detection of blocks that failed to start: they ended, or ran for nothing, before any of their slots could work."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["StartWatch"]
 
-_SETTLED = 10.0  # seconds; slots that crash sooner have not shown that blocks can start
+_SETTLED = 10.0  # seconds; slots that crash earlier do not prove that blocks can start
 
 
 class StartWatch:
-    """Tells the batch desk of blocks that failed to start, and of those that work. Owned by the driver's thread.
+    """Reports blocks that failed to start, and blocks that work, to the job submitter. Owned by the control loop.
 
-    Blocks that were preempted, cancelled or given back for another reason say nothing about starts.
+    Blocks that were preempted, cancelled or released for another reason are no evidence about starts.
 
     Parameters
     ----------
     registry, submitter
         The driver's.
     startup
-        Seconds that a start may take.
+        Maximum duration of a start, in seconds.
     clock
-        Seconds.
+        Clock, in seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StartWatch:
         self._clock = clock
 
     def look(self) -> None:
-        """Note the blocks whose slots have stayed."""
+        """Mark the blocks whose slots have stayed alive as working."""
         now = self._clock()
         for block in self._registry.blocks.values():
             if not block.works and block.joined is not None and now - block.joined >= _SETTLED:
@@ -51,16 +51,16 @@ class StartWatch:
                     self._submitter.works()
 
     def ended(self, block: Block, state: BlockState, said: str) -> None:
-        """Take the end of a block that the batch system tells; `said` describes it."""
+        """Handle the end of a block as reported by the batch system; `said` describes it."""
         if block.works or (block.releasing and block.started is not None):
-            return  # one that was withdrawn before we saw it start may have failed all the same
-        # One that started shortly before its window closed reached its walltime without having had a chance.
+            return  # a block that was withdrawn before we saw it start may still have failed
+        # A block that started shortly before its window closed had no chance: its timeout is no evidence.
         in_vain = state is BlockState.TIMED_OUT and self._ran_in_vain(block, self._startup)
         if in_vain or state in (BlockState.COMPLETED, BlockState.FAILED):
             self._submitter.failed_to_start(block.name, block.job, said)
 
     def given_back(self, block: Block, least: float) -> None:
-        """Take a block that is about to be given back; it failed if it ran for `least` seconds without any slot."""
+        """Handle a block that is about to be released; it failed if it ran for `least` seconds without any slot."""
         if not block.releasing and block.started is not None and self._ran_in_vain(block, max(least, self._startup)):
             ran = format_span(self._clock() - block.started)
             self._submitter.failed_to_start(block.name, block.job, f"ran for {ran} and no worker connected")

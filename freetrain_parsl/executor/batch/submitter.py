@@ -1,9 +1,9 @@
-"""The batch desk: the one place from which the batch system is asked anything, in a thread of its own.
+"""The job submitter: the only component that talks to the batch system, in a separate thread.
 
-Good manners live here: at most one round of queries an interval, fewer if a round takes the batch system long or
-nobody waits for the answer, submissions under a rate limit, exponential back-off when it does not answer or refuses
-or when blocks end before a worker connects, and an end after repeated refusals or failed starts. A batch system that
-is down costs nothing but time.
+It limits the load on the batch system: at most one round of queries per interval, fewer if a round takes long or no
+answer is needed; a rate limit for submissions; exponential back-off when the batch system does not answer or refuses,
+or when blocks end before a worker connects; and no further submissions after repeated refusals or failed starts. If
+the batch system is down, the executor only loses time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# This host or its file systems fail, not the batch system, and may recover.
+# Errors of this host or its file systems, not of the batch system; they may be temporary.
 _OF_THIS_HOST = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 )
@@ -48,7 +48,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BlockSubmitted:
-    """The batch system took a block."""
+    """The batch system accepted a block."""
 
     block: str
     job: str
@@ -56,7 +56,7 @@ class BlockSubmitted:
 
 @dataclass(frozen=True)
 class BlockRefused:
-    """The batch system did not take a block, for `reason`."""
+    """The batch system refused a block, for `reason`."""
 
     block: str
     reason: str
@@ -64,30 +64,30 @@ class BlockRefused:
 
 @dataclass(frozen=True)
 class SubmissionsEnded:
-    """The desk submits nothing any more, for `reason`: refusals or failed starts came in a row."""
+    """No further block is submitted, for `reason`: too many consecutive refusals or failed starts."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class BatchSystemEnded:
-    """There is no batch system any more, nor any job, for `reason`."""
+    """The batch system, and with it every job, is gone, for `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StartsFailed:
-    """The last `count` attempts to start a block failed; all is well again if it is zero.
+    """The last `count` attempts to start a block failed; zero: a block has started again.
 
     Parameters
     ----------
     count, most
-        Attempts in a row; after `most` nothing is submitted any more.
+        Consecutive failed attempts; after `most` of them no further block is submitted.
     pause
         Seconds until the next attempt.
     reason
-        How the last of them ended.
+        How the last attempt ended.
     """
 
     count: int
@@ -111,34 +111,34 @@ SubmitterMessage: TypeAlias = (
 
 
 class JobSubmitter(threading.Thread):
-    """Asks, submits and cancels; answers arrive through `post`, in this thread.
+    """Queries, submits and cancels; results are passed to `post`, in this thread.
 
     Parameters
     ----------
     source
-        Finds windows and the states of our jobs.
+        Finds windows and the states of this executor's jobs.
     launch
         Submits a block and returns its job id.
     post
-        Takes what the desk has to tell; must not block.
+        Called with each `SubmitterMessage`; must not block.
     interval
-        Least seconds between rounds of queries.
+        Minimum seconds between rounds of queries.
     submissions_per_minute
         Rate limit of `launch`.
     max_refusals
-        Refusals in a row that waiting does not mend, after which nothing is submitted any more.
+        Number of consecutive permanent rejections after which no further block is submitted.
     job_prefix
-        How the names of our jobs begin, by which a job is found whose submission ended in the dark.
+        Prefix of this executor's job names; finds jobs whose submission had an unknown outcome.
     max_failed_blocks
-        Attempts in a row to start a block that end before a worker connects, after which nothing is submitted any
-        more. Blocks that were submitted side by side are one attempt.
+        Number of consecutive attempts to start a block that end before a worker connects, after which no further block
+        is submitted. Blocks that were submitted at the same time count as one attempt.
     last_words
         Describes the output of a job that has ended; may read files.
     """
 
     _LONGEST_PAUSE = 300.0
-    _DARKNESS = 600.0  # seconds for which a submission whose outcome is not known may still become a job
-    _SHARE_OF_TIME = 0.1  # a slow batch system is not kept busy with us for more than this
+    _DARKNESS = 600.0  # seconds for which a submission with unknown outcome may still become a job
+    _SHARE_OF_TIME = 0.1  # maximum share of time for which queries keep the batch system busy
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class JobSubmitter(threading.Thread):
         last_words: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name="freetrain-batch-desk", daemon=True)
+        super().__init__(name="freetrain-job-submitter", daemon=True)
         self._source = source
         self._launch = launch
         self._post = post
@@ -177,7 +177,7 @@ class JobSubmitter(threading.Thread):
         self._failed_starts = 0
         self._retry_after = 0.0
         self._last_failed = -math.inf  # when the last of them was counted
-        self._probe: str | None = None  # the one block that is tried after failed starts
+        self._probe: str | None = None  # the single block that is tried after failed starts
         self._submitted: dict[str, float] = {}  # block -> when
         self._submit_after = 0.0
         self._survey_at = 0.0
@@ -188,26 +188,26 @@ class JobSubmitter(threading.Thread):
         self._stopping = False
 
     def order(self, spec: BlockSpec) -> None:
-        """Submit a block, soon."""
+        """Queue a block for submission."""
         with self._condition:
             self._orders.append(spec)
             self._condition.notify()
 
     def withdraw(self, block: str) -> None:
-        """Cancel a block, whether it was submitted already or not."""
+        """Cancel a block, whether or not it has been submitted."""
         with self._condition:
             self._withdrawn.add(block)
             self._condition.notify()
 
     def reject(self, block: str, reason: str) -> None:
-        """Cancel a block that the batch system took, but will never start: as good as refused."""
+        """Cancel a block that the batch system accepted but will never start, and count it as refused."""
         with self._condition:
             self._withdrawn.add(block)
             self._count_refusal(reason, passing=False)
             self._condition.notify()
 
     def forget(self, job: str) -> None:
-        """Stop asking about a job that has ended."""
+        """Stop querying the state of a job that has ended."""
         with self._condition:
             block = self._watched.pop(job, None)
             if block is not None:
@@ -217,14 +217,14 @@ class JobSubmitter(threading.Thread):
                 self._condition.notify()
 
     def failed_to_start(self, block: str, job: str, how: str) -> None:
-        """Count a block that ended, as `how` says, before a worker of it connected; to be called before `forget`."""
+        """Count a block that ended, as `how` describes, before any of its workers connected; call before `forget`."""
         with self._condition:
             if self._submitted.get(block, math.inf) >= self._last_failed:
                 self._failed.append(_FailedStart(block, job, how))
                 self._condition.notify()
 
     def works(self) -> None:
-        """Note that a block has workers which stay: the attempts before it do not count any more."""
+        """Reset the count of failed starts: a block has workers that stay alive."""
         with self._condition:
             self._probe = None
             if self._failed_starts and not self._closed:
@@ -233,20 +233,20 @@ class JobSubmitter(threading.Thread):
             self._condition.notify()
 
     def stop_submitting(self) -> None:
-        """Submit nothing any more; what was submitted stays."""
+        """Submit no further block; submitted ones are kept."""
         with self._condition:
             self._closed = True
             self._submit_after = math.inf
 
     def rest(self, resting: bool) -> None:  # noqa: FBT001 - the state itself
-        """Stop asking while nobody waits for nodes or holds any, or go on."""
+        """Suspend the queries while no training or task needs nodes and no block exists, or resume them."""
         with self._condition:
             if resting != self._resting:
                 self._resting = resting
                 self._condition.notify()
 
     def close(self, timeout: float = 30.0) -> None:
-        """Cancel every job of ours and end the thread."""
+        """Cancel all jobs of this executor and end the thread."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -259,14 +259,14 @@ class JobSubmitter(threading.Thread):
             if jobs:
                 self._source.cancel(sorted(jobs))
         except FreeTrainError as error:
-            logger.error(  # noqa: TRY400 - its one line tells all
-                "could not cancel the jobs named %s*: %s; 'freetrain clean' removes them, or they end by themselves",
+            logger.error(  # noqa: TRY400 - its one line is enough
+                "could not cancel the jobs named %s*: %s; 'freetrain clean' cancels them, or they time out",
                 self._job_prefix,
                 error,
             )
 
     def run(self) -> None:
-        """Serve orders and ask round by round until closed."""
+        """Submit blocks and query the batch system until closed."""
         while True:
             with self._condition:
                 while not self._stopping and (wait := self._next_due() - self._clock()) > 0:
@@ -276,7 +276,7 @@ class JobSubmitter(threading.Thread):
             self.serve()
 
     def serve(self) -> None:
-        """Do what is due now."""
+        """Carry out everything that is due now."""
         with self._condition:
             failed, self._failed = self._failed, deque()
             withdrawn, self._withdrawn = self._withdrawn, set()
@@ -308,9 +308,9 @@ class JobSubmitter(threading.Thread):
         return min(survey_at, max(full_until, self._submit_after, self._retry_after))
 
     def _allowance(self) -> int:
-        """How many blocks may be submitted now: none for a while after a refusal, else what the rate limit leaves.
+        """Return how many blocks may be submitted now: none for some time after a refusal, else within the rate limit.
 
-        After a failed start blocks are tried one at a time.
+        After a failed start, blocks are tried one at a time.
         """
         now = self._clock()
         while self._submitted_at and self._submitted_at[0] <= now - 60.0:
@@ -324,7 +324,7 @@ class JobSubmitter(threading.Thread):
         self._submitted_at.append(self._clock())
         try:
             job = self._launch(spec)
-        except Exception as error:  # noqa: BLE001 - a provider may raise anything: the trainings go on
+        except Exception as error:  # noqa: BLE001 - a provider may raise any exception: the trainings continue
             self._refused(spec, error)
             return
         with self._condition:
@@ -335,12 +335,12 @@ class JobSubmitter(threading.Thread):
         self._post(BlockSubmitted(spec.block, job))
 
     def _end(self, error: ClusterGone) -> None:
-        """Ask and submit nothing any more: there is nobody to be asked."""
+        """Stop querying and submitting: the batch system is gone."""
         with self._condition:
-            told, self._submit_after = math.isinf(self._survey_at), math.inf
+            posted, self._submit_after = math.isinf(self._survey_at), math.inf
             self._survey_at = math.inf
             self._watched.clear()
-        if not told:
+        if not posted:
             self._post(BatchSystemEnded(str(error)))
 
     def _refused(self, spec: BlockSpec, error: Exception) -> None:
@@ -355,18 +355,18 @@ class JobSubmitter(threading.Thread):
             self._count_refusal(refusal.reason, passing=refusal.passing or _is_of_this_host(error))
 
     def _count_refusal(self, reason: str, *, passing: bool) -> None:
-        """Submit more slowly, or, after repeated refusals that waiting does not mend, no more."""
+        """Reduce the submission rate, or, after repeated permanent rejections, stop submitting."""
         self._pauses += 1
         pause = min(self._interval * 2**self._pauses, self._LONGEST_PAUSE)
         self._submit_after = max(self._submit_after, self._clock() + pause)
-        logger.warning("a block was refused: %s; no other for %.0f s", reason, pause)
+        logger.warning("a block was refused: %s; no further submission for %.0f s", reason, pause)
         if not passing:
             self._refusals += 1
         if self._refusals == self._max_refusals:
             self._close_for_good(f"the batch system refused {self._refusals} blocks in a row: {reason}")
 
     def _count_failed_start(self, failed: _FailedStart) -> None:
-        """Submit more slowly, or, after repeated failed starts, no more. Blocks of one attempt count once."""
+        """Reduce the submission rate, or, after repeated failed starts, stop. Blocks of one attempt count once."""
         words = self._last_words(failed.job)
         reason = f"block {failed.block} (job {failed.job}) {failed.how}" + (f"; {words}" if words else "")
         with self._condition:
@@ -382,7 +382,7 @@ class JobSubmitter(threading.Thread):
             count,
             most,
             reason,
-            f"no other for {pause:.0f} s" if count < most else "no other is made",
+            f"no further attempt for {pause:.0f} s" if count < most else "no further attempt is made",
         )
         self._post(StartsFailed(count, most, pause, reason))
         if count == most:
@@ -416,15 +416,15 @@ class JobSubmitter(threading.Thread):
             if begin < self._unknown_outcome_until and (
                 strays := self._source.find_jobs(self._job_prefix).keys() - set(jobs)
             ):
-                logger.info("cancelling %s, submitted though nobody could tell", ", ".join(sorted(strays)))
+                logger.info("cancelling %s: submitted by a command that timed out", ", ".join(sorted(strays)))
                 self._source.cancel(sorted(strays))
         except ClusterGone as error:
             pause = math.inf
             self._end(error)
-        except Exception as error:  # noqa: BLE001 - a source may be anybody's code: whatever it raises, it is asked again
+        except Exception as error:  # noqa: BLE001 - a source may raise any exception: it is queried again
             self._failures += 1
             pause = min(self._interval * 2**self._failures, self._LONGEST_PAUSE)
-            logger.warning("the batch system did not answer (%s); asking again in %.0f s", error, pause)
+            logger.warning("the batch system did not answer (%s); next query in %.0f s", error, pause)
         else:
             if self._failures:
                 logger.info("the batch system answers again")
@@ -439,7 +439,7 @@ class JobSubmitter(threading.Thread):
 
 
 def _is_of_this_host(error: BaseException | None) -> bool:
-    """Whether a submission failed for want of descriptors, memory, processes or space, which passes."""
+    """Return whether a submission failed for a temporary lack of descriptors, memory, processes or disk space."""
     while error is not None:
         if getattr(error, "errno", None) in _OF_THIS_HOST:
             return True

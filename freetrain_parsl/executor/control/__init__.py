@@ -1,1 +1,1 @@
-"""The control loop of the executor and what it decides."""
+"""The control loop of the executor and the components that it owns."""

@@ -1,4 +1,4 @@
-"""What happens to a block between its order and its end."""
+"""The life of a block, from its request to its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["BlockCycle"]
 
 
 class BlockCycle:
-    """Orders blocks, follows what the batch system says of them, leaves them in time. Owned by the driver's thread.
+    """Requests blocks, follows their states, and releases them in time. Owned by the control loop's thread.
 
     Parameters
     ----------
@@ -36,11 +36,11 @@ class BlockCycle:
     settings
         The planner's.
     emit
-        Takes an event for the planner.
+        Passes an event to the planner.
     write
         Writes a record to the journal.
     lose
-        Gives a slot up; gets the slot and the reason.
+        Drops a slot; called with the slot and the reason.
     clock
         Seconds since the epoch, never stepped.
     """
@@ -67,7 +67,7 @@ class BlockCycle:
         self._clock = clock
 
     def order(self, request: ev.RequestBlock) -> None:
-        """Order a block of the batch desk."""
+        """Request a block from the job submitter."""
         name, nodes, seconds, closes = request.block, request.nodes, request.seconds, request.window.closes
         self._registry.blocks[name] = Block(name, nodes, seconds, closes)
         least = min(seconds, least_walltime(self._settings))
@@ -75,23 +75,23 @@ class BlockCycle:
         self._write(record.BlockRequested(name, list(nodes), seconds, closes))
 
     def on_submitted(self, name: str, job: str) -> None:
-        """Note the batch system's id of a block."""
+        """Record the job id of a block."""
         if (block := self._registry.blocks.get(name)) is not None:
             block.job = job
         self._write(record.BlockSubmitted(name, job))
 
     def on_survey(self, survey: Survey) -> None:
-        """Take what the batch system says of our blocks, and of others' jobs that could start on their nodes."""
+        """Handle a survey: the states of our blocks, and other users' jobs that could start on their nodes."""
         for block in list(self._registry.blocks.values()):
             if (status := survey.blocks.get(block.job)) is None:
                 continue
             self._follow(block, status)
             if block.started and survey.wanted.keys() & set(block.nodes):
                 wanted = min(survey.wanted[node] for node in block.nodes if node in survey.wanted)
-                self.make_way(block, wanted, "made way for a job of somebody else")
+                self.make_way(block, wanted, "yielded to another user's job")
 
     def make_way(self, block: Block, wanted: float, reason: str) -> None:
-        """Leave a block's nodes by when they are wanted, or as soon as its trainings can have saved their state."""
+        """Release a block's nodes when they are wanted, but not before its trainings can have saved their state."""
         yields = max(wanted, self._clock() + self._settings.closing_margin)
         if block.releasing or block.warned or yields >= block.loses_nodes_at(self._clock()):
             return
@@ -100,9 +100,9 @@ class BlockCycle:
         self._write(record.BlockYields(block.name, list(block.nodes), yields, reason))
 
     def leave_in_time(self) -> None:
-        """Give a block back once its trainings have left it, shortly before it would lose its nodes anyway.
+        """Release a block once its trainings have left it, shortly before it would lose its nodes.
 
-        Batch systems end a job up to a minute after its walltime: whoever waits for the nodes gets them in time.
+        Batch systems end a job up to a minute after its walltime; this way the next job gets its nodes in time.
         """
         now = self._clock()
         for block in self._registry.blocks.values():
@@ -117,13 +117,13 @@ class BlockCycle:
                 self._give_back(block, _why_it_leaves(block))
 
     def release(self, name: str) -> None:
-        """Give a block back that the planner does not want any more."""
+        """Release a block that the planner no longer wants."""
         if (block := self._registry.blocks.get(name)) is not None:
             self._starts.given_back(block, self._settings.join_timeout)
-            self._give_back(block, "was given back" if block.started else "never started and was withdrawn")
+            self._give_back(block, "was released" if block.started else "never started and was withdrawn")
 
     def end(self, name: str, reason: str) -> None:
-        """Forget a block that has ended or never will start, and what was on it."""
+        """Remove a block that has ended or will never start, and drop its slots."""
         block = self._registry.drop_block(name)
         if block is None:
             return
@@ -137,7 +137,7 @@ class BlockCycle:
     def _follow(self, block: Block, status: BlockStatus) -> None:
         state = status.state
         if block.warned and state in (BlockState.COMPLETED, BlockState.FAILED):
-            state = BlockState.PREEMPTED  # it left before the grace was over, so the batch system does not say so
+            state = BlockState.PREEMPTED  # it ended in the grace period, so preemption is not reported
         said = state.value + (f" ({status.reason})" if status.reason and state is status.state else "")
         if status.state.ended:
             self._starts.ended(block, state, said)
@@ -164,7 +164,7 @@ class BlockCycle:
 
 
 def _why_it_leaves(block: Block) -> str:
-    """Give the reason of a block whose nodes we are about to lose; the batch system's word counts before ours."""
+    """Return why a block is released whose nodes we are about to lose; preemption takes precedence."""
     if block.warned:
         return BlockState.PREEMPTED.value
     return block.yields_because or "left its window in time"

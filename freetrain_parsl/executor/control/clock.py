@@ -1,4 +1,4 @@
-"""Time for the driver: wall clocks are set and stepped, durations and deadlines must not notice."""
+"""Clocks for the driver: steps of the wall clock must not affect durations and deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOLERANCE = 0.5  # seconds by which a batch system's clock may seem to move wit
 
 
 class SteadyClock:
-    """Seconds since the epoch that never jump: the wall clock when this was made, continued by a monotonic clock.
+    """Seconds since the epoch without jumps: the wall clock at creation, continued by a monotonic clock.
 
     Parameters
     ----------
@@ -37,23 +37,23 @@ class SteadyClock:
 
     @property
     def lead(self) -> float:
-        """By how many seconds the wall clock has been set forward (negative: back) since this was made."""
+        """Seconds by which the wall clock has been set forward (negative: back) since the creation of this clock."""
         return self._wall() - self()
 
 
 class SurveyTimes:
-    """Translates what a batch system says, by its own clock, to the clock of whoever asked.
+    """Translates the times of a survey from the batch system's clock to the driver's.
 
-    The difference of the two clocks is kept as it is for as long as that is possible, so that windows that have not
-    changed compare equal from one survey to the next. After a step of either clock it is the smallest possible one:
-    nodes then close rather too early than too late.
+    The offset of the two clocks is kept constant as long as possible, so that unchanged windows compare equal from one
+    survey to the next. After a step of either clock, the smallest possible offset is used: nodes close too early rather
+    than too late.
     """
 
     def __init__(self) -> None:
         self._shift = 0.0
 
     def translate(self, survey: Survey, now: float) -> Survey:
-        """Return the survey, which has just come in, with all its times on the clock that shows `now`."""
+        """Return a survey that has just arrived, with all its times on the clock that shows `now`."""
         least, most = now - survey.took - survey.time, now - survey.time
         if not least - _TOLERANCE <= self._shift <= most + _TOLERANCE:
             self._shift = least

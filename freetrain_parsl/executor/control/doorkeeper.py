@@ -1,9 +1,9 @@
-"""Keeps connections that have not proved who they are from using up the process's file descriptors.
+"""Limit on unauthenticated connections, so that they cannot use up the process's file descriptors.
 
-Anybody who reaches a port can connect to it and say nothing. libzmq accepts such connections without limit, and a
-process without free descriptors can neither start a command nor open a file. The doorkeeper learns of every
-connection from the socket's monitor. When there are too many that have not got through the CurveZMQ handshake, it
-closes the oldest: a peer with the certificates gets through in milliseconds.
+Any process that can reach a port can connect to it and send nothing. libzmq accepts such connections without limit,
+and a process without free descriptors can neither start a command nor open a file. The doorkeeper observes every
+connection through the socket's monitor. When too many have not completed the CurveZMQ handshake, it closes the oldest;
+a peer with the certificates completes it within milliseconds.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MOST_PENDING = 512
 _REPORT_PERIOD = 60.0  # seconds
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
-# Bytes that this end has sent, in ZMTP 3.1 with CURVE, before the peer has proved that it has the server's key:
-# the greeting; the end that plays the client sends its HELLO before that, whoever the peer is.
+# Bytes that this end sends, in ZMTP 3.1 with CURVE, before the peer has proved that it has the server's key: the
+# greeting, and, as the client, also its HELLO.
 _GREETING = 64
 _HELLO = 202
-_MOST_UNPROVED = 4096  # bytes that a peer may send before; an honest one sends 64 + 202
+_MOST_UNPROVED = 4096  # bytes that a peer may send before that; a regular one sends 64 + 202
 
 _BYTES_ACKED = 120  # offset in Linux' struct tcp_info of tcpi_bytes_acked and tcpi_bytes_received (64 bits each)
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit on file descriptors as far as it may, up to 65536; return the limit."""
+    """Raise this process's limit on file descriptors as far as allowed, up to 65536; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -55,18 +55,18 @@ def raise_descriptor_limit() -> int:
 class Doorkeeper:
     """Bounds the pending connections of a ZeroMQ socket, in a thread that ends when the socket is closed.
 
-    libzmq reports events to the monitor with blocking sends: while the socket is open, the monitor is read whatever
-    happens, or the socket would stand still.
+    libzmq reports events to the monitor with blocking sends. While the socket is open, the monitor must always be read,
+    or the socket would block.
 
     Parameters
     ----------
     guarded
-        A socket that will be bound, or is.
+        A socket that is, or will be, bound.
     most_pending
-        Connections that may be pending at a time; ``None``: an eighth of the process's descriptors, at most 512.
+        Maximum number of pending connections; ``None``: an eighth of the process's descriptors, at most 512.
     """
 
-    _PERIOD = 0.5  # seconds between looks at what pending peers send
+    _PERIOD = 0.5  # seconds between checks of the pending connections
 
     def __init__(self, guarded: zmq.Socket[bytes], *, most_pending: int | None = None) -> None:
         if most_pending is None:
@@ -77,7 +77,7 @@ class Doorkeeper:
         self._thread.start()
 
     def join(self, timeout: float = 5.0) -> None:
-        """Wait for the end of the thread, after the socket has been closed and before its context is destroyed."""
+        """Wait for the thread to end; call after closing the socket and before destroying its context."""
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -103,54 +103,54 @@ class Doorkeeper:
 
 
 class _Door:
-    """The connections of one socket that have not proved who they are, oldest first."""
+    """The unauthenticated connections of one socket, oldest first."""
 
     def __init__(self, sent_unproved: int, most_pending: int) -> None:
         self._sent_unproved = sent_unproved
         self._most = most_pending
         self.pending: dict[int, int] = {}
-        """Descriptor -> the port that was connected to."""
-        # So that looking at a connection never needs a new descriptor.
+        """Descriptor -> local port."""
+        # Allocated now, so that inspecting a connection never needs a new descriptor.
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._copy = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._closed = 0
         self._reported = -math.inf
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the monitor: a connection was accepted or closed."""
+        """Handle an event of the monitor: a connection was accepted or closed."""
         if event["event"] == zmq.EVENT_ACCEPTED:
             port = event["endpoint"].rpartition(b":")[2]
-            if port.isdigit():  # else it is no TCP connection
+            if port.isdigit():  # else not a TCP connection
                 self._accepted(event["value"], int(port))
         else:
             self.pending.pop(event["value"], None)
 
     def _accepted(self, descriptor: int, port: int) -> None:
-        """Note a new connection; if there are too many now, close the oldest that has not proved itself."""
+        """Add a new connection; if there are too many, close the oldest unauthenticated one."""
         self.pending[descriptor] = port
         while len(self.pending) > self._most:
             oldest = next(iter(self.pending))
             self._settle(oldest, self.pending.pop(oldest), most_received=-1)
 
     def look(self, now: float) -> None:
-        """Forget those that have proved themselves, and close those that send much without."""
+        """Forget authenticated connections, and close those that send too much without authenticating."""
         settled = [fd for fd, port in self.pending.items() if self._settle(fd, port, most_received=_MOST_UNPROVED)]
         for descriptor in settled:
             del self.pending[descriptor]
         if self._closed and now - self._reported > _REPORT_PERIOD:
-            logger.warning("closed %d connections that did not authenticate: somebody opens too many", self._closed)
+            logger.warning("closed %d unauthenticated connections: too many are being opened", self._closed)
             self._closed, self._reported = 0, now
 
     def close(self) -> None:
-        """Give the spare descriptors back."""
+        """Close the spare descriptors."""
         os.close(self._nothing)
         os.close(self._copy)
 
     def _settle(self, descriptor: int, port: int, *, most_received: int) -> bool:
-        """Close a connection that has sent more than `most_received` bytes without proof; whether it needs no look.
+        """Close an unauthenticated connection that sent more than `most_received` bytes; return whether it is settled.
 
-        The descriptor belongs to libzmq, which may have closed it, and something else in this process may have its
-        number by now. The copy stays what it is while we look.
+        The descriptor belongs to libzmq, which may have closed it, so its number may have been reused in this process.
+        The copy stays valid during the inspection.
         """
         connection = None
         try:
@@ -165,7 +165,7 @@ class _Door:
                 return False
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return True  # closed, no longer connected, or no socket: not what was accepted
+            return True  # closed, disconnected, or not a socket: not the accepted connection any more
         else:
             self._closed += 1
             return True
@@ -176,13 +176,13 @@ class _Door:
 
 
 def _sent_unproved(one: zmq.Socket[bytes]) -> int:
-    """Bytes that a socket sends to a peer that has proved nothing."""
+    """Return the number of bytes that a socket sends to an unauthenticated peer."""
     plays_client = one.getsockopt(zmq.MECHANISM) == zmq.CURVE and not one.getsockopt(zmq.CURVE_SERVER)
     return _GREETING + (_HELLO if plays_client else 0)
 
 
 def _traffic(connection: socket.socket) -> tuple[int, int]:
-    """Bytes that have been sent and received."""
+    """Return the numbers of bytes sent and received."""
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 16)
     if len(information) < _BYTES_ACKED + 16:
         raise OSError("this kernel does not count a connection's bytes")  # Linux before 4.2

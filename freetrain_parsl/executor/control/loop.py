@@ -1,7 +1,7 @@
-"""The driver: the thread that turns the planner in real time.
+"""The control loop: the driver's thread that runs the planner in real time.
 
-What slots, the batch desk and the user's threads tell becomes planner events; the planner's actions become block
-orders and assignments, which the conductor carries out.
+It translates messages from slots, the job submitter and the user's threads into planner events, and the planner's
+actions into block requests and assignments, which the training manager carries out.
 """
 
 from __future__ import annotations
@@ -71,58 +71,58 @@ __all__ = ["CancelTraining", "ControlLoop", "SlotTaskEnded"]
 
 @dataclass(frozen=True)
 class CancelTraining:
-    """Somebody wants the training of this future to end, with its state saved."""
+    """A request to end the training of this future, with its state saved."""
 
     future: Future[Any]
 
 
 @dataclass(frozen=True)
 class SlotTaskEnded:
-    """The HTEX task behind a slot came back, which it does only when its process died or could not start."""
+    """The HTEX task behind a slot has ended, which happens only if its process died or could not start."""
 
     token: str
     error: BaseException | None
 
 
 class ControlLoop(threading.Thread):
-    """Owns planner, slots, trainings and journal; everything else talks to it through `post`.
+    """Owns planner, slots, trainings and journal; all other threads communicate with it through `post`.
 
     Parameters
     ----------
     policy, planner_settings
-        What the planner is made of.
+        Policy and settings of the planner.
     server, journal
-        Owned by this thread from its start on.
+        Owned by this thread once it has started.
     submitter
-        The batch desk; its `post` must be this driver's.
+        The job submitter; its `post` must be this object's.
     training_settings
         See `TrainingSettings`.
     slots_per_node
-        Slots that make a node complete.
+        Number of slots that make a node complete.
     outdated
-        What the batch system told is not relied on for longer than so many seconds.
+        Seconds after which the batch system's last answer is no longer used.
     heartbeat_timeout
-        A slot that says nothing for so many seconds is lost.
+        A slot from which no message arrives for this many seconds has failed.
     submit_slot
-        Submits one more slot task to HTEX, named by a token.
+        Submits one more slot task to HTEX, identified by a token.
     fail_all
-        Called when nothing runs and no slot can ever start; gets the reason.
+        Called with the reason when nothing runs and no slot can ever start.
     refuse_new
-        Called when no block is submitted any more, though trainings still run; gets the reason.
+        Called with the reason when no further block is submitted, although trainings may still run.
     clock
-        Wall clock, seconds since the epoch. It may be stepped: the driver runs on a `SteadyClock` made of it.
+        Wall clock, seconds since the epoch. It may be stepped: the loop uses a `SteadyClock` based on it.
     monotonic
-        What the `SteadyClock` goes by.
+        Monotonic clock of the `SteadyClock`.
     """
 
-    _PASS = 0.25  # seconds between passes when nothing happens: bounds how late a time-out is noticed
+    _PASS = 0.25  # maximum seconds between iterations: bounds the delay in detecting a timeout
     _MOST_FAILED_STARTS = 5
     _MOST_FAULTS = 5  # messages of a slot that cannot be handled
-    _MOST_DENIALS = 15  # a slot beats at least five times in the time in which a silent one counts as lost
-    _PATIENCE = 60.0  # seconds until a running block whose slots are missing is offered new slot tasks
-    _STEP = 1.0  # a change of the wall clock by more seconds than this is recorded
-    _STOPPED = 1.0  # a longer pass than this, in seconds, may mean that the process was stopped
-    _BACKLOG = 0.5  # seconds in which messages that were sent meanwhile are then read before anybody is judged
+    _MOST_DENIALS = 15  # heartbeats; at least five are sent within the heartbeat timeout
+    _PATIENCE = 60.0  # seconds until new slot tasks are submitted for a running block whose slots are missing
+    _STEP = 1.0  # steps of the wall clock by more than this, in seconds, are recorded
+    _STOPPED = 1.0  # an iteration longer than this, in seconds, may mean that the process was stopped
+    _BACKLOG = 0.5  # seconds for which queued messages are then read before timeouts are checked
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class ControlLoop(threading.Thread):
         self._tokens = 0
         self._greeted: set[str] = set()
         self._known: set[str] = set()
-        """Names of all slots that ever joined: none joins twice."""
+        """Names of all slots that ever joined; a slot cannot join twice."""
         self._failed_starts = 0
         self._versions = describe_environment()
         self._differences: set[str] = set()
@@ -199,14 +199,14 @@ class ControlLoop(threading.Thread):
     # Other threads.
 
     def post(self, item: object) -> None:
-        """Tell the driver something: a `Training`, `Task`, `CancelTraining`, `SlotTaskEnded` or a desk's answer."""
+        """Queue a `Training`, `Task`, `CancelTraining`, `SlotTaskEnded` or `SubmitterMessage` for the loop."""
         if isinstance(item, Survey):
-            item = self._survey_times.translate(item, self._clock())  # now: its times age while it waits
+            item = self._survey_times.translate(item, self._clock())  # now, since its times age in the queue
         self._posted.put(item)
         self._server.wake()
 
     def stop(self, timeout: float) -> None:
-        """End the slots and the thread; blocks are the desk's to cancel."""
+        """End the slots and the thread; the job submitter cancels the blocks."""
         self._stopping.set()
         self._server.wake()
         if self.is_alive():
@@ -215,11 +215,11 @@ class ControlLoop(threading.Thread):
     # The loop.
 
     def run(self) -> None:
-        """Turn until stopped."""
+        """Iterate until stopped."""
         try:
             while not self._stopping.is_set():
                 self._turn()
-        except Exception as error:  # the loop's own defect: nobody may wait for ever on a future it holds
+        except Exception as error:  # a bug in the loop: its futures must not stay pending forever
             logger.exception("the driver failed")
             reason = f"the driver of the FreeTrain executor failed: {error!r}; see freetrain.log in the run directory"
             self._fail_all(TrainingInterrupted(reason))
@@ -243,7 +243,7 @@ class ControlLoop(threading.Thread):
         self._take_back()
         self._manager.rendezvous.expire(self._clock())
         self._events.append(self._tasks.demand(self._clock()))
-        events, self._events[:] = list(self._events), []  # acting makes new ones
+        events, self._events[:] = list(self._events), []  # acting produces new events
         self._act(self._planner.advance(*events))
         self._manager.advance()
         self._tasks.serve()
@@ -253,7 +253,7 @@ class ControlLoop(threading.Thread):
         self._journal.commit()
 
     def _listen(self, wait: float) -> None:
-        """Take what slots say; after a pause of this process, all that they said meanwhile."""
+        """Handle the slots' messages; if this process was stopped, also all messages sent meanwhile."""
         for slot, message in self._server.receive(wait):
             self._take(slot, message)
         now = self._clock()
@@ -265,7 +265,7 @@ class ControlLoop(threading.Thread):
         self._listened = now
 
     def _record_step(self) -> None:
-        """Note it if the wall clock was stepped: times in the journal do not follow it."""
+        """Record a step of the wall clock, which the journal's times do not follow."""
         lead = self._clock.lead
         if abs(lead - self._lead) > self._STEP:
             step, self._lead = lead - self._lead, lead
@@ -309,7 +309,7 @@ class ControlLoop(threading.Thread):
             self._on_ended(item)
 
     def _on_ended(self, item: object) -> None:
-        """Take what other processes' ends mean: of a slot, of HTEX's interchange, of the batch system."""
+        """Handle the end of a slot's process, of HTEX's interchange or of the batch system."""
         if isinstance(item, SlotTaskEnded):
             self._on_slot_task_ended(item)
         elif isinstance(item, InterchangeEnded):
@@ -336,14 +336,14 @@ class ControlLoop(threading.Thread):
             self._order_slot()
 
     def _close(self, error: BatchSystemError) -> None:
-        """Submit nothing any more: what waits fails, what runs goes on as long as its nodes last."""
+        """Submit no further block: waiting trainings fail, running ones continue as long as they have nodes."""
         if self._closed is None:
             self._closed = error
             self._refuse_new(error)
             self._manager.fail_waiting(error)
 
     def _end_if_closed(self) -> None:
-        """Fail what is left once no slot is there, and no block that could bring one."""
+        """Fail the remaining trainings and tasks once there is no slot, and no block that could provide one."""
         if self._closed is None or self._registry.slots:
             return
         if not any(block.works for block in self._registry.blocks.values()):
@@ -355,9 +355,9 @@ class ControlLoop(threading.Thread):
         if slot is not None:
             self._lose(slot, f"its process ended: {ended.error}", crash=True)
         elif isinstance(ended.error, ManagerLost):
-            return  # lost with a block that has ended: HTEX has only now noticed
+            return  # its block has ended, which HTEX has only now noticed
         elif ended.token in self._greeted:
-            # Given up before its process ended. If its block lives, the node can have another slot.
+            # Dropped before its process ended. If its block is still running, the node can have another slot.
             self._order_missing_slots()
             return
         else:
@@ -375,7 +375,7 @@ class ControlLoop(threading.Thread):
             self._order_slot()
 
     def _on_interchange_ended(self, reason: str) -> None:
-        """Leave the blocks whose worker pools knew the interchange: they end soon, and would take their slots along."""
+        """Release the blocks whose worker pools used the interchange: they soon end, and their slots with them."""
         self._write(record.InterchangeEnded("", reason))
         for block in {slot.block for slot in self._registry.slots.values()}:
             if (held := self._registry.blocks.get(block)) is not None:
@@ -383,7 +383,7 @@ class ControlLoop(threading.Thread):
 
     def _on_interchange_restarted(self) -> None:
         self._write(record.InterchangeRestarted(""))
-        self._registry.tasks_queued = 0  # they are lost with the old one
+        self._registry.tasks_queued = 0  # the old interchange's tasks are gone
         self._order_missing_slots()
 
     def _order_missing_slots(self) -> None:
@@ -398,23 +398,23 @@ class ControlLoop(threading.Thread):
     # Slots.
 
     def _take(self, name: str, message: ToDriver) -> None:
-        """Handle a message of a slot; whatever it holds, the others' trainings go on."""
+        """Handle a message from a slot; whatever it contains, the trainings of other slots continue."""
         try:
             self._on_message(name, message)
         except (OSError, sqlite3.Error, MemoryError):
-            raise  # ours, not the slot's
+            raise  # the driver's fault, not the slot's
         except Exception as error:
-            logger.exception("a defect in handling a message")
+            logger.exception("internal error while handling a message")
             self._count_fault(name, f"a {type(message).__name__} could not be handled: {error}")
 
     def _count_fault(self, name: str, reason: str) -> None:
-        """Give a slot up that sends many messages which cannot be handled."""
+        """Drop a slot that sends many messages that cannot be handled."""
         slot = self._registry.slots.get(name)
         if slot is None:
             logger.warning("dropped a message of the unknown peer %s: %s", name, reason)
             return
         slot.faults += 1
-        if slot.faults == 1:  # else a slot that goes on like this would fill the disk
+        if slot.faults == 1:  # else such a slot could fill the disk
             logger.warning("dropped a message of slot %s: %s", name, reason)
         if slot.faults >= self._MOST_FAULTS:
             self._kill(slot, f"{slot.faults} of its messages could not be handled, the last: {reason}")
@@ -428,7 +428,7 @@ class ControlLoop(threading.Thread):
             return
         slot = self._registry.slots.get(name)
         if slot is None:
-            # Lost already, as far as we know: whatever it runs, others may be running it by now.
+            # It counts as failed: its training may be running elsewhere by now.
             self._server.send(name, Exit(now=True))
             return
         slot.heard = self._clock()
@@ -448,10 +448,10 @@ class ControlLoop(threading.Thread):
             case TaskEnded():
                 self._tasks.on_ended(slot, message)
         if slot.leaving and isinstance(message, (RunEnded, TaskEnded)):
-            self._lose(slot, "the batch system takes its node", crash=False)
+            self._lose(slot, "the batch system reclaims its node", crash=False)
 
     def _check_assignment(self, slot: Slot, heartbeat: SlotHeartbeat) -> None:
-        """Give a slot up that keeps saying that it does not do what it was given: the command or its end is lost."""
+        """Drop a slot whose heartbeats keep contradicting its assignment: the command or its result was lost."""
         is_task = isinstance(slot.busy, int)
         given = slot.busy if isinstance(slot.busy, int) else self._manager.run_of(slot)
         does = heartbeat.task if is_task else heartbeat.run
@@ -460,13 +460,13 @@ class ControlLoop(threading.Thread):
             return
         slot.denials += 1
         if slot.denials > self._MOST_DENIALS:
-            self._kill(slot, f"it does not do what it was given ({'task' if is_task else 'run'} {given})")
+            self._kill(slot, f"it does not run what it was assigned ({'task' if is_task else 'run'} {given})")
 
     def _on_hello(self, name: str, message: Hello) -> None:
         if name in self._registry.slots:
             return  # repeated
         if name in self._known:
-            self._server.send(name, Exit(now=True))  # lost meanwhile
+            self._server.send(name, Exit(now=True))  # dropped meanwhile
             return
         self._known.add(name)
         self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
@@ -474,8 +474,8 @@ class ControlLoop(threading.Thread):
         self._greeted.add(message.token)
         block = self._registry.blocks.get(message.block)
         if block is None or block.releasing:
-            # Its node may live on after the block: a batch system that lost its daemon there cannot end it, and its
-            # worker pool would take one slot task after the other from those who wait for them.
+            # Its node may outlive the block: if the batch system's daemon there has failed, the job cannot be ended,
+            # and its worker pool would take the slot tasks that are meant for other nodes.
             self._server.send(name, Exit(now=True, node=True))
             self._order_missing_slots()
             return
@@ -492,13 +492,13 @@ class ControlLoop(threading.Thread):
             self._join_node(slot, block)
 
     def _join_node(self, slot: Slot, block: Block) -> None:
-        """Put the node of a slot, which all its slots have joined, into the pool."""
+        """Add the node of a slot, all of whose slots have joined, to the pool."""
         closes = block.loses_nodes_at(self._clock())
         self._events.append(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes),)))
         self._write(record.NodeJoined(slot.node, block.name, closes))
 
     def _set_aside(self, slot: Slot, reason: str) -> None:
-        """Take a node out of the pool for some time: it works, but the others do not reach it."""
+        """Take a node out of the pool for some time: it works, but the other nodes cannot reach it."""
         pause = self._registry.set_aside(slot.node, self._clock(), 2 * self._peer_timeout)
         logger.warning("node %s is set aside for %.0f s: %s", slot.node, pause, reason)
         self._write(record.NodeSetAside(slot.node, pause, reason))
@@ -507,13 +507,13 @@ class ControlLoop(threading.Thread):
             self._write(record.NodeLeft(slot.node, reason))
 
     def _take_back(self) -> None:
-        """Put the nodes that were set aside into the pool again when their time is over."""
+        """Return nodes that were set aside to the pool when their time is over."""
         for slot in self._registry.returning(self._clock()):
             if (block := self._registry.blocks.get(slot.block)) is not None and self._registry.completes(slot):
                 self._join_node(slot, block)
 
     def _refuse_environment(self, name: str, message: Hello, block: Block) -> bool:
-        """Compare a new slot's environment with what our trainings need; whether its node cannot run them."""
+        """Compare a new slot's environment with the driver's; return whether its node cannot run trainings."""
         node, fault = message.node, message.fault
         if fault:
             difference: Difference | None = Difference(f"node {node} cannot run trainings: {fault}", refused=True)
@@ -522,7 +522,7 @@ class ControlLoop(threading.Thread):
         if difference is None:
             self._environment_fits = True
             return False
-        if difference.text not in self._differences:  # once, not for each slot of a node
+        if difference.text not in self._differences:  # log once, not for each slot of a node
             self._differences.add(difference.text)
             logger.warning("%s", difference.text)
             self._write(record.EnvironmentDiffers(node, difference.text, difference.refused))
@@ -533,7 +533,7 @@ class ControlLoop(threading.Thread):
         block.releasing = difference.text
         self._submitter.reject(block.name, difference.text)
         if not self._environment_fits:
-            # No node has fitted so far: this is the site's configuration, and further blocks would be wasted.
+            # No node has matched so far: the site's configuration is wrong, and further blocks would be wasted.
             self._fail_all(BatchSystemError(difference.text))
         return True
 
@@ -544,23 +544,23 @@ class ControlLoop(threading.Thread):
         self._events.append(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + message.closes_in))
         self._write(record.NodeClosing(slot.node, message.closes_in))
         if message.gone:
-            self._lose(slot, "the batch system takes its node", crash=False)
+            self._lose(slot, "the batch system reclaims its node", crash=False)
 
     def _find_silent(self) -> None:
         limit = self._listened - self._heartbeat_timeout
         for slot in [slot for slot in self._registry.slots.values() if slot.heard < limit]:
-            self._kill(slot, f"no sign of life for {self._heartbeat_timeout:g} s")
+            self._kill(slot, f"no message from it for {self._heartbeat_timeout:g} s")
 
     def _kill(self, slot: Slot, reason: str) -> None:
         self._server.send(slot.name, Exit(now=True))
         self._lose(slot, reason, crash=True)
 
     def _lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
-        """Give a slot up: its node is incomplete, and what it ran must go on without it."""
+        """Drop a slot: its node is incomplete, and its training must continue without it."""
         self._registry.slots.pop(slot.name, None)
         self._server.forget(slot.name)
         crash = crash and not slot.leaving and slot.block in self._registry.blocks
-        logger.log(logging.WARNING if crash else logging.INFO, "slot %s is lost: %s", slot.name, reason)
+        logger.log(logging.WARNING if crash else logging.INFO, "dropped slot %s: %s", slot.name, reason)
         self._write(record.SlotLost(slot.name, slot.node, reason))
         if self._registry.incomplete(slot):
             self._events.append(ev.NodesLeft(self._clock(), (slot.node,)))

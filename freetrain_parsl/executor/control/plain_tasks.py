@@ -1,4 +1,4 @@
-"""Ordinary Parsl tasks: each runs in one slot of a node that the planner lends for it."""
+"""Ordinary Parsl tasks: each runs in one slot of a node that the planner lends for tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Task", "TaskQueue"]
 
 @dataclass
 class Task:
-    """An ordinary Parsl task; it runs again in another slot if its own is lost."""
+    """An ordinary Parsl task; it is run again in another slot if its slot fails."""
 
     number: int
     payload: bytes
@@ -30,14 +30,14 @@ class Task:
 
 
 class TaskQueue:
-    """First come, first served; owned by the driver's thread.
+    """A first-in, first-out queue of ordinary tasks; owned by the control loop's thread.
 
     Parameters
     ----------
     registry
         The slots.
     slots_per_node
-        Tasks that run on a lent node at a time.
+        Number of tasks that a lent node runs at a time.
     send
         Sends a message to a slot.
     """
@@ -53,7 +53,7 @@ class TaskQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether any task is not done."""
+        """Whether any task is pending or running."""
         return bool(self._tasks)
 
     def submit(self, task: Task) -> None:
@@ -70,7 +70,7 @@ class TaskQueue:
             self._send(slot.name, StartTask(slot.busy, self._tasks[slot.busy].payload))
 
     def on_ended(self, slot: Slot, message: TaskEnded) -> None:
-        """Settle a task's future; what a slot says about a task that it was not given, or no longer has, is old."""
+        """Resolve a task's future; ignore an outdated message about a task that is not the slot's current one."""
         if slot.busy != message.task:
             return
         slot.busy = None
@@ -83,11 +83,11 @@ class TaskQueue:
             settle_with_payload(task.future, message.payload)
 
     def on_lost(self, slot: Slot) -> None:
-        """Queue again, first, what ran in a slot that is gone."""
+        """Put the task of a failed slot back at the front of the queue."""
         if isinstance(slot.busy, int) and slot.busy in self._tasks:
             self._queue.appendleft(slot.busy)
 
     def demand(self, now: float) -> ev.TasksWaiting:
-        """Tell the planner how many nodes tasks use and could use."""
+        """Return an event for the planner: how many nodes tasks use and could use."""
         busy = frozenset(slot.node for slot in self._registry.slots.values() if isinstance(slot.busy, int))
         return ev.TasksWaiting(now, -(-len(self._queue) // self._slots_per_node), busy)

@@ -1,8 +1,8 @@
-"""Where the members of a training find each other: small key-value stores, kept by the driver.
+"""The rendezvous server: small key-value stores, kept by the driver, in which the members of a group meet.
 
-torch's own TCPStore is an open, unauthenticated port, and dies with the node that hosts it. Here the store's calls
-travel over the slots' control channel, which is authenticated and encrypted and outlives any node. One store a
-generation of a training; it is dropped when the generation ends.
+torch's TCPStore is an open, unauthenticated port, and fails with the node that hosts it. Here the calls are sent over
+the slots' control channel, which is authenticated and encrypted and outlives any node. Each generation of a training
+has one store, which is dropped when the generation ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RendezvousServer"]
 
-# What a group of thousands of members needs is far below.
+# A group of thousands of members needs far less.
 _MOST_BYTES = 64 << 20
 _MOST_WAITING = 100_000
 
@@ -32,7 +32,7 @@ class _WaitingGet:
 
 
 class RendezvousServer:
-    """Answers `StoreRequest`s, some later, when the key that they wait for is set."""
+    """Answers `StoreRequest`s; a get of a missing key is answered once the key is set."""
 
     def __init__(self, reply: Callable[[str, StoreReply], object]) -> None:
         self._reply = reply
@@ -42,14 +42,14 @@ class RendezvousServer:
         self._arrived: dict[str, set[str]] = {}
 
     def open(self, group: str) -> None:
-        """Make the store of a generation."""
+        """Create the store of a generation."""
         self._stores[group] = {}
         self._sizes[group] = 0
         self._waiting[group] = {}
         self._arrived[group] = set()
 
     def close(self, group: str) -> None:
-        """Forget a generation; the calls that still wait fail."""
+        """Remove the store of a generation; pending calls fail."""
         self._stores.pop(group, None)
         self._sizes.pop(group, None)
         self._arrived.pop(group, None)
@@ -58,11 +58,11 @@ class RendezvousServer:
                 self._answer(group, get.slot, get.request, ok=False)
 
     def arrived(self, group: str) -> frozenset[str]:
-        """Return the slots that have come to meet in a generation that is open."""
+        """Return the slots that have used the store of a generation; empty if it is not open."""
         return frozenset(self._arrived.get(group, ()))
 
     def expire(self, now: float) -> None:
-        """Refuse the gets that have waited too long."""
+        """Fail the gets that have timed out."""
         for group, waiting in self._waiting.items():
             for key, gets in list(waiting.items()):
                 for get in [get for get in gets if get.deadline <= now]:
@@ -72,7 +72,7 @@ class RendezvousServer:
                     del waiting[key]
 
     def handle(self, slot: str, message: StoreRequest, now: float, *, own: bool = True) -> None:
-        """Take a call of a slot; refuse it if the group is not the slot's `own`, over, or full."""
+        """Handle a call from a slot; refuse it if the group is not the slot's `own`, over, or full."""
         group, request, operation = message.group, message.request, message.operation
         store = self._stores.get(group)
         if store is None or not own or not self._has_room(group, message):
@@ -93,7 +93,7 @@ class RendezvousServer:
         elif operation == "add":
             try:
                 number = int(store.get(keys[0], b"0")) + message.amount
-            except ValueError:  # it was set to something else
+            except ValueError:  # its value is not a number
                 self._answer(group, slot, request, ok=False)
                 return
             self._set(group, keys[0], str(number).encode())
@@ -104,7 +104,7 @@ class RendezvousServer:
         self._answer(group, slot, request, ok=True, number=number, value=value)
 
     def _has_room(self, group: str, message: StoreRequest) -> bool:
-        """Whether a message would not make the store larger than any honest group does."""
+        """Return whether a message keeps the store within the limits of any legitimate group."""
         if message.operation == "get":
             return sum(map(len, self._waiting[group].values())) < _MOST_WAITING
         return self._sizes[group] + len(message.keys[0]) + len(message.payload) <= _MOST_BYTES

@@ -1,4 +1,4 @@
-"""The roster: which blocks we hold or await, and which slots have joined from them."""
+"""The slot registry: the blocks that are held or requested, and their slots that have connected."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["Block", "Slot", "SlotRegistry"]
 
 @dataclass
 class Slot:
-    """A slot that has said hello.
+    """A slot that has connected.
 
     Parameters
     ----------
     name, token
-        Its own name, and that of the HTEX task behind it.
+        Its name, and that of the HTEX task behind it.
     node, block
-        Where it is.
+        Where it runs.
     heard
-        Last sign of life, seconds since the epoch.
+        Time of its last message, seconds since the epoch.
     busy
-        Name of the training, or number of the ordinary task, that it runs.
+        Name of the training, or number of the ordinary task, that it runs; ``None``: idle.
     leaving
-        The batch system takes its node: it gets nothing new.
+        Whether the batch system reclaims its node: no new work is assigned to it.
     faults
-        Messages of it that could not be handled.
+        Number of its messages that could not be handled.
     denials
-        Signs of life in a row according to which it does not do what it was ordered to.
+        Number of consecutive heartbeats that contradict its assignment.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Slot:
 
 @dataclass
 class Block:
-    """A block between its order and its end; times in seconds since the epoch."""
+    """A block, from its request to its end; times in seconds since the epoch."""
 
     name: str
     nodes: tuple[str, ...]
@@ -62,22 +62,22 @@ class Block:
     ends: float | None = None
     """When it loses its nodes, once it has started; ``None`` if unknown."""
     yields: float | None = None
-    """By when it leaves its nodes before it would lose them."""
+    """When it releases its nodes early."""
     yields_because: str = ""
     warned: bool = False
-    """The batch system has told its processes that it takes the nodes."""
+    """Whether the batch system has signalled its processes that it reclaims the nodes."""
     joined: float | None = None
-    """When its first slot said hello."""
+    """When its first slot connected."""
     works: bool = False
-    """It has had a slot for long enough to say that blocks can start here."""
+    """Whether it has had a slot for long enough to prove that blocks can start here."""
     releasing: str = ""
-    """Why it is being given back; empty if it is not."""
+    """Why it is being released; empty if it is not."""
     refilled: float | None = None
 
     def start(self, now: float, nodes: tuple[str, ...], ends: float | None) -> None:
-        """Note that it holds `nodes` now, until its walltime `ends` or its window closes.
+        """Record that it holds `nodes` now, until its walltime `ends` or its window closes.
 
-        It cannot last longer than its walltime from now on: an end after that is due to a clock that was stepped.
+        It cannot last longer than its walltime from now; a later end is due to a stepped clock.
         """
         self.started, self.nodes = now, nodes
         ends = None if ends is None else min(ends, now + self.seconds)
@@ -85,23 +85,23 @@ class Block:
         self.ends = min(times, default=None)
 
     def node_of(self, host: str) -> str:
-        """Name the node of a host, which may call itself by a longer or shorter name than the batch system does."""
+        """Return the node name of a host; the host's own name may be longer or shorter than the batch system's."""
         short = host.partition(".")[0]
         return next((node for node in self.nodes if node == host or node.partition(".")[0] == short), host)
 
     def loses_nodes_at(self, now: float) -> float:
-        """When it loses its nodes, or by when at the latest if the batch system has not told its start yet."""
+        """Return when it loses its nodes, or the latest possible time if its start is not known yet."""
         latest = now + self.seconds if self.ends is None else self.ends
         return min(time for time in (latest, self.closes, self.yields) if time is not None)
 
 
 class SlotRegistry:
-    """Blocks and slots by name, and what follows from them.
+    """The driver's blocks and slots, by name.
 
     Parameters
     ----------
     slots_per_node
-        A node is complete, and joins the pool, when so many of its slots have said hello.
+        Number of connected slots with which a node is complete and joins the pool.
     """
 
     def __init__(self, slots_per_node: int) -> None:
@@ -109,16 +109,16 @@ class SlotRegistry:
         self.slots: dict[str, Slot] = {}
         self.blocks: dict[str, Block] = {}
         self.tasks_queued = 0
-        """HTEX tasks of slots that have neither said hello nor failed."""
+        """Number of HTEX tasks of slots that have neither connected nor failed."""
         self._complete: set[str] = set()
         self._aside: dict[str, float] = {}
         self._times_aside: Counter[str] = Counter()
 
     def drop_block(self, name: str) -> Block | None:
-        """Forget a block that has ended.
+        """Remove a block that has ended.
 
-        The HTEX tasks of slots that had not said hello are taken for lost with its managers: HTEX itself notices only
-        after its heartbeat, and until then a later block would wait for them. One too many does no harm.
+        The HTEX tasks of its slots that had not connected are assumed to be gone with its managers: HTEX detects this
+        only after its heartbeat timeout, and until then a later block would wait for them. A surplus task does no harm.
         """
         block = self.blocks.pop(name, None)
         if block is not None and block.started is not None:
@@ -126,59 +126,59 @@ class SlotRegistry:
         return block
 
     def of_block(self, block: str) -> list[Slot]:
-        """List the slots of a block."""
+        """Return the slots of a block."""
         return [slot for slot in self.slots.values() if slot.block == block]
 
     def by_token(self, token: str) -> Slot | None:
-        """Find the slot behind an HTEX task, if it has said hello and is not lost."""
+        """Return the slot behind an HTEX task, if it is connected."""
         return next((slot for slot in self.slots.values() if slot.token == token), None)
 
     def completes(self, slot: Slot) -> bool:
-        """Whether this new slot is the last that its node lacked."""
+        """Return whether this new slot completes its node."""
         if slot.node in self._complete or slot.node in self._aside or len(self._on(slot.node)) < self._slots_per_node:
             return False
         self._complete.add(slot.node)
         return True
 
     def incomplete(self, slot: Slot) -> bool:
-        """Whether the loss of this slot takes its node out of the pool."""
+        """Return whether dropping this slot takes its node out of the pool."""
         if slot.node not in self._complete:
             return False
         self._complete.discard(slot.node)
         return True
 
     def set_aside(self, node: str, now: float, pause: float) -> float:
-        """Keep a node from becoming complete for `pause` seconds, each time twice as long; return how long."""
+        """Keep a node from becoming complete for `pause` seconds, doubled each time; return the actual pause."""
         pause = min(pause * 2 ** self._times_aside[node], _LONGEST_ASIDE)
         self._times_aside[node] += 1
         self._aside[node] = now + pause
         return pause
 
     def returning(self, now: float) -> list[Slot]:
-        """List a slot of each node whose time aside is over; the node may be complete again."""
+        """Return one slot of each node whose time aside is over; the node may be complete again."""
         nodes = [node for node, until in self._aside.items() if until <= now]
         for node in nodes:
             del self._aside[node]
         return [slot for node in nodes for slot in self._on(node)[:1]]
 
     def complete_slots(self, nodes: Iterable[str]) -> list[Slot] | None:
-        """All slots of these nodes, by node and name; ``None`` if a node is not complete."""
+        """Return all slots of these nodes, ordered by node and name; ``None`` if a node is not complete."""
         names = sorted(nodes)
         if not self._complete.issuperset(names):
             return None
         return [slot for name in names for slot in self._on(name)]
 
     def free_slots(self, nodes: Iterable[str]) -> list[Slot]:
-        """List the slots of these nodes that have nothing to do."""
+        """Return the idle slots of these nodes."""
         return [slot for name in sorted(nodes) for slot in self._on(name) if slot.busy is None and not slot.leaving]
 
     def missing_tasks(self) -> int:
-        """How many more HTEX tasks are needed so that every awaited slot finds one."""
+        """Return how many more HTEX tasks are needed for the slots that have not connected."""
         awaited = sum(self._lacking(block) for block in self.blocks.values())
         return max(0, awaited - self.tasks_queued)
 
     def overdue(self, now: float, patience: float) -> int:
-        """Slots still missing `patience` seconds after their block's start; each is counted once a `patience`."""
+        """Return the number of slots missing `patience` seconds after their block's start; once per `patience`."""
         count = 0
         for block in self.blocks.values():
             since = block.refilled or block.started

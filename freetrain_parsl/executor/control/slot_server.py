@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["SlotServer"]
 
-_HANDSHAKE = 10_000  # milliseconds in which a peer must have proved who it is
+_HANDSHAKE = 10_000  # milliseconds within which a peer must authenticate
 
 
 class SlotServer:
-    """The driver's end. All methods but `wake` belong to the driver's thread.
+    """The driver's end of the control channel. All methods except `wake` are for the control loop's thread.
 
     Parameters
     ----------
     cert_dir
-        HTEX's private directory of CurveZMQ certificates; ``None`` if the user switched encryption off.
+        HTEX's private directory of CurveZMQ certificates; ``None`` if encryption is disabled.
     port_range
-        Ports to choose from: from the first to below the second.
+        Ports to choose from, excluding the upper bound.
     addresses
-        Addresses of this host to listen on; ``"*"``: all. All too if none of them is an address of this host.
+        Addresses of this host to listen on; ``"*"``: all. If none is an address of this host, all are used.
 
     Raises
     ------
@@ -51,14 +51,14 @@ class SlotServer:
         No port of the range is free.
     """
 
-    _MOST_AT_ONCE = 1000  # messages in one `receive`: a slot that sends without end does not hold up the driver
+    _MOST_AT_ONCE = 1000  # messages in one `receive`, so that a slot that floods the driver does not block it
 
     def __init__(self, cert_dir: str | None, port_range: tuple[int, int], addresses: Sequence[str] = ("*",)) -> None:
         self._context = curvezmq.ServerContext(cert_dir)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a slot that connects anew replaces its dead connection
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a slot that reconnects replaces its dead connection
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
         self._doorkeeper = Doorkeeper(self._socket)
@@ -74,22 +74,22 @@ class SlotServer:
         self._waker.wake()
 
     def send(self, slot: str, message: ToSlot) -> bool:
-        """Send to a slot; False if it is not connected.
+        """Send a message to a slot; return false if it is not connected.
 
-        A slot that numbers its messages still gets it when it has connected anew, unless it is forgotten meanwhile.
+        A slot that numbers its messages receives it after reconnecting, unless it has been forgotten meanwhile.
         """
         delivery = self._deliveries.get(slot)
         return self._send(slot.encode(), Envelope(message) if delivery is None else delivery.outgoing(message))
 
     def forget(self, slot: str) -> None:
-        """Keep no messages any more for a slot that is lost."""
+        """Discard the unacknowledged messages of a slot that has failed."""
         if (delivery := self._deliveries.get(slot)) is not None:
             delivery.end()
 
     def receive(self, timeout: float) -> Iterator[tuple[str, ToDriver]]:
-        """Wait at most `timeout` seconds, then give what has come: (slot, message) pairs.
+        """Wait at most `timeout` seconds, then yield the messages received: (slot, message) pairs.
 
-        A message that cannot be decoded comes as `Invalid`.
+        A message that cannot be decoded is yielded as `Invalid`.
         """
         ready = dict(self._poller.poll(int(max(0.0, timeout) * 1000)))
         if self._waker.fileno() in ready:
@@ -115,14 +115,14 @@ class SlotServer:
                 yield slot, taken
 
     def close(self) -> None:
-        """Close the socket; what was sent is still delivered for up to a second."""
+        """Close the socket; sent messages are still delivered for up to a second."""
         self._waker.close()
         self._socket.close()
         self._doorkeeper.join()
         self._context.destroy()
 
     def _bind(self, addresses: Sequence[str], port_range: tuple[int, int]) -> int:
-        """Listen on one port of all these addresses."""
+        """Listen on the same port of all addresses, and return the port."""
         here = [address for address in addresses if _is_here(address)]
         if len(here) < len(addresses):
             others = ", ".join(sorted(set(addresses) - set(here)))
@@ -151,23 +151,23 @@ class SlotServer:
         )
 
     def _take(self, slot: str, envelope: Envelope) -> ToDriver | None:
-        """Take a message once and in order, and send again what a slot that has connected anew has not seen."""
+        """Accept each message once and in order; resend what a reconnected slot has not received."""
         delivery = self._deliveries.get(slot)
         if delivery is None:
             if envelope.number is None and not isinstance(envelope.message, Reconnected):
                 message: ToDriver = envelope.message
-                return message  # of a peer that does not number
+                return message  # from a peer that does not number its messages
             delivery = self._deliveries[slot] = Delivery()
         taken: ToDriver | None = delivery.incoming(envelope)
         if not isinstance(taken, Reconnected):
             return taken
-        logger.info("slot %s has connected anew", slot)
+        logger.info("slot %s has reconnected", slot)
         for unseen in [*delivery.unseen(), delivery.outgoing(Reconnected())]:
             self._send(slot.encode(), unseen)
         return None
 
     def _send(self, identity: bytes, envelope: Envelope) -> bool:
-        """Send; False if the peer is gone, or accepts nothing any more."""
+        """Send an envelope; return false if the peer is gone or accepts no more messages."""
         try:
             self._socket.send_multipart([identity, *encode(envelope)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -178,12 +178,12 @@ class SlotServer:
 
 
 def _is_here(address: str) -> bool:
-    """Whether this host can listen on an address; behind a translation of addresses it has others."""
+    """Return whether this host can listen on an address; not so for an address that is translated (NAT)."""
     if address == "*":
         return True
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))
     except OSError as error:
-        return error.errno != errno.EADDRNOTAVAIL  # another complaint is told when the driver listens
+        return error.errno != errno.EADDRNOTAVAIL  # other errors are raised when the driver listens
     return True

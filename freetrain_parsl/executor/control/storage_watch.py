@@ -1,8 +1,8 @@
-"""When trainings that wait for the checkpoint directory may try again.
+"""Retries of trainings that wait for the checkpoint directory.
 
-A training that cannot start because the directory is full, gone or failing takes no nodes. The directory is looked at
-from here, in a thread of its own, since a mount that hangs may hold whoever asks; while it does not work, attempts
-become rarer, up to one in five minutes.
+A training that cannot start because the directory is full, missing or failing takes no nodes. The directory is probed
+here, in a separate thread, since a hanging mount may block the caller. While it is unusable, attempts become less
+frequent, down to one in five minutes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ __all__ = ["StorageWatch"]
 
 _FIRST = 5.0  # seconds until the first attempt
 _LONGEST = 300.0  # seconds
-_HANGS = 30.0  # seconds for which a look at the directory may take
+_HANGS = 30.0  # seconds after which a probe of the directory counts as hanging
 
 
 @dataclass
 class _Waiting:
-    """A training that waits: since which attempt, and until when (seconds since the epoch)."""
+    """A training that waits: its number of attempts, and the time of the next (seconds since the epoch)."""
 
     attempts: int
     until: float
 
 
 class StorageWatch:
-    """Owned by the driver's thread.
+    """Decides when waiting trainings may retry. Owned by the control loop's thread.
 
     Parameters
     ----------
     probe
-        Looks whether checkpoints can be written; raises `CheckpointError` if not. Called in a thread.
+        Checks whether checkpoints can be written; raises `CheckpointError` if not. Called in a separate thread.
     clock
         Seconds since the epoch.
     """
@@ -46,28 +46,28 @@ class StorageWatch:
         self._probe = probe
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
-        self._attempts: dict[str, int] = {}  # of trainings that have tried again and have not started yet
+        self._attempts: dict[str, int] = {}  # of trainings that are retrying and have not started yet
         self._look: _Look | None = None
 
     def hold(self, training: str) -> float:
-        """Let a training wait; return when it will try again, seconds since the epoch."""
+        """Make a training wait; return the time of its next attempt, seconds since the epoch."""
         attempts = self._attempts.pop(training, 0) + 1
         until = self._clock() + _pause(attempts)
         self._waiting[training] = _Waiting(attempts, until)
         return until
 
     def drop(self, training: str) -> None:
-        """Forget a training: it has started, or is over."""
+        """Forget a training that has started or is over."""
         self._waiting.pop(training, None)
         self._attempts.pop(training, None)
 
     def turn(self) -> tuple[list[str], dict[str, tuple[str, float]]]:
-        """Look at the directory if it is time to; to be called again and again.
+        """Probe the directory when it is time to; must be called periodically.
 
         Returns
         -------
         ready, postponed
-            Trainings that may try again now; and of those that have to wait on: why, and until when.
+            Trainings that may retry now; and, for those that must wait longer, reason and time of the next attempt.
         """
         now = self._clock()
         due = [name for name, waiting in self._waiting.items() if now >= waiting.until]
@@ -93,7 +93,7 @@ class StorageWatch:
 
 
 class _Look:
-    """A look at the directory, which may take for ever."""
+    """A probe of the directory, which may hang."""
 
     def __init__(self, probe: Callable[[], None], now: float) -> None:
         self.began = now
@@ -110,7 +110,7 @@ class _Look:
             probe()
         except CheckpointError as error:
             self.problem = getattr(error, "condition", str(error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - reported to the training manager, whatever it is
             self.problem = f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""The trainings of a run: translates messages into events of their state machines, and carries out their commands."""
+"""The training manager: translates messages into events of the trainings' state machines, and runs their commands."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Managed:
 
 
 class TrainingManager:
-    """Owned by the control loop's thread.
+    """Manages all trainings of the driver. Owned by the control loop's thread.
 
     Parameters
     ----------
@@ -58,13 +58,13 @@ class TrainingManager:
     send
         Sends a message to a slot.
     kill
-        Gives up a slot that does not end: (slot, reason).
+        Kills and drops a slot that does not end: (slot, reason).
     set_aside
         Takes a slot's node out of the pool for some time: (slot, reason).
     inform
-        Takes events for the planner.
+        Passes events to the planner.
     journal
-        Takes what happened.
+        Records events.
     clock
         Seconds since the epoch, never stepped.
     """
@@ -98,10 +98,10 @@ class TrainingManager:
         self._failure_rate = FailureRate()
         self.rendezvous = RendezvousServer(send)
 
-    # What the user, the planner and the control loop want.
+    # Requests of the user, the planner and the control loop.
 
     def submit(self, training: Training) -> None:
-        """Take a new training; it waits for nodes."""
+        """Add a new training, which waits for nodes."""
         settings = self._settings
         machine = TrainingMachine(training.request, settings.limits, settings.costs, self._numbers, self._clock())
         managed = _Managed(training, machine)
@@ -111,7 +111,7 @@ class TrainingManager:
             self._handle(managed, on.MachineSized(self._machine_nodes))
 
     def machine_has(self, nodes: int | None) -> None:
-        """Note how many nodes there are in all, if that is known; trainings that need more fail."""
+        """Set the total number of nodes, if known; trainings that need more fail."""
         if nodes == self._machine_nodes:
             return
         self._machine_nodes = nodes
@@ -119,19 +119,19 @@ class TrainingManager:
             self._handle_all(on.MachineSized(nodes))
 
     def cancel(self, future: Future[Any]) -> None:
-        """End a training with a checkpoint, if it is not over; its nodes are free for others at once."""
+        """End a training with a checkpoint, if it is not over, and take its nodes away."""
         for managed in self._managed:
             if managed.training.future is future:
                 self._handle(managed, on.Cancelled())
 
     def assign(self, name: str, nodes: frozenset[str]) -> None:
-        """Note where a training should run from now on."""
+        """Set the nodes on which a training should run."""
         for managed in self._managed:
             if managed.machine.name == name:
                 self._handle(managed, on.Assigned(nodes))
 
     def fail_waiting(self, error: Exception) -> None:
-        """Fail the trainings that run nowhere and have no nodes to run on."""
+        """Fail the trainings that are not running and have no nodes assigned."""
         for managed in self._managed:
             if not (managed.machine.participants or managed.machine.desired):
                 self._handle(managed, on.Failed(error))
@@ -141,7 +141,7 @@ class TrainingManager:
         self._handle_all(on.Failed(error))
 
     def advance(self) -> None:
-        """Move every training a step towards where it should be."""
+        """Advance every training one step towards its assignment."""
         self._watch_storage()
         for managed in list(self._managed):
             group = managed.machine.next_group
@@ -149,36 +149,36 @@ class TrainingManager:
             self._handle(managed, on.Tick(frozenset() if key is None else self.rendezvous.arrived(key)))
         self._managed = [one for one in self._managed if one.machine.participants or not one.machine.over]
 
-    # What slots say. A slot's messages come in order, and it has one thing to do at a time.
+    # Messages from slots. A slot's messages arrive in order, and it has one assignment at a time.
 
     def on_report(self, slot: Slot, message: RunReport) -> None:
-        """Take a report of a run."""
+        """Handle a report of a run."""
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.Reported(slot.name, message.run, message.report))
 
     def on_run_ended(self, slot: Slot, message: RunEnded) -> None:
-        """Take the end of a run."""
+        """Handle the end of a run."""
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.RunOver(slot.name, message.run, message.end, message.payload))
 
     def on_heartbeat(self, slot: Slot, waited: float) -> None:
-        """Note for how long a member has been waiting for the others."""
+        """Record how long a member has been waiting for the others."""
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.Heartbeat(slot.name, waited))
 
     def on_store_request(self, slot: Slot, message: StoreRequest) -> None:
-        """Answer a call of a rendezvous store of the training that the slot runs."""
+        """Answer a call to a rendezvous store of the training that the slot runs."""
         managed = self._of(slot.name)
         own = managed is not None and message.group.rpartition("/")[0] == managed.machine.name
         self.rendezvous.handle(slot.name, message, self._clock(), own=own)
 
     def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
-        """Note that a slot is gone; a `crash` is a loss that the batch system did not cause."""
+        """Handle the failure of a slot; a `crash` is a failure that the batch system did not cause."""
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.SlotLost(slot.name, reason, crash))
 
     def run_of(self, slot: Slot) -> int | None:
-        """Return the number of the run that a slot was given and has not ended."""
+        """Return the number of a slot's current run."""
         managed = self._of(slot.name)
         return None if managed is None else managed.machine.participants[slot.name].run
 
@@ -217,7 +217,7 @@ class TrainingManager:
                 case do.Log(entry):
                     self._log(entry)
                 case do.Resolve(payload):
-                    self._journal.commit()  # before those who wait for the future look into it
+                    self._journal.commit()  # before code that waits for the future reads the journal
                     settle_with_payload(managed.training.future, payload)
                 case do.Fail(error):
                     self._fail(managed, error_in(error) if isinstance(error, bytes) else error)
@@ -225,7 +225,7 @@ class TrainingManager:
     def _do_to_slot(self, managed: _Managed, command: do.Start | do.Send | do.Release | do.Kill | do.SetAside) -> None:
         slot = self._registry.slots.get(command.slot)
         if slot is None:
-            return  # lost by a command before this one
+            return  # dropped by an earlier command
         match command:
             case do.Start():
                 self._start(managed, slot, command)
@@ -269,7 +269,7 @@ class TrainingManager:
         )
 
     def _fail(self, managed: _Managed, error: BaseException) -> None:
-        if not isinstance(error, TrainingCancelled):  # recorded when it was asked for
+        if not isinstance(error, TrainingCancelled):  # recorded when it was requested
             self._log(record.TrainingFailed(managed.machine.name, f"{type(error).__name__}: {error}"))
         self._journal.commit()
         if not managed.training.future.done():
@@ -288,7 +288,7 @@ class TrainingManager:
             case record.TrainingWaits(reason=reason, until=until):
                 logger.warning("training %s waits: %s, next attempt in %.0f s", name, reason, until - self._clock())
             case record.TrainingTriesAgain():
-                logger.info("training %s tries again: the checkpoint directory can be used", name)
+                logger.info("training %s tries again: the checkpoint directory can be used again", name)
             case record.SavingFails(reason=reason):
                 logger.warning("training %s cannot save: %s", name, reason)
             case record.SavingWorks():
@@ -306,7 +306,7 @@ class TrainingManager:
         return f"{managed.machine.name}/{group}"
 
     def _watch_storage(self) -> None:
-        """Let the trainings that wait for the checkpoint directory try again when it works."""
+        """Let the trainings that wait for the checkpoint directory retry once it can be used."""
         ready, postponed = self._storage.turn()
         for managed in self._managed:
             if managed.machine.name in postponed:

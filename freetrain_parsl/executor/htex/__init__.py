@@ -1,1 +1,1 @@
-"""The processes of HTEX as this executor starts them: interchange, worker pools."""
+"""HTEX's processes as this executor starts them: the interchange and the worker pools."""

@@ -1,4 +1,4 @@
-"""The parts of Parsl's HighThroughputExecutor that have to do with its interchange process."""
+"""Access to the interchange process of Parsl's HighThroughputExecutor."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class HtexInterchange(Interchange):
     Parameters
     ----------
     executor
-        Whose.
+        The executor that owns it.
     submit
-        Submits the slot task of a token to HTEX.
+        Submits a slot task to HTEX; receives the token that identifies it.
     submitted
-        Takes the token and the task's future.
+        Called with the token and the future of a submitted task.
     """
 
     def __init__(
@@ -53,26 +53,26 @@ class HtexInterchange(Interchange):
             self._executor.command_client.zmq_socket,
         ):
             Doorkeeper(guarded)
-        # Without it, sending blocks for ever while no interchange is connected.
+        # Without this, sending blocks indefinitely while no interchange is connected.
         self._executor.outgoing_q.zmq_socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT)
 
     def why_ended(self) -> str | None:
-        """Look at the process."""
+        """Return how the process ended; ``None`` while it runs."""
         code = self._executor.interchange_proc.poll()
         if code is None:
             return None
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def ask(self) -> None:
-        """Ask for its ports, unless somebody else is asking it something just now."""
+        """Request its ports, unless another thread has a request pending."""
         client = self._executor.command_client
-        if not self._asking and client._lock.acquire(blocking=False):  # noqa: SLF001 - its own calls wait for ever
+        if not self._asking and client._lock.acquire(blocking=False):  # noqa: SLF001 - its own calls wait indefinitely
             self._asking = True
-            with suppress(zmq.Again):  # it is not connected, so it will not answer either
+            with suppress(zmq.Again):  # not connected: it will not answer
                 client.zmq_socket.send_pyobj("WORKER_BINDS", flags=zmq.NOBLOCK)
 
     def answered(self) -> bool:
-        """Look for the answer."""
+        """Return whether the answer has arrived."""
         client = self._executor.command_client
         if self._asking:
             if not client.zmq_socket.poll(0):
@@ -87,13 +87,13 @@ class HtexInterchange(Interchange):
         try:
             future = self._submit(token)
         except zmq.Again:
-            never_sent = self._executor._task_counter  # noqa: SLF001 - HTEX has noted the task before sending it
+            never_sent = self._executor._task_counter  # noqa: SLF001 - HTEX registers the task before sending it
             self._executor.tasks.pop(never_sent, None)
             raise
         self._submitted(token, future)
 
     def restart(self) -> None:
-        """Start another process at the old port for workers; the question that is open is given up."""
+        """Start a new process at the same worker port; a pending request is dropped."""
         executor = self._executor
         executor.interchange_proc.kill()
         executor.interchange_proc.wait()
@@ -106,4 +106,4 @@ class HtexInterchange(Interchange):
         client.close()
         if asking:
             client._lock.release()  # noqa: SLF001 - as above
-        executor._start_local_interchange_process()  # noqa: SLF001 - what HTEX's own start does
+        executor._start_local_interchange_process()  # noqa: SLF001 - as HTEX's own start does

@@ -1,7 +1,7 @@
-"""HTEX's interchange, which ends when the driver does, however that went.
+"""HTEX's interchange, ending whenever the driver ends, for whatever reason.
 
-Parsl's own answers Ctrl-C with a traceback, and outlives a driver that is killed. Started as
- ``python -m freetrain_parsl.executor.htex.interchange``.
+Parsl's own interchange prints a traceback on Ctrl-C, and outlives a driver that is killed. Started as
+``python -m freetrain_parsl.executor.htex.interchange``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def _end_with(parent: int, period: float = 1.0) -> None:
 
 
 if __name__ == "__main__":
-    os.umask(0o077)  # its log is the user's
-    raise_descriptor_limit()  # workers connect to it, and so may anybody
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us in order
+    os.umask(0o077)  # keep its log private
+    raise_descriptor_limit()  # workers connect to it, and so can any other process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which shuts this process down
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     run_steadily("parsl.executors.high_throughput.interchange")

@@ -1,8 +1,8 @@
-"""Watches HTEX's interchange: slot tasks never wait for it, and one that has ended or hangs is started again.
+"""Supervision of HTEX's interchange: slot tasks are sent without blocking, and it is restarted if it ends or hangs.
 
-A task that is sent while no interchange is connected blocks its sender for ever, so tasks are sent from a thread of
-their own. The sockets of the driver's end are bound, and workers find the interchange at its old port: a new process
-takes the place of the old one. What it does not know are the worker pools of the old one, which end by themselves soon.
+Sending a task while no interchange is connected blocks indefinitely, so tasks are sent from a separate thread. The
+driver's sockets are bound, and workers find the interchange at its old port, so a new process can replace the old one.
+The new process does not know the old one's worker pools, which soon end by themselves.
 """
 
 from __future__ import annotations
@@ -28,72 +28,72 @@ __all__ = ["Interchange", "InterchangeEnded", "InterchangeRestarted", "Interchan
 
 @dataclass(frozen=True)
 class InterchangeEnded:
-    """The interchange is gone, and with it every slot task that had not started, for `reason`."""
+    """The interchange has ended for `reason`, and with it every slot task that had not started."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class InterchangeRestarted:
-    """There is a new interchange, without tasks and without worker pools."""
+    """A new interchange has started, without tasks or worker pools."""
 
 
 class Interchange(ABC):
-    """What is watched; called from the thread of the watch only."""
+    """The interchange as the watch sees it; called only from the watch's thread."""
 
     @abstractmethod
     def why_ended(self) -> str | None:
-        """Say how the process ended; ``None`` while it runs."""
+        """Return how the process ended; ``None`` while it runs."""
 
     @abstractmethod
     def ask(self) -> None:
-        """Ask it something; does not wait for the answer."""
+        """Send a request, without waiting for the answer."""
 
     @abstractmethod
     def answered(self) -> bool:
-        """Whether it has answered what it was asked; does not wait either."""
+        """Return whether it has answered the request, without waiting."""
 
     @abstractmethod
     def send(self, token: str) -> None:
-        """Send it a slot task.
+        """Send a slot task.
 
         Raises
         ------
         zmq.Again
-            It takes none now.
+            It currently accepts none.
         """
 
     @abstractmethod
     def restart(self) -> None:
-        """End what is left of it and start a new process.
+        """End the old process, if it still runs, and start a new one.
 
         Raises
         ------
         Exception
-            The new one did not start.
+            The new process did not start.
         """
 
 
 class InterchangeWatch(threading.Thread):
-    """Sends slot tasks, asks now and then, restarts.
+    """A thread that sends slot tasks, checks the interchange periodically and restarts it.
 
     Parameters
     ----------
     interchange
-        What is watched.
+        The interchange to watch.
     post
-        Takes `InterchangeEnded` and `InterchangeRestarted`; must not block.
+        Called with `InterchangeEnded` and `InterchangeRestarted`; must not block.
     give_up
-        Called once, with the reason, when restarting does not help.
+        Called once, with the reason, if restarting does not help.
     clock
-        Seconds.
+        Monotonic clock, in seconds.
     """
 
-    _LOOK = 0.5  # seconds between looks at the process
-    _ASK = 10.0  # seconds between an answer and the next question
+    _LOOK = 0.5  # seconds between checks of the process
+    _ASK = 10.0  # seconds between an answer and the next request
     _SILENCE = 30.0  # seconds without an answer after which the process counts as hanging
     _MOST_RESTARTS = 3
-    _WITHIN = 600.0  # seconds in which so many restarts are the last
+    _WITHIN = 600.0  # seconds in which at most _MOST_RESTARTS are made
 
     def __init__(
         self,
@@ -117,11 +117,11 @@ class InterchangeWatch(threading.Thread):
         self._asked: float | None = None
 
     def order(self, token: str) -> None:
-        """Send a slot task, soon; never blocks."""
+        """Queue a slot task for sending; never blocks."""
         self._orders.put(token)
 
     def stop(self, timeout: float = 10.0) -> None:
-        """End the thread; the interchange is left as it is."""
+        """End the thread; the interchange keeps running."""
         self._stopping.set()
         self._orders.put(None)
         if self.is_alive():
@@ -156,7 +156,7 @@ class InterchangeWatch(threading.Thread):
                 self._asked = now
         elif self._interchange.answered():
             self._asked, self._ask_at = None, now + self._ASK
-        elif stopped:  # this process was: the answer may be on its way
+        elif stopped:  # this process was stopped: the answer may be in transit
             self._asked = now
         elif now - self._asked > self._SILENCE:
             return f"has not answered for {self._SILENCE:g} s"
@@ -168,7 +168,7 @@ class InterchangeWatch(threading.Thread):
                 self._interchange.send(self._unsent[0])
                 self._unsent.popleft()
         except zmq.Again:
-            return  # tried again at the next look, if it has not been replaced by then
+            return  # retried at the next check, unless it has been replaced by then
 
     def _replace(self, reason: str) -> bool:
         now = self._clock()
@@ -182,12 +182,12 @@ class InterchangeWatch(threading.Thread):
         self._restarts.append(now)
         try:
             self._interchange.restart()
-        except Exception as error:  # whatever Parsl raises: nothing can be started any more, and that is told
+        except Exception as error:  # whatever Parsl raises: nothing can be started any more
             if not self._stopping.is_set():
                 logger.exception("HTEX's interchange could not be restarted")
                 self._give_up(f"HTEX's interchange {reason} and could not be restarted: {error}")
             return False
-        self._unsent.clear()  # the driver orders anew what it still needs
+        self._unsent.clear()  # the driver requests again what it still needs
         self._looked = self._clock()
         self._asked, self._ask_at = None, self._looked + self._ASK
         self._post(InterchangeRestarted())

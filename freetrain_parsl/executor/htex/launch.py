@@ -1,4 +1,4 @@
-"""The command that a block runs on each of its nodes: the pilot and HTEX's worker pool, in the Python of that site."""
+"""The command that a block runs on each of its nodes: the pilot and HTEX's worker pool, in the nodes' Python."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Container", "check_node_python", "node_command"]
 
-# What shlex.quote leaves as it is. Launchers put the command into here-documents and `bash -c` strings of their own,
-# where quotes do not protect: a word that would need them is refused.
+# The words that shlex.quote leaves unchanged. Launchers put the command into here-documents and `bash -c` strings,
+# where quotes do not protect, so a word that would need quoting is rejected.
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
@@ -27,23 +27,24 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 class Container:
     """The container that a node's worker pool runs in, started with Apptainer's ``exec``.
 
-    The run directory and the checkpoint directory are bound by the executor itself.
+    The executor binds the run directory and the checkpoint directory itself.
 
     Parameters
     ----------
     image
-        A file that the nodes see (``/images/torch.sif``), or what else `command` takes (``docker://…``).
+        A file that is visible to the nodes (``/images/torch.sif``), or any other reference that `command` accepts
+        (``docker://…``).
     binds
-        Further directories, ``SOURCE[:TARGET[:OPTIONS]]``, one each.
+        Additional directories, each as ``SOURCE[:TARGET[:OPTIONS]]``.
     options
-        Further options of ``exec``, one word each: ``--nv``.
+        Additional options of ``exec``, one word each: ``--nv``.
     command
         Name or path of the program: ``apptainer`` or ``singularity``.
 
     Raises
     ------
     InvalidSettings
-        A word holds a blank or something that is special to a shell.
+        A word contains whitespace or a shell special character.
     """
 
     image: str
@@ -57,46 +58,46 @@ class Container:
         for bind in self.binds:
             _check("container bind", bind)
             if "," in bind:
-                raise InvalidSettings(f"container bind {bind!r}: give each directory as an item of its own")
+                raise InvalidSettings(f"container bind {bind!r}: give each directory as a separate item")
         for option in self.options:
             _check("container option", option)
             if not option.startswith("-"):
                 raise InvalidSettings(f"container option {option!r}: write an option with its value as --name=value")
 
     def words(self, directories: Iterable[str] = ()) -> list[str]:
-        """Make the command's words up to the image; `directories` are bound under their own names."""
+        """Return the words of the command up to the image; `directories` are bound under their own names."""
         binds = dict.fromkeys((*directories, *self.binds))
         return [self.command, "exec", *self.options, *(f"--bind={bind}" for bind in binds), self.image]
 
 
 def check_node_python(python: str) -> None:
-    """Refuse a name of the nodes' Python that cannot be put into a launch command.
+    """Check that the nodes' Python can be put into a launch command.
 
     Raises
     ------
     InvalidSettings
-        It holds a blank or something that is special to a shell.
+        It contains whitespace or a shell special character.
     """
     _check("node_python", python)
 
 
 def node_command(python: str | None, container: Container | None, directories: Iterable[Path]) -> str:
-    """Make the launch command: HTEX's own, with its placeholders, started by the pilot.
+    """Return the launch command: HTEX's own, with its placeholders, started by the pilot.
 
     Parameters
     ----------
     python
         The nodes' Python: a path, or a name that is looked up on PATH after the block's ``worker_init``. ``None``: the
-        driver's own interpreter, or ``python3`` of a container.
+        driver's interpreter, or ``python3`` of the container.
     container
-        ``None`` for none.
+        The container; ``None``: no container.
     directories
-        What a container must see: run directory and checkpoints.
+        Directories to bind into the container: run directory and checkpoints.
 
     Raises
     ------
     InvalidSettings
-        A directory's name cannot be given to the container.
+        A directory's name cannot be passed to the container.
     """
     interpreter = python or (sys.executable if container is None else "python3")
     words = [interpreter, "-m", "freetrain_parsl.executor.slot.pilot"]
@@ -106,8 +107,8 @@ def node_command(python: str | None, container: Container | None, directories: I
         for name in bound:
             _check("directory to bind into the container", name)
         words = container.words(bound) + words
-    # HTEX formats the command; and it starts its programs by name from PATH, which fails in an environment that is not
-    # activated. The shell makes way for the pilot, since a shell would die of the batch system's signal.
+    # HTEX formats the command, hence the doubled braces. It starts its programs by name from PATH, which fails in an
+    # environment that is not activated. `exec` replaces the shell, which the batch system's signal would end.
     command = shlex.join(words).replace("{", "{{").replace("}", "}}")
     return DEFAULT_LAUNCH_CMD.replace("process_worker_pool.py", f"exec {command}", 1)
 

@@ -1,9 +1,9 @@
-"""Runs a module with a clock that is never stepped.
+"""Run a module with a clock that is never stepped.
 
 Started as ``python -m freetrain_parsl.executor.htex.steady MODULE ARGUMENT …``.
 
-HTEX measures heartbeats with the wall clock: a step forward by more than its threshold would end every worker pool.
-Worker processes, which run users' code, are processes of their own and see the wall clock as it is.
+HTEX uses the wall clock for its heartbeats: a step forward by more than the threshold would end every worker pool.
+Worker processes, which run users' code, are separate processes and see the real wall clock.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["run_steadily"]
 
 
 def run_steadily(module: str) -> None:
-    """Run a module as the main program of this process, with ``sys.argv`` as it is."""
+    """Run a module as the main program of this process, with ``sys.argv`` unchanged."""
     time.time = SteadyClock()
-    # As if the interpreter had started it: multiprocessing looks its functions up in the main module.
+    # As if started by the interpreter: multiprocessing looks up functions in the main module.
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

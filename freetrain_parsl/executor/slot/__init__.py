@@ -1,1 +1,1 @@
-"""The slot: the process on a node that runs what the driver assigns to it."""
+"""The slot: the process on a node that runs the trainings and tasks assigned by the driver."""

@@ -28,30 +28,30 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Channel"]
 
-_STOPPED = 1.0  # seconds by which a turn may be late before it is taken for a stop of the process
+_STOPPED = 1.0  # seconds of delay of an iteration above which the process counts as having been stopped
 
 
 class Channel(threading.Thread):
-    """A slot's end: a thread that owns the socket, sends heartbeats, and passes every message to `handle`.
+    """A slot's end of the control channel: a thread that owns the socket, sends heartbeats, and calls `handle`.
 
     Parameters
     ----------
     addresses
-        Hosts of the driver; the first that answers is used.
+        Addresses of the driver; the first that answers is used.
     port
         The driver's port.
     cert_dir
         As in `SlotServer`.
     slot
-        This slot's name, unique for ever.
+        Name of this slot, globally unique.
     handle
-        Called in the channel's thread with each message; must not block.
+        Called with each message, in the channel's thread; must not block.
     on_lost
-        Called once when the driver has been silent for `heartbeat_timeout` seconds.
+        Called once when no message has arrived for `heartbeat_timeout` seconds.
     heartbeat
-        Called in the channel's thread; gives the next heartbeat.
+        Returns the next heartbeat; called in the channel's thread.
     beat, heartbeat_timeout
-        Seconds between heartbeats, and of silence before the driver counts as gone.
+        Seconds between heartbeats, and without a message after which the driver counts as failed.
     """
 
     _PROBE_PERIOD = 3.0  # seconds
@@ -85,19 +85,19 @@ class Channel(threading.Thread):
         self._ends_process = False
 
     def send(self, message: ToDriver) -> None:
-        """Send to the driver, soon; may be called from any thread."""
+        """Queue a message to the driver; may be called from any thread."""
         self._outbox.append(message)
         self._waker.wake()
 
     def close(self, timeout: float = 2.0) -> None:
-        """Send what is left and end the thread."""
+        """Send the queued messages and end the thread."""
         self._closing.set()
         self._waker.wake()
         if self is not threading.current_thread():
             self.join(timeout)
 
     def end_process(self) -> None:
-        """Send what is left, then end this process, whatever its other threads do; returns at once."""
+        """Send the queued messages, then end this process regardless of its other threads; returns at once."""
         self._ends_process = True
         self._closing.set()
         self._waker.wake()
@@ -107,7 +107,7 @@ class Channel(threading.Thread):
         link = self._context.socket(zmq.DEALER)
         link.setsockopt(zmq.IDENTITY, self._slot.encode())
         link.setsockopt(zmq.LINGER, 1000)
-        link.setsockopt(zmq.SNDHWM, 0)  # else this thread would wait in `send` while the driver cannot be reached
+        link.setsockopt(zmq.SNDHWM, 0)  # else `send` would block while the driver is unreachable
         connected = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         link.connect(self.url)
         poller = zmq.Poller()
@@ -130,7 +130,7 @@ class Channel(threading.Thread):
                 if connections > 1:
                     self._outbox.append(Reconnected())
             now = time.monotonic()
-            if now - turned > self._beat + _STOPPED:  # this process was stopped, and could not hear the driver
+            if now - turned > self._beat + _STOPPED:  # this process was stopped and could not receive
                 heard = min(now, heard + now - turned)
             turned = now
             if now - beaten >= self._beat:
@@ -144,12 +144,12 @@ class Channel(threading.Thread):
         link.disable_monitor()
         link.close()
         self._waker.close()
-        self._context.destroy()  # waits, as long as the socket lingers, until what was sent has left this process
+        self._context.destroy()  # blocks until the messages have left this process, at most for LINGER
         if self._ends_process:
             os._exit(0)
 
     def _receive(self, link: zmq.Socket[bytes]) -> None:
-        """Take a message of the driver; one that cannot be used is dropped, and this thread goes on."""
+        """Receive a message from the driver; drop it if it is invalid."""
         try:
             envelope = decode(link.recv_multipart(), TO_SLOT)
         except ProtocolError as error:
@@ -165,11 +165,11 @@ class Channel(threading.Thread):
         try:
             self._handle(message)
         except Exception:
-            # A defect in handling one message; without this thread the slot would neither send heartbeats nor end.
-            logger.exception("could not handle a %s of the driver", type(message).__name__)
+            # Without this thread, the slot would neither send heartbeats nor end.
+            logger.exception("could not handle a %s message from the driver", type(message).__name__)
 
     def _reachable(self, addresses: Sequence[str], port: int, timeout: float = 30.0) -> str:
-        """Find the first of the driver's addresses that answers: a login node has several."""
+        """Return the first of the driver's addresses that answers; a login node has several."""
         urls = [endpoint(host, port) for host in addresses]
         poller = zmq.Poller()
         links = {}
@@ -182,7 +182,7 @@ class Channel(threading.Thread):
         answered: list[str] = []
         end = time.monotonic() + timeout
         while not answered and (left := end - time.monotonic()) > 0:
-            for link in links:  # again: one may be lost with a connection that breaks before the driver reads it
+            for link in links:  # repeated: a probe is lost if its connection breaks before the driver reads it
                 link.send_multipart(encode(Envelope(Probe(os.getpid()))))
             answered = [links[link] for link, _ in poller.poll(int(1000 * min(left, self._PROBE_PERIOD)))]
         for link in links:
@@ -190,6 +190,6 @@ class Channel(threading.Thread):
         if not answered:
             self._context.destroy()
             raise BatchSystemError(
-                f"this node reaches the driver at none of {', '.join(urls)}; set address=… on the executor"
+                f"this node cannot reach the driver at any of {', '.join(urls)}; set address=… on the executor"
             )
         return answered[0]

@@ -1,10 +1,10 @@
-"""Keeps a node's worker pool alive until its slots have saved their work, then ends it at once.
+"""Keep a node's worker pool alive until its slots have saved their work, then end it at once.
 
-A batch system sends SIGTERM to every process of a job. Parsl's worker pool would die of it, and with the pool the job
-step, and with the step, without further notice, the slots that are about to write a checkpoint. So the pool does
-not hear the signal; the slots do, and when the last of them has left, this process ends the pool and itself, and the
-node is free. A pool that has no slots for a long time ends too: whoever should give it some is gone, and the node would
-be held for nothing. Started as ``python -m freetrain_parsl.executor.slot.pilot COMMAND …``.
+A batch system sends SIGTERM to every process of a job. It would end Parsl's worker pool, and with the pool the job
+step, and with the step, without further notice, the slots that are writing a checkpoint. Therefore the pool ignores
+the signal. The slots handle it, and when the last of them has exited, this process ends the pool and itself, which
+releases the node. A pool without slots for a long time is ended too: its driver is gone, and the node would be held
+for nothing. Started as ``python -m freetrain_parsl.executor.slot.pilot COMMAND …``.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ __all__ = ["end_node", "set_process_title"]
 
 _PILOT = "FREETRAIN_PILOT"  # environment variable: process id of the node's pilot
 _SLOT = "freetrain-slot"  # at most 15 characters
-_PERIOD = 0.1  # seconds between looks for slots, once a signal has come
-_LOOK = 5.0  # seconds between looks for slots before
+_PERIOD = 0.1  # seconds between checks for slots after a signal
+_LOOK = 5.0  # seconds between checks for slots before a signal
 _PATIENCE = "FREETRAIN_PILOT_PATIENCE"  # environment variable: seconds without a slot until the pool is ended
 _DEFAULT_PATIENCE = 600.0
 
 
 def set_process_title() -> None:
-    """Name this process in the process table, for `ps` and for the pilot that waits for it.
+    """Set this process's name in the process table, for `ps` and for the pilot, which waits for it.
 
-    From now on the signal ends it, until it installs a handler: a slot that is still starting has nothing to save.
+    This also restores the default action of SIGTERM: a slot that is still starting has nothing to save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path("/proc/self/comm").write_text(_SLOT, encoding="ascii")
 
 
 def end_node() -> None:
-    """Let the pilot end this node's worker pool as soon as all slots of the node have left; called in a slot."""
+    """Make the pilot end this node's worker pool once all slots of the node have exited; called in a slot."""
     if (pilot := os.environ.get(_PILOT)) is not None:
         with suppress(ProcessLookupError):  # it has ended, and the pool with it
             os.kill(int(pilot), signal.SIGTERM)
 
 
 def main(command: list[str]) -> int:
-    """Run `command` as a process group of its own; return its exit code, or zero if it left as it was told."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the slots' early warning reaches every process too
-    # Blocked before the child exists, so that no signal falls between its start and `sigwait`.
+    """Run `command` in its own process group; return its exit code, or zero after a signal to the pilot."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the early warning to the slots is sent to every process
+    # Blocked before the child starts, so that no signal is missed between its start and `sigtimedwait`.
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     environment = {**os.environ, _PILOT: str(os.getpid())}
@@ -77,14 +77,14 @@ def main(command: list[str]) -> int:
 
 
 def _deaf() -> None:
-    """Make the pool deaf to the batch system's signals; its slots install handlers of their own."""
+    """Make the pool ignore the batch system's signals; its slots install their own handlers."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.setpgrp()
 
 
 def _slots_in(group: int) -> bool:
-    """Whether a slot lives in this process group."""
+    """Return whether a slot is alive in this process group."""
     return any(info.group == group and _name(info.pid) == _SLOT for info in living())
 
 
@@ -92,11 +92,11 @@ def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").rstrip("\n")
     except (FileNotFoundError, ProcessLookupError):
-        return ""  # it has ended meanwhile
+        return ""  # it has ended
 
 
 def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError):  # all of it has ended
+    with suppress(ProcessLookupError):  # all its processes have ended
         os.killpg(group, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""A slot's end of the rendezvous: the store in which the members of a group meet, kept by the driver."""
+"""A slot's client of the rendezvous server: the key-value store in which the members of a group meet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChannelStore:
         Sends a message to the driver; may be called from any thread.
     """
 
-    _GRACE = 5.0  # seconds beyond a get's own time-out before the driver itself counts as gone
+    _GRACE = 5.0  # seconds beyond a get's own timeout after which the driver counts as failed
 
     def __init__(self, group: str, send: Callable[[ToDriver], None]) -> None:
         self._group = group
@@ -38,20 +38,20 @@ class ChannelStore:
         self._closed = False
 
     def deliver(self, message: StoreReply) -> None:
-        """Take the driver's answer (called by the channel's thread)."""
+        """Accept the driver's answer; called by the channel's thread."""
         with self._condition:
             if message.request in self._replies:
                 self._replies[message.request] = message
                 self._condition.notify_all()
 
     def close(self) -> None:
-        """Fail what waits and all that comes: the driver is gone or the generation is over."""
+        """Fail all pending and later calls: the driver is gone or the generation is over."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
 
     def set(self, key: str, value: bytes) -> None:
-        """Set `key`, waking who waits for it."""
+        """Set `key`, and wake the members that wait for it."""
         self._call("set", (key,), value)
 
     def get(self, key: str, timeout: float) -> bytes:
@@ -69,11 +69,11 @@ class ChannelStore:
         return self._call("add", (key,), amount=amount).number
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of `keys` are set."""
+        """Return whether all of `keys` are set."""
         return bool(self._call("check", tuple(keys)).number)
 
     def delete(self, key: str) -> bool:
-        """Remove `key`; whether it was there."""
+        """Remove `key`; return whether it existed."""
         return bool(self._call("delete", (key,)).number)
 
     def _call(

@@ -1,8 +1,8 @@
-"""A slot: the long HTEX task that holds one worker place on a node, and runs what the driver assigns to it.
+"""A slot: the long HTEX task that occupies one worker place on a node and runs what the driver assigns to it.
 
-The main thread runs the user's code; a `Channel` thread talks with the driver meanwhile. A slot never returns while
-its block lives: HTEX would give its place to another task of ours on a node that is about to be taken. It ends its
-process instead, when told to, when the batch system signals, or when the driver is gone.
+The main thread runs the user's code, while a `Channel` thread communicates with the driver. A slot never returns while
+its block lives, because HTEX would give its place to another task on a node that is about to be reclaimed. Instead,
+its process exits, on a command, on the batch system's signal, or when the driver has failed.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["SlotSettings", "run_slot"]
 
-# Where batch systems tell a job the name of the node that it is on; the host name stands in on others.
+# Environment variables in which batch systems pass the node's name; others: the host name is used.
 _NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
 
-# How long before the end of a walltime, which the driver knows, Slurm may send the signal that warns of it, seconds.
+# Slurm may send the warning signal up to this many seconds before the walltime's end, which the driver knows.
 _EARLIEST_WARNING = 120.0
 
-# Commands to the run that they name, which the main thread may not have begun yet.
+# Commands to a run, which the main thread may not have started yet.
 _TO_RUN = (PauseRun, ChangeGroup, StoreReply)
 
-# Set on the endpoint's side of Globus Compute, and no business of user code.
+# Set by Globus Compute endpoints; hidden from user code.
 _SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
 
 
 @dataclass(frozen=True)
 class SlotSettings:
-    """What every slot is told when it is submitted; times in seconds.
+    """The arguments of every slot task; times in seconds.
 
     Parameters
     ----------
     addresses, port, cert_dir
-        Where the driver listens, and HTEX's certificates.
+        Addresses and port of the driver, and HTEX's certificates.
     beat, heartbeat_timeout
-        Between signs of life, and without any until the driver counts as gone.
+        Time between heartbeats, and without any after which the driver counts as failed.
     grace
-        How long the batch system leaves a job after its signal.
+        Time between the batch system's signal and its kill.
     interface
-        Network interface, or its network, for the members of a training; ``None``: the one that reaches the driver.
+        Network interface, or its network, for the traffic between members; ``None``: the one that reaches the driver.
     """
 
     addresses: tuple[str, ...]
@@ -92,7 +92,7 @@ class SlotSettings:
 
 
 def run_slot(settings: SlotSettings, token: str) -> None:
-    """Be a slot until the process ends; submitted by the executor as an HTEX task, `token` names the submission."""
+    """Run a slot until the process ends; submitted by the executor as an HTEX task, identified by `token`."""
     _Slot(settings, token).serve()
 
 
@@ -106,8 +106,8 @@ class _Slot:
         self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
         self._name = f"{self._node}/{os.environ.get('PARSL_WORKER_RANK', '0')}/{uuid.uuid4().hex[:8]}"
         self._inbox: queue.SimpleQueue[ToSlot | None] = queue.SimpleQueue()  # ``None`` wakes the main thread
-        self._assigned: StartRun | StartTask | None = None  # has come and has not ended
-        self._lock = threading.Lock()  # of `_run`, and held while commands for it are taken out of the inbox
+        self._assigned: StartRun | StartTask | None = None  # received and not ended
+        self._lock = threading.Lock()  # guards `_run`; held while commands for it are taken out of the inbox
         self._run: TrainingRun | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
@@ -124,13 +124,13 @@ class _Slot:
         )
 
     def serve(self) -> None:
-        """Say hello once torch is imported, so that an assignment never waits for an import; then do as told."""
+        """Connect once torch is imported, so that assignments never wait for imports; then carry out commands."""
         import torch
 
-        import freetrain_parsl.training.fragment  # noqa: F401 - no work after `executor.htex.worker_pool`, which has done it
+        import freetrain_parsl.training.fragment  # noqa: F401 - already imported by `executor.htex.worker_pool`
 
-        torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
-        gc.freeze()  # what was imported stays: collections between trainings need not look at it
+        torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
+        gc.freeze()  # garbage collections between trainings skip the imported objects
 
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGUSR1, self._on_warning)
@@ -167,8 +167,8 @@ class _Slot:
             case StartRun() | StartTask() | PauseRun() | ChangeGroup() | StoreReply():
                 if isinstance(message, (StartRun, StartTask)):
                     self._assigned = message
-                # A command may come before the main thread has begun the run that it names. The one of the two that
-                # is later, this thread with the command or the main thread with the run, passes it on.
+                # A command may arrive before the main thread has started its run. It is passed on by whichever
+                # comes later: this thread with the command, or the main thread with the run.
                 self._inbox.put(message)
                 if self._run is not None:
                     self._pass_on()
@@ -180,9 +180,9 @@ class _Slot:
                 self._leave()
 
     def _driver_lost(self) -> None:
-        """Save, then end the whole block: nobody is left to give it work."""
+        """Save, then end the whole block: no driver is left to assign work."""
         logger.warning(
-            "no word from the driver for %.0f s: saving and ending this node", self._settings.heartbeat_timeout
+            "no message from the driver for %.0f s: saving and releasing this node", self._settings.heartbeat_timeout
         )
         end_node()
         self._leave()
@@ -200,11 +200,11 @@ class _Slot:
     # Both threads.
 
     def _pass_on(self) -> None:
-        """Pass the commands in the inbox that name the run on to it; those for an earlier run have no effect."""
+        """Pass the commands for the current run from the inbox to it; those for an earlier run have no effect."""
         with self._lock:
             run = self._run
             if run is None:
-                return  # it has just ended: the main thread reads the inbox itself again
+                return  # it has just ended: the main thread reads the inbox again
             for _ in range(self._inbox.qsize()):
                 message = self._inbox.get_nowait()
                 if not isinstance(message, _TO_RUN) or (
@@ -217,9 +217,9 @@ class _Slot:
     # Any thread, and the signal handler.
 
     def _on_warning(self, number: int, frame: FrameType | None) -> None:
-        """Take a batch system's early warning: of preemption, or, up to a minute too early, of the walltime's end."""
+        """Handle the batch system's early warning of preemption, or, up to a minute early, of the walltime's end."""
         if self._closes is None or self._closes - time.monotonic() > _EARLIEST_WARNING:
-            end_node()  # or the node would stay ours until the grace is over
+            end_node()  # else the node would be held until the grace period is over
             self._on_signal(number, frame)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's own signature
@@ -227,9 +227,9 @@ class _Slot:
         gone = run is None or run.expendable
         self._channel.send(Closing(self._settings.grace, gone))
         if run is None or gone:
-            self._channel.end_process()  # nothing would be lost, and somebody waits for this node
+            self._channel.end_process()  # nothing would be lost, and another job waits for this node
             return
-        # The driver lets the others go on without this process, or all pause. If it does not, they do by themselves.
+        # The driver makes the others continue without this process, or pauses all. Else they pause by themselves.
         run.mailbox.close_after(timedelta(seconds=self._settings.grace))
         self._leaving = True
         self._inbox.put(None)
@@ -243,7 +243,7 @@ class _Slot:
     # The main thread.
 
     def _work(self) -> None:
-        """Do what is assigned, one thing after the other, until the slot leaves."""
+        """Run the assigned trainings and tasks, one at a time, until the slot leaves."""
         while not self._leaving:
             message = self._inbox.get()
             if isinstance(message, StartRun):
@@ -271,14 +271,14 @@ class _Slot:
         self._assigned = None
         self._channel.send(ended)
         if not self._leaving:
-            # The process stays, and may train another model next; but nobody is to wait for that.
+            # The process may train another model next: free the memory, but only after reporting the end.
             del run
             gc.collect()
 
     def _run_task(self, message: StartTask) -> None:
         try:
             payload, failed = serialize(execute_task(message.payload)), False
-        except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
+        except Exception:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
             payload, failed = serialized_exception(), True
         self._assigned = None
         self._channel.send(TaskEnded(message.task, failed, payload))

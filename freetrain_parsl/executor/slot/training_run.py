@@ -1,4 +1,4 @@
-"""A training's run in a slot: what the driver's messages become for the training, and its reports for the driver.
+"""A training's run in a slot: translates the driver's messages for the training, and its reports for the driver.
 
 The main thread is in `Run.perform`; `Run.handle` is called by the channel's thread meanwhile.
 """
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingRun", "serialized_exception"]
 
-# A newcomer comes to the meeting at once, the members when they have done their step or their validation.
+# A newcomer joins the rendezvous at once, the members after their current step or validation.
 _WHILE_OTHERS_TRAIN = timedelta(minutes=30)
 
 
 class TrainingRun:
-    """What one `StartRun` of the driver becomes.
+    """The execution of one `StartRun` command.
 
     Parameters
     ----------
     command
-        The message.
+        The command.
     interface
-        Network interface for the members; ``None``: torch's choice.
+        Network interface for the traffic between members; ``None``: torch's choice.
     send
-        Sends a message to the driver; from any thread.
+        Sends a message to the driver; may be called from any thread.
     address
-        This node's IP address at that interface; ``None``: the members do not check that they reach each other.
+        This node's IP address on that interface; ``None``: the members do not check that they can reach each other.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class TrainingRun:
         self._membership: Membership | None = None
         if command.place is not None:
             self._membership = self._member(command.place, self._meeting)
-        self._generation = 0 if command.place is None else command.place.generation  # of the group, or being formed
+        self._generation = 0 if command.place is None else command.place.generation  # current or forming
         self._is_member = self._membership is not None
         self._group_failed = False
 
     @property
     def expendable(self) -> bool:
-        """Whether nothing would be lost if this process ended now."""
+        """Whether no work would be lost if this process ended now."""
         return not self._is_member or self._group_failed or not self.mailbox.underway.is_set()
 
     def perform(self) -> RunEnded:
-        """Run the training to its end here, and return the message that reports it."""
+        """Run the training until it ends in this slot; return the message that reports the end."""
         from freetrain_parsl.training.fragment import run_fragment
 
         end: RunEnd
@@ -110,17 +110,17 @@ class TrainingRun:
                 end = RunPaused(ended.reason, ended.progress)
         except PeerFailed as error:
             end = PeersFailed(self._generation, str(error), error.unreachable)
-        except StorageUnavailable as error:  # no fault of the training: it waits
+        except StorageUnavailable as error:  # not the training's fault: it waits
             end = StorageFailed(str(error), error.condition)
-        except Exception:  # noqa: BLE001 - whatever the user's function raises belongs in the user's future
+        except Exception:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
             end, payload = RunFailed(), serialized_exception()
         return RunEnded(self._training, self.number, end, payload)
 
     def handle(self, message: ChangeGroup | PauseRun | StoreReply) -> bool:
-        """Take a message of the driver; False if it is about another run, or answers a group that this one has left."""
+        """Handle a message from the driver; return false if it is for another run, or for a group already left."""
         if isinstance(message, StoreReply):
             with self._lock:
-                store = self._stores.get(message.group)  # made before it asked anything
+                store = self._stores.get(message.group)  # created before its first request
             if store is None:
                 return False
             store.deliver(message)
@@ -135,7 +135,7 @@ class TrainingRun:
         return True
 
     def close(self) -> None:
-        """Fail all rendezvous: the driver is gone, or the run is over."""
+        """Fail all rendezvous: the driver has failed, or the run is over."""
         with self._lock:
             self._closed = True
             stores = list(self._stores.values())
@@ -203,11 +203,11 @@ class TrainingRun:
 
 
 def serialized_exception() -> bytes:
-    """Serialise the exception that is being handled, with its traceback."""
+    """Serialize the exception that is being handled, with its traceback."""
     _, value, traceback = sys.exc_info()
     assert value is not None, "only called while an exception is handled"
     try:
         return bytes(serialize(RemoteExceptionWrapper(type(value), value, traceback)))
-    except Exception as refusal:  # noqa: BLE001 - any object may refuse to be pickled, in any way
-        stand_in = RuntimeError(f"{type(value).__name__}: {value} (itself it cannot be sent: {refusal})")
+    except Exception as refusal:  # noqa: BLE001 - pickling an object may raise any exception
+        stand_in = RuntimeError(f"{type(value).__name__}: {value} (the exception itself cannot be pickled: {refusal})")
         return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))

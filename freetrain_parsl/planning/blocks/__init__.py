@@ -1,1 +1,1 @@
-"""Which blocks to request, and when to release them."""
+"""Decide which blocks to request and when to release them."""

@@ -1,6 +1,6 @@
-"""The blocks that we hold or await: requested in windows, withdrawn when they wait in vain, released when unwanted.
+"""The blocks that we hold or await: requested in windows, withdrawn if they do not start, released when not needed.
 
-Pure, and part of the planner: it says which nodes are wanted, this says what that means for blocks.
+Pure, and part of the planner, which decides which nodes are wanted; this module derives the blocks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Block:
     started: bool = False
     unwanted_since: float | None = None
     missing_since: dict[str, float] = field(default_factory=dict)
-    """Its nodes whose slots have not joined yet, or have left, since it started."""
+    """Its nodes whose slots have not joined yet or have left -> since when."""
 
 
 @dataclass(frozen=True)
 class _Shunned:
-    """A node on which blocks of ours did not start, `times` in a row: it is left alone until `until`."""
+    """A node on which our blocks did not start, `times` in a row: it is not requested before `until`."""
 
     until: float
     times: int
@@ -51,7 +51,7 @@ class Holdings:
     Parameters
     ----------
     settings
-        What is assumed of the site.
+        Assumptions about the site.
     """
 
     def __init__(self, settings: PlannerSettings) -> None:
@@ -71,16 +71,16 @@ class Holdings:
 
     @property
     def startup(self) -> float:
-        """From the request of a block until its slots are ready, at the latest."""
+        """Longest time from requesting a block until its slots are ready."""
         return self.terms.start_delay + self.settings.startup
 
     @property
     def may_be_requested(self) -> int:
-        """How many more blocks may wait or be starting."""
+        """How many more blocks may be pending or starting."""
         return max(0, self.settings.max_pending_blocks - sum(not block.started for block in self._blocks.values()))
 
     def wakes(self) -> Iterator[float]:
-        """When something here falls due that no event will tell."""
+        """Yield the times at which something falls due without an event."""
         for block in self._blocks.values():
             if block.unwanted_since is not None:
                 yield block.unwanted_since + self.settings.idle_timeout
@@ -89,21 +89,21 @@ class Holdings:
         for shunned in self._shunned.values():
             yield shunned.until
 
-    # What happens to them.
+    # Events.
 
     def see(self, windows: tuple[Window, ...], terms: BlockTerms) -> bool:
-        """Take what the batch system tells; whether it changes anything."""
+        """Store the batch system's latest windows and terms; return whether anything changed."""
         news = self._doubtful or (windows, terms) != (self.windows, self.terms)
         self.windows, self.terms = windows, terms
         self._doubtful = False
         return news
 
     def doubt(self) -> None:
-        """Request nothing before the next look: what was idle may be taken, as nodes of ours just were."""
+        """Request nothing before the next survey: idle nodes may have been taken, as our own nodes just were."""
         self._doubtful = True
 
     def start(self, started: ev.BlockStarted, joined: Collection[str]) -> None:
-        """Note that a block holds nodes now; those that have not `joined` are missing."""
+        """Record that a block holds nodes now; those that have not `joined` are missing."""
         if (block := self._blocks.get(started.block)) is not None:
             block.nodes, block.ends, block.started = started.nodes, started.ends, True
             block.missing_since = {name: started.time for name in started.nodes if name not in joined}
@@ -111,26 +111,26 @@ class Holdings:
                 self._shunned.pop(name, None)
 
     def join(self, block: str, node: str) -> None:
-        """Note that a node's slots are ready: its block has started, though the batch system may not have said so."""
+        """Record that a node's slots are ready: its block has started, even if not reported by the batch system yet."""
         if block in self._blocks:
             self._blocks[block].started = True
             self._blocks[block].missing_since.pop(node, None)
 
     def lack(self, block: str, node: str, now: float) -> None:
-        """Note that a node's slots have left."""
+        """Record that a node's slots have left."""
         if block in self._blocks:
             self._blocks[block].missing_since[node] = now
 
     def end(self, block: str, now: float) -> bool:
-        """Note that a block has ended; whether that was its time."""
+        """Record that a block has ended; return whether its walltime was over."""
         ended = self._blocks.pop(block, None)
         return ended is not None and ended.ends is not None and now >= ended.ends
 
     def still_joining(self, joined: Collection[str]) -> bool:
-        """Whether a block runs whose nodes have not all `joined`."""
+        """Return whether a running block has nodes that have not `joined`."""
         return any(block.started and not set(joined).issuperset(block.nodes) for block in self._blocks.values())
 
-    # What follows from it.
+    # Decisions.
 
     def awaited(self, joined: Collection[str], now: float) -> list[PoolNode]:
         """List the nodes of our blocks that have not `joined` but may."""
@@ -144,7 +144,7 @@ class Holdings:
         ]
 
     def offers(self, joined: Collection[str], now: float) -> list[tuple[Window, list[str]]]:
-        """List the windows in which a block pays, each with its nodes that are neither ours nor shunned."""
+        """List the windows in which a block is worthwhile, each with its nodes that are neither ours nor shunned."""
         if self._doubtful:
             return []
         ours = {name for block in self._blocks.values() for name in block.nodes}.union(joined)
@@ -158,7 +158,7 @@ class Holdings:
     def request(
         self, chosen: frozenset[str], more: int, offers: Iterable[tuple[Window, list[str]]], now: float
     ) -> ev.Actions:
-        """Request the chosen nodes and some more, longest windows first; one block a window, split if too large."""
+        """Request the chosen nodes and `more` others, longest windows first; one block per window, split if large."""
         for block in self._blocks.values():
             block.unwanted_since = None
         actions: ev.Actions = []
@@ -177,7 +177,7 @@ class Holdings:
                 seconds = block_walltime(window, self.settings, self.terms, now)
                 name = str(self._count)
                 self._count += 1
-                # Where the jobs of others are hidden, it could start on a node that is planned for one of them.
+                # Where other users' jobs are hidden, it could start on a node that is planned for one of them.
                 pinned = self.terms.hides_waiting or shortest < self.terms.start_delay + seconds
                 self._blocks[name] = _Block(nodes, now + seconds, now, pinned)
                 actions.append(ev.RequestBlock(name, nodes, seconds, window, pinned))
@@ -185,10 +185,10 @@ class Holdings:
         return actions
 
     def withdraw(self, now: float) -> ev.Actions:
-        """Take back blocks that wait in vain.
+        """Withdraw pending blocks that will not start.
 
-        Those came too late whose nodes somebody else has got. Others the batch system does not start though it could;
-        their nodes are left alone for a while, longer each time, lest we ask for ever.
+        Either other jobs have taken their nodes, or the batch system does not start them although it could. In the
+        second case, their nodes are not requested for a while, longer each time, to avoid endless retries.
         """
         patience = 2 * self.terms.start_delay + self.settings.startup
         free = {name for window in self.windows for name in window.nodes}
@@ -211,7 +211,7 @@ class Holdings:
         return actions
 
     def give_up(self, now: float) -> ev.Actions:
-        """Release the blocks of which no node came, or came back, in time."""
+        """Release the blocks of which no node joined, or rejoined, in time."""
         hopeless = [
             name
             for name, block in self._blocks.items()
@@ -222,21 +222,21 @@ class Holdings:
         return [ev.ReleaseBlock(name) for name in hopeless]
 
     def release(self, surplus: int, used: frozenset[str], now: float) -> tuple[ev.Actions, list[str]]:
-        """Release blocks whose nodes nobody uses, those that close first first, after `idle_timeout` without use.
+        """Release blocks with unused nodes, earliest-closing first, after `idle_timeout` without use.
 
         Parameters
         ----------
         surplus
-            How many nodes may be given back.
+            How many nodes may be released.
         used
-            Nodes that are not.
+            Nodes that must not be released.
         now
             Seconds.
 
         Returns
         -------
         tuple
-            The actions, and the nodes that they give back.
+            The actions, and the nodes that they release.
         """
         actions: ev.Actions = []
         nodes: list[str] = []

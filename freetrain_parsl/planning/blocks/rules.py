@@ -1,4 +1,4 @@
-"""How large a block in a window may be, and why there is none: the planner's own rules, for it and for people."""
+"""The planner's rules for blocks: how large a block in a window may be, and why a window gets none."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ __all__ = ["block_size", "block_walltime", "format_span", "least_walltime", "why
 
 
 def block_walltime(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> float:
-    """Walltime of a block that ends before the window closes even if it starts late; zero if there is none, s."""
+    """Return the walltime of a block that ends before the window closes even if it starts late, s; zero for none."""
     most = settings.hidden_jobs_walltime if terms.hides_waiting else settings.max_walltime
     longest = min(most, settings.max_walltime, terms.max_walltime, window.remaining(now) - terms.start_delay)
     return max(0.0, math.floor(longest / terms.walltime_step) * terms.walltime_step)
 
 
 def least_walltime(settings: PlannerSettings) -> float:
-    """Walltime of the shortest block that is worth its start, s."""
+    """Return the walltime of the shortest block that is worth its start, s."""
     return settings.startup + settings.min_useful + settings.closing_margin
 
 
 def block_size(settings: PlannerSettings, terms: BlockTerms) -> int | None:
-    """Most nodes of one block; ``None`` without a limit."""
+    """Return the maximum number of nodes per block; ``None`` for no limit."""
     limits = [limit for limit in (settings.max_nodes_per_block, terms.max_nodes) if limit is not None]
     return min(limits, default=None)
 
 
 def why_not(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> str | None:
-    """Say why no block in this window would pay, whatever the trainings; ``None`` if one would."""
+    """Explain why no block in this window is worthwhile, whatever the trainings; ``None`` if one is."""
     if window.opens > now:
-        return f"opens in {format_span(window.opens - now)} only"
+        return f"opens in {format_span(window.opens - now)}"
     if len(window.nodes) < terms.min_nodes:
-        return f"fewer nodes than the {terms.min_nodes} that one job must have here"
+        return f"fewer nodes than the minimum of {terms.min_nodes} per job"
     walltime = block_walltime(window, settings, terms, now)
     if walltime < least_walltime(settings):
         late = f"start within {format_span(terms.start_delay)} + " if terms.start_delay else ""
@@ -48,7 +48,7 @@ def why_not(window: Window, settings: PlannerSettings, terms: BlockTerms, now: f
 
 
 def format_span(seconds: float) -> str:
-    """Write a length of time briefly: ``40 s``, ``12 min``, ``1 h 30 min``."""
+    """Format a duration briefly: ``40 s``, ``12 min``, ``1 h 30 min``."""
     seconds = round(seconds)
     if seconds < 120 and seconds != 60:
         return f"{seconds} s"

@@ -1,1 +1,1 @@
-"""How throughput grows with nodes."""
+"""Throughput as a function of the number of nodes."""

@@ -1,11 +1,11 @@
-"""Online scaling curves: start from nothing, measure at the sizes visited, and try larger ones while it pays.
+"""Online scaling curves: start without data, measure at the sizes visited, and try larger ones while it pays off.
 
-A trainer of which nothing is known begins on its ``min_nodes``. From then on it may have up to twice the largest
-number of nodes measured, and is expected there to train as efficiently as at its best rate so far. Where efficiency
-falls with size that is the most it can be, so a size that the policy does not choose at that estimate is not worth
-it, and one that it chooses is known from then on: a trainer is mistaken about at most log2(max_nodes / min_nodes)
-doublings. Two doublings without a gain end the climb; one may be a node boundary, which can halve a rate and be made
-up for by the next.
+An unknown trainer begins on its ``min_nodes``. From then on it may have up to twice the largest number of nodes
+measured, where its efficiency is estimated to be that of its best rate so far. If efficiency falls with size, this is
+an upper bound: a size that the policy does not choose at that estimate is not worthwhile, and one that it chooses is
+then measured. The estimate is therefore wrong for at most log2(max_nodes / min_nodes) doublings. Two doublings without
+a gain end the search; a single one may be due to a node boundary, which can halve a rate before the next doubling
+recovers it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ __all__ = ["Profile", "learned"]
 
 
 class Profile:
-    """What has been measured of a trainer, or of several that are alike.
+    """Measurements of a trainer, or of several identical ones.
 
     Parameters
     ----------
     prior
-        What the user says; its shape is believed where nothing has been measured. ``None``, or a relative curve,
-        if that is nothing.
+        The user's curve; its shape is used where nothing has been measured. ``None`` or a relative curve: no prior.
     """
 
     def __init__(self, prior: ScalingCurve | None = None) -> None:
@@ -42,21 +41,21 @@ class Profile:
         self._curve: ScalingCurve | None = None
 
     def observe(self, nodes: int, samples: float, seconds: float) -> None:
-        """Add a stretch of training on a constant number of nodes, from the end of a step to the end of another.
+        """Add a period of training on a constant number of nodes, from the end of one step to the end of another.
 
-        What rescaling took is not in it, nor are steps that were cut off: they would pass for a low rate.
+        It must exclude rescaling and aborted steps, which would appear as a low rate.
 
         Parameters
         ----------
         nodes
-            On how many.
+            Number of nodes.
         samples, seconds
-            What was processed, and in what time. Longer stretches weigh more.
+            Samples processed, and the time that it took. Longer periods have more weight.
 
         Raises
         ------
         PlanningError
-            No nodes, no time, or a number of samples that is negative or not finite.
+            Zero nodes, zero time, or a number of samples that is negative or not finite.
         """
         if nodes < 1 or not 0 < seconds < math.inf or not 0 <= samples < math.inf:
             raise PlanningError(f"not a measurement: {samples!r} samples in {seconds!r} s on {nodes!r} nodes")
@@ -66,26 +65,26 @@ class Profile:
 
     @property
     def measured(self) -> dict[int, float]:
-        """Number of nodes -> samples per second, by number of nodes."""
+        """Number of nodes -> samples per second, in order of the number of nodes."""
         return {nodes: self._samples[nodes] / self._seconds[nodes] for nodes in sorted(self._samples)}
 
     @property
     def known(self) -> bool:
-        """Whether there is anything to go by: a prior, or samples processed on any number of nodes."""
+        """Whether there is any information: a prior, or samples processed on any number of nodes."""
         return self._prior is not None or any(self._samples.values())
 
     @property
     def largest_worth_trying(self) -> int | None:
-        """Twice the largest number of nodes so far, at most four times the best; ``None`` with a prior, or before."""
+        """Twice the largest number of nodes so far, at most four times the best; ``None`` with a prior or no data."""
         if self._prior is not None or not self.known:
             return None
         return min(2 * max(self._samples), 4 * self._best(self.measured))
 
     @property
     def curve(self) -> ScalingCurve:
-        """The best estimate: what was measured, the prior's shape around it, or a linear gain from the best.
+        """The best estimate: the measurements, extended by the prior's shape or linearly from the best one.
 
-        Relative, and the default, while nothing is known at all.
+        Without any information, the default curve, which is relative.
         """
         if self._curve is None:
             self._curve = self._estimate()
@@ -110,7 +109,7 @@ class Profile:
 
     @staticmethod
     def _around(prior: ScalingCurve, rates: Mapping[int, float]) -> dict[int, float]:
-        """Scale the prior's points by what was measured over what it says, linear between measured sizes."""
+        """Scale the prior's points by the ratio of measured to prior rates, linear between measured sizes."""
         ratios = ScalingCurve(
             {nodes: rate / prior(nodes) for nodes, rate in rates.items() if nodes >= prior.first_nodes and prior(nodes)}
             or {1: 1.0}
@@ -120,17 +119,17 @@ class Profile:
 
 
 def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> list[Trainer]:
-    """Return the trainers with the curves learned so far, and with no more nodes than are worth trying.
+    """Return the trainers with the curves learned so far and with ``max_nodes`` limited to sizes worth trying.
 
-    One of which nothing is known may have its ``min_nodes``, and is expected to be as quick there as the quickest
-    of the others on one node, times its nodes: it does not wait behind those that are known.
+    An unknown trainer gets ``min_nodes``, where its rate is estimated as that of the fastest other trainer on one node
+    times its nodes, so that it does not wait behind known trainers.
 
     Parameters
     ----------
     trainers
-        As their users describe them.
+        As specified by their users.
     profiles
-        Trainer -> what has been measured; several may share a profile. Who is absent is left alone.
+        Trainer -> its measurements; several may share a profile. Absent trainers are returned unchanged.
     """
     trainers = list(trainers)
     curves = [profiles[t.name].curve if t.name in profiles else t.curve for t in trainers]

@@ -1,4 +1,4 @@
-"""Scaling curves: throughput (samples per second) against number of nodes."""
+"""Scaling curves: throughput (samples per second) as a function of the number of nodes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DEFAULT_DOUBLINGS = 16
 
 
 class ScalingCurve:
-    """Throughput against number of nodes, piecewise linear through the points that are known.
+    """Throughput as a function of the number of nodes, piecewise linear through the known points.
 
-    Linear between points, flat beyond the last, zero on no nodes; a count below the first point is refused.
-    Neither concavity nor monotony is assumed: real curves have steps. Immutable, hashable and picklable.
+    Linear between points, constant beyond the last, zero on zero nodes; a count below the first point is rejected.
+    Neither concavity nor monotonicity is assumed: real curves have steps. Immutable, hashable and picklable.
 
     Parameters
     ----------
@@ -39,8 +39,8 @@ class ScalingCurve:
     Raises
     ------
     InvalidTrainer
-        No points, a count that is not a whole number of at least 1 or does not increase, or a rate that is
-        negative or not finite.
+        No points, a count that is not an integer of at least 1 or does not increase, or a rate that is negative or not
+        finite.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class ScalingCurve:
 
     @classmethod
     def default(cls) -> ScalingCurve:
-        """Make the curve that stands in when nothing is known: each doubling keeps 90 % of its efficiency.
+        """Return the curve used when nothing is known: each doubling keeps 90 % of the efficiency.
 
         Rates are relative to one node: 1, 1.8, 3.24, … at 1, 2, 4, … 65536 nodes.
         """
@@ -74,12 +74,12 @@ class ScalingCurve:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> ScalingCurve:
-        """Read a curve from CSV (header ``nodes,rate``) or, by its suffix .yaml or .yml, a YAML mapping.
+        """Read a curve from CSV (header ``nodes,rate``) or, with suffix .yaml or .yml, a YAML mapping.
 
         Raises
         ------
         InvalidInput
-            The file cannot be read or is no curve; the message names the file and, if there is one, the line.
+            The file cannot be read or is not a curve; the message contains the file and, if known, the line.
         """
         file = Path(path)
         readers = {".csv": _read_csv, ".yaml": _read_yaml, ".yml": _read_yaml}
@@ -106,7 +106,7 @@ class ScalingCurve:
 
     @classmethod
     def of(cls, value: CurveLike) -> ScalingCurve:
-        """Turn a user's mapping, pairs, file path or curve into a curve; ``None`` gives the default."""
+        """Convert a user's mapping, pairs, file path or curve to a curve; ``None`` gives the default."""
         if value is None:
             return cls.default()
         if isinstance(value, ScalingCurve):
@@ -117,30 +117,30 @@ class ScalingCurve:
             return cls(value)
         if isinstance(value, Iterable):
             return cls(value)
-        raise InvalidTrainer(f"scaling curve: expected a mapping, pairs, or a file's path, got {value!r}")
+        raise InvalidTrainer(f"scaling curve: expected a mapping, pairs, or a file path, got {value!r}")
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
-        """The known points (nodes, samples per second), by number of nodes."""
+        """The known points (nodes, samples per second), in order of the number of nodes."""
         return self._points
 
     @property
     def first_nodes(self) -> int:
-        """The smallest number of nodes that the curve knows."""
+        """The smallest number of nodes for which the curve is defined."""
         return self._points[0][0]
 
     @property
     def last_nodes(self) -> int:
-        """The number of nodes from which the curve is flat."""
+        """The number of nodes from which the curve is constant."""
         return self._points[-1][0]
 
     @property
     def relative(self) -> bool:
-        """Whether the rates are relative to one node, not samples per second."""
+        """Whether the rates are relative to one node instead of samples per second."""
         return self._relative
 
     def __call__(self, nodes: int) -> float:
-        """Return the samples per second on that many nodes.
+        """Return the samples per second on `nodes` nodes.
 
         Raises
         ------
@@ -157,7 +157,7 @@ class ScalingCurve:
     def rates(self, max_nodes: int) -> npt.NDArray[np.float64]:
         """Tabulate the samples per second on 0, 1, …, `max_nodes` nodes, shape (max_nodes + 1,).
 
-        NaN where the curve says nothing: above zero and below its first point.
+        NaN where the curve is undefined: above zero and below its first point.
         """
         counts, rates = zip(*self._points, strict=True)
         table: npt.NDArray[np.float64] = np.interp(np.arange(max_nodes + 1), counts, rates)
@@ -166,11 +166,11 @@ class ScalingCurve:
         return table
 
     def with_measurement(self, nodes: int, rate: float, weight: float = 1.0) -> ScalingCurve:
-        """Return a curve that takes a measurement into account.
+        """Return a curve updated by a measurement.
 
-        The point at `nodes` becomes ``weight * rate + (1 - weight) * curve(nodes)``; below the first point
-        there is nothing to blend with and the measurement stands alone. A relative curve is scaled as a whole
-        to pass through its first measurement, and is in samples per second from then on.
+        The point at `nodes` becomes ``weight * rate + (1 - weight) * curve(nodes)``; below the first point, the
+        measurement is taken as it is. A relative curve is scaled as a whole to pass through its first measurement, and
+        is in samples per second from then on.
 
         Parameters
         ----------
@@ -182,7 +182,7 @@ class ScalingCurve:
             Trust in this measurement, above 0 and at most 1.
         """
         if not 0 < weight <= 1:
-            raise InvalidTrainer(f"scaling curve: a measurement's weight lies in (0, 1], got {weight!r}")
+            raise InvalidTrainer(f"scaling curve: a measurement's weight must be in (0, 1], got {weight!r}")
         nodes, rate = _node_count(nodes), _rate(rate)
         known = dict(self._points)
         if self._relative and nodes >= self.first_nodes and self(nodes) > 0:
@@ -210,7 +210,7 @@ class ScalingCurve:
 
 
 CurveLike = ScalingCurve | Mapping[int, float] | Iterable[tuple[int, float]] | str | PathLike[str] | None
-"""What `ScalingCurve.of` takes."""
+"""Values accepted by `ScalingCurve.of`."""
 
 
 def _restore(points: tuple[tuple[int, float], ...], relative: bool) -> ScalingCurve:  # noqa: FBT001 - pickle's
@@ -267,7 +267,7 @@ def _number(text: str, kind: type[int | float]) -> int | float | str:
 
 
 def _read_yaml(file: Path, text: str) -> list[tuple[int, Any, Any]]:
-    """Rows (line, nodes, rate) in the file's order; the node tree keeps lines and repeated keys."""
+    """Return rows (line, nodes, rate) in file order; the node tree preserves lines and duplicate keys."""
     import yaml
 
     from freetrain_parsl.strict_yaml import compose, construct

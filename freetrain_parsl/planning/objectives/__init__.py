@@ -1,1 +1,1 @@
-"""What an allocation is worth."""
+"""Objectives: the value of an allocation."""

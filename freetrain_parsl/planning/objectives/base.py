@@ -1,7 +1,7 @@
 """What a policy maximises: value per second of a trainer on a number of nodes, and the value of a change.
 
-Most objectives look at one trainer on a number of nodes. Those that need the clock or the other trainers are
-`Contextual`: a policy asks them, once a decision, for an objective that holds at that moment (`at_moment`).
+Most objectives depend on one trainer and its number of nodes. Those that need the time or the other trainers are
+`Contextual`: once per decision, a policy obtains from them the objective for that moment (`at_moment`).
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ __all__ = [
 ]
 
 Objective = Callable[[Trainer, int], float]
-"""(trainer, nodes) -> value per second, finite and not negative; asked only within the trainer's bounds."""
+"""(trainer, nodes) -> value per second, finite and not negative; called only within the trainer's bounds."""
 
 Table = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a decision is about.
+    """The situation in which a decision is made.
 
     Parameters
     ----------
     trainers
-        All that are in the decision.
+        All trainers in the decision.
     held
-        Trainer -> its number of nodes now that are still in the pool; who is absent has none.
+        Trainer -> number of its current nodes that are still in the pool; absent trainers have none.
     nodes
         Size of the pool.
     now
-        Seconds, on the clock of the trainers' times.
+        Seconds, on the same clock as the trainers' times.
     """
 
     trainers: Sequence[Trainer]
@@ -70,25 +70,25 @@ class Moment:
 
 
 class Contextual(ABC):
-    """An objective that depends on the time, or on all trainers together."""
+    """An objective that depends on the time or on all trainers together."""
 
     @abstractmethod
     def at_moment(self, moment: Moment) -> Objective:
-        """Make the objective for the decision of this moment; it is asked for its trainers only."""
+        """Make the objective for the decision of this moment; it is called for its trainers only."""
 
 
 ObjectiveLike = str | Objective | Contextual
 
 
 class Tabulated(ABC):
-    """An objective that knows a trainer's values on all numbers of nodes at once."""
+    """An objective that computes a trainer's values on all numbers of nodes at once."""
 
     @abstractmethod
     def table(self, trainer: Trainer, last: int) -> Table:
-        """Tabulate values per second on 0, 1, …, `last` nodes, shape (last + 1,); of no meaning outside the bounds."""
+        """Tabulate values per second on 0, 1, …, `last` nodes, shape (last + 1,); undefined outside the bounds."""
 
     def __call__(self, trainer: Trainer, nodes: int) -> float:
-        """Return the value per second of a trainer on that many nodes."""
+        """Return the value per second of a trainer on `nodes` nodes."""
         return float(self.table(trainer, nodes)[nodes])
 
 
@@ -111,17 +111,17 @@ class WeightedRate(Tabulated):
 
 @dataclass(frozen=True)
 class WithBonus(Tabulated):
-    """An objective and, on top, a bonus that comes before it: changes cost what they do without the bonus.
+    """An objective plus a bonus that takes precedence over it; changes are charged without the bonus.
 
-    A bonus says that something matters more than the objective. What a rescale costs is a trainer's lost time at
-    the objective; were the bonus charged too, a trainer that has it could never be asked to give back a node.
+    A bonus expresses that something matters more than the objective. A rescale costs a trainer's lost time at the
+    objective; if the bonus were charged too, a trainer that has it could never be made to release a node.
 
     Parameters
     ----------
     base
         The objective.
     bonus
-        Trainer -> value per second on 0, 1, …, N nodes, shape (N + 1,), zero on no nodes; who is absent has none.
+        Trainer -> value per second on 0, 1, …, N nodes, shape (N + 1,), zero on zero nodes; absent trainers have none.
     """
 
     base: Objective
@@ -131,11 +131,11 @@ class WithBonus(Tabulated):
         """Tabulate; see `Tabulated.table`."""
         table = objective_table(self.base, trainer, last)
         bonus = self.bonus.get(trainer.name)
-        # Beyond the pool nobody can go; a table may still be asked for there, for what was before.
+        # No trainer can exceed the pool, but a larger table may be requested for a previous count.
         return table if bonus is None else table + bonus[np.minimum(np.arange(last + 1), len(bonus) - 1)]
 
 
-def _one(trainer: Trainer) -> float:  # noqa: ARG001 - the signature of a weight
+def _one(trainer: Trainer) -> float:  # noqa: ARG001 - signature of a weight
     return 1.0
 
 
@@ -143,7 +143,7 @@ def _per_smallest_rate(trainer: Trainer) -> float:
     rate = trainer.rate(trainer.min_nodes)
     if rate > 0:
         return 1.0 / rate
-    # Nothing is known at min_nodes (a rate of zero): the first point that trains at all is the unit instead.
+    # If the rate at min_nodes is zero, the first point with a positive rate is the unit instead.
     rates = (r for nodes, r in trainer.curve.points if nodes > trainer.min_nodes and r > 0)
     unit = next(rates, 0.0)
     return 1.0 / unit if unit else 0.0
@@ -155,19 +155,19 @@ def _priority(trainer: Trainer) -> float:
 
 @dataclass(frozen=True)
 class Deadline(Contextual):
-    """Miss no deadline that could be met, before another objective.
+    """Meet all feasible deadlines first, then maximise another objective.
 
-    A trainer with a deadline gets, on top of that objective, a bonus for training fast enough: work left over time
-    left, less the seconds that the change to that number of nodes takes. Deadlines that can be met together are
-    found by `freetrain_parsl.planning.objectives.deadlines.rates_now`, for a pool that stays as it is; they come first,
-    weighted by priority, then those that need more than that, as fast as can be. Bonuses are larger than all that
-    the objective can be worth on the pool. A deadline that not even ``max_nodes`` can meet, or of a trainer
-    whose work is unknown, counts for nothing.
+    A trainer with a deadline gets, in addition to that objective, a bonus for training fast enough: work left over
+    time left, less the seconds that the change to that number of nodes takes. Deadlines that can be met together are
+    found by `freetrain_parsl.planning.objectives.deadlines.rates_now`, assuming a constant pool; they come first,
+    weighted by priority, then those that need more than that, as fast as possible. Bonuses are larger than the
+    maximum value of the objective on the pool. Deadlines that not even ``max_nodes`` can meet, and those of trainers
+    with unknown work, are ignored.
 
     Parameters
     ----------
     objective
-        What is maximised besides: a function of trainer and nodes, such as ``OBJECTIVES["speedup"]``.
+        Secondary objective: a function of trainer and nodes, such as ``OBJECTIVES["speedup"]``.
     """
 
     objective: Objective = WeightedRate(_one)
@@ -175,7 +175,7 @@ class Deadline(Contextual):
     def __post_init__(self) -> None:
         if not callable(self.objective):
             raise InvalidSettings(
-                f"objective 'deadline': what comes second must be a function (trainer, nodes) -> float, "
+                f"objective 'deadline': the secondary objective must be a function (trainer, nodes) -> float, "
                 f"got {self.objective!r}"
             )
 
@@ -192,7 +192,7 @@ class Deadline(Contextual):
             if t.name in pressed and (left := _training_time(t, moment)) > 0
         ]
         needed = rates_now(jobs, moment.nodes)
-        # In each second of the decision, a deadline on its way outweighs all that changes gain or cost elsewhere.
+        # In each second of the decision, a deadline being met outweighs all gains and costs of changes elsewhere.
         peaks = [(t, float(np.nanmax(objective_table(base, t, moment.nodes)))) for t in moment.trainers]
         on_its_way = sum(peak * (1 + t.costs.start + max(t.costs.up, t.costs.down)) for t, peak in peaks) or 1.0
         least = min(t.priority for t in moment.trainers if t.name in pressed)
@@ -217,8 +217,8 @@ def _allowed_rates(trainer: Trainer, nodes: int) -> Table:
 
 
 def _training_time(trainer: Trainer, moment: Moment) -> float:
-    """Return the seconds until the deadline, less those that a change takes unless going on as it is will do."""
-    assert trainer.deadline is not None, "asked only for trainers that have one"
+    """Return the seconds until the deadline, less those of a change unless the current nodes are sufficient."""
+    assert trainer.deadline is not None, "called only for trainers that have one"
     left = trainer.deadline - moment.now
     current = moment.held.get(trainer.name, 0)
     if not current:
@@ -228,10 +228,10 @@ def _training_time(trainer: Trainer, moment: Moment) -> float:
 
 
 def _pressure(trainer: Trainer, moment: Moment) -> Table | None:
-    """Tabulate the share of the work left that is done by the deadline by going to 0, 1, …, N nodes and staying there.
+    """Tabulate the share of the work left that is done by the deadline on a constant 0, 1, …, N nodes.
 
-    None if there is no deadline, nothing left to do, no allowed count in the pool, or none that is enough there or
-    beyond.
+    ``None`` if there is no deadline, no work left, no allowed count in the pool, or no sufficient count even beyond the
+    pool.
     """
     if trainer.deadline is None or not 0 < trainer.work_left < math.inf:
         return None
@@ -247,7 +247,7 @@ def _pressure(trainer: Trainer, moment: Moment) -> Table | None:
 
 @dataclass(frozen=True)
 class _FairShare(Tabulated):
-    """A trainer's speed-up as a share of the level that it has a right to; nothing without a level."""
+    """A trainer's speed-up as a share of its fair level; zero without a level."""
 
     levels: Mapping[str, float]
 
@@ -260,19 +260,18 @@ class _FairShare(Tabulated):
 
 @dataclass(frozen=True)
 class MaxMin(Contextual):
-    """Raise the smallest speed-up as far as it goes, then the next; when there are too few nodes, take turns.
+    """Maximise the smallest speed-up, then the next; with too few nodes, trainers take turns.
 
-    `planning.objectives.fairness` finds the level that each trainer has a right to in this pool. Trainers are
-    worth the share of it that they have, so the optimum without costs is that allocation, and a rescale must gain
-    more of such shares over the horizon than it costs. A trainer whose turn to begin has come gets a bonus that
-    outweighs whatever others' changes cost, so that the bound on waiting there holds for every policy that finds
-    the optimum, with a horizon of at least one second.
+    `planning.objectives.fairness` finds each trainer's fair level in this pool. A trainer's value is its share of that
+    level, so the optimum without costs is that allocation, and a rescale must gain more of such shares over the
+    horizon than it costs. A trainer whose turn begins gets a bonus that outweighs the costs of changing others, so that
+    the bound on waiting there holds for every policy that finds the optimum, with a horizon of at least one second.
 
     Parameters
     ----------
     turn
-        For how long a trainer that has begun to run keeps its place while others wait. Long against what starting
-        and stopping cost.
+        How long a trainer that has started keeps its place while others wait. It should be long compared to the costs
+        of starting and stopping.
     """
 
     turn: timedelta = timedelta(minutes=10)
@@ -310,18 +309,18 @@ OBJECTIVES: dict[str, Objective] = {
     "speedup": _SPEEDUP,
     "priority": WeightedRate(_priority),
 }
-"""Name -> objective. Throughput: samples per second. Speedup: that, in units of the trainer's rate on its
+"""Name -> objective. Throughput: samples per second. Speedup: throughput in units of the trainer's rate on its
 ``min_nodes``. Priority: speedup times the trainer's priority."""
 
 CONTEXTUAL: dict[str, Contextual] = {"deadline": Deadline(), "max-min": MaxMin()}
-"""Name -> objective that depends on the moment. Deadline: no deadline missed that could be met, then throughput.
-Max-min: the smallest speedup as high as can be."""
+"""Name -> objective that depends on the moment. Deadline: meet all feasible deadlines, then maximise throughput.
+Max-min: maximise the smallest speedup."""
 
 
 def register_objective(name: str, objective: Objective | Contextual) -> None:
-    """Add an objective under a name; a name that is taken is refused."""
+    """Add an objective under a name that is not in use."""
     if name in OBJECTIVES or name in CONTEXTUAL:
-        raise InvalidSettings(f"objective {name!r} exists already; choose another name")
+        raise InvalidSettings(f"objective {name!r} already exists; choose another name")
     if isinstance(objective, Contextual):
         CONTEXTUAL[name] = objective
     else:
@@ -329,42 +328,42 @@ def register_objective(name: str, objective: Objective | Contextual) -> None:
 
 
 def resolve_objective(objective: ObjectiveLike) -> Objective | Contextual:
-    """Find an objective by its name; a callable, or a `Contextual`, is one already.
+    """Return the objective of this name; a callable or a `Contextual` is returned as it is.
 
     Raises
     ------
     InvalidSettings
-        There is none of that name, or it is not callable.
+        There is no objective of this name, or it is not callable.
     """
     if isinstance(objective, str):
         known: dict[str, Objective | Contextual] = {**OBJECTIVES, **CONTEXTUAL}
         if objective not in known:
-            raise InvalidSettings(f"no objective {objective!r}; known are {', '.join(sorted(known))}")
+            raise InvalidSettings(f"unknown objective {objective!r}; available: {', '.join(sorted(known))}")
         return known[objective]
     if not (callable(objective) or isinstance(objective, Contextual)):
-        raise InvalidSettings(f"an objective is a name or a function (trainer, nodes) -> float, got {objective!r}")
+        raise InvalidSettings(f"an objective must be a name or a function (trainer, nodes) -> float, got {objective!r}")
     return objective
 
 
 def at_moment(objective: Objective | Contextual, moment: Moment) -> Objective:
-    """Return the objective for one decision: itself, unless it depends on the moment."""
+    """Return the objective for one decision: the same one, unless it depends on the moment."""
     return objective.at_moment(moment) if isinstance(objective, Contextual) else objective
 
 
 def charged(objective: Objective) -> Objective:
-    """Return the objective at which changes are charged: itself, or without its bonus."""
+    """Return the objective at which changes are charged: the same one, without its bonus if it has one."""
     return objective.base if isinstance(objective, WithBonus) else objective
 
 
 def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> Table:
     """Tabulate O_j(0), …, O_j(max_nodes), shape (max_nodes + 1,), value per second.
 
-    Zero on no nodes; NaN outside the trainer's bounds, where an objective is never asked.
+    Zero on zero nodes; NaN outside the trainer's bounds, where an objective is never called.
 
     Raises
     ------
     InvalidSettings
-        The objective returned something else than a finite number of at least zero.
+        The objective did not return a finite number of at least zero.
     """
     table = np.full(max_nodes + 1, np.nan)
     first, last = trainer.min_nodes, min(trainer.max_nodes, max_nodes)
@@ -378,33 +377,33 @@ def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> T
 
 
 def value_table(objective: Objective, trainer: Trainer, current: int, max_nodes: int, horizon: float) -> Table:
-    """Tabulate v_j(0), …, v_j(max_nodes): what counts are worth over the horizon, less the change.
+    """Tabulate v_j(0), …, v_j(max_nodes): the value of counts over the horizon, less the cost of the change.
 
     ::
 
         v(n) = T O(n) - [n > C] R_up O(C) - [n < C] R_down O(C) - [C = 0 < n] R_start O(n)
 
-    A trainer whose `current` count C is outside its bounds (it has lost nodes) cannot go on as it is: it
-    stops, which costs as a shrink, or goes to an allowed count, which costs as a grow or a shrink. O(C) is
-    then that of the nearest bound.
+    A trainer whose `current` count C is outside its bounds (some of its nodes are gone) cannot continue: it stops, at
+    the cost of a shrink, or changes to an allowed count, at the cost of a grow or a shrink. O(C) is then taken at the
+    nearest bound.
 
     Parameters
     ----------
     objective
         O, value per second; if it is `WithBonus`, T O is with the bonus and the costs are without.
     trainer
-        Whose.
+        The trainer.
     current
-        C, its number of nodes now that are still in the pool.
+        C, number of its current nodes that are still in the pool.
     max_nodes
-        The largest count that is asked for.
+        The largest count.
     horizon
         T, seconds that a decision is expected to last.
 
     Returns
     -------
     numpy.ndarray
-        Shape (max_nodes + 1,), units of the objective times seconds; minus infinity for counts not allowed.
+        Shape (max_nodes + 1,), in units of the objective times seconds; minus infinity for counts not allowed.
     """
     nearest = min(max(current, trainer.min_nodes), trainer.max_nodes)
     rates = objective_table(charged(objective), trainer, max(max_nodes, nearest if current else 0))

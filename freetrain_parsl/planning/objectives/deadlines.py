@@ -1,4 +1,4 @@
-"""Which deadlines can be met together, and what that asks of the next seconds."""
+"""Determine which deadlines can be met together, and the rates that they require now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Job", "rates_now"]
 
 Table = npt.NDArray[np.float64]
 
-_DONE = 1e-9  # of the work: less than this is rounding
+_DONE = 1e-9  # of the work: less than this is a rounding error
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Job:
     Parameters
     ----------
     name
-        Of the trainer.
+        Name of the trainer.
     work
         Samples, more than zero.
     left
@@ -44,29 +44,29 @@ class Job:
 
     @property
     def demand(self) -> float:
-        """The least node-seconds that its work takes; infinity if it cannot run."""
+        """The minimum node-seconds that its work takes; infinity if it cannot run."""
         best = float((self.rates[1:] / np.arange(1, len(self.rates))).max(initial=0.0))
         return self.work / best if best > 0 else np.inf
 
 
 def rates_now(jobs: Sequence[Job], nodes: int) -> dict[str, float]:
-    """Find jobs whose deadlines can be met together, and the rate that each needs until the first of them.
+    """Find jobs whose deadlines can be met together, and the rate that each needs until the first deadline.
 
-    If not all can be met, jobs are admitted in order of their deadlines, and whenever that is too much, the one
-    with the largest demand for its priority is left out (Moore, Management Science 15, 1968: for one machine this
-    misses the fewest). Rates may be zero: the work fits behind other deadlines.
+    If not all deadlines can be met, jobs are admitted in order of their deadlines, and whenever they do not fit, the
+    one with the largest demand relative to its priority is rejected (Moore, Management Science 15, 1968: on one machine
+    this misses the fewest deadlines). Rates may be zero if the work fits after other deadlines.
 
     Parameters
     ----------
     jobs
-        Of different names.
+        With distinct names.
     nodes
-        Size of the pool; it is taken to stay so.
+        Size of the pool, which is assumed to be constant.
 
     Returns
     -------
     dict
-        Name of each job that is admitted -> samples per second, zero or more.
+        Name of each admitted job -> samples per second, zero or more.
     """
     ordered = sorted(jobs, key=lambda job: (job.left, job.name))
     plan = _plan(ordered, nodes)
@@ -80,7 +80,7 @@ def rates_now(jobs: Sequence[Job], nodes: int) -> dict[str, float]:
         if extended is None:
             heaviest = max(candidates, key=lambda one: (one.demand / one.priority, one.name))
             candidates.remove(heaviest)
-            # Demands are estimates where curves are not linear: the rest may not fit still, and the job is left out.
+            # Demands are estimates if curves are not linear: the rest may still not fit, and the job is rejected.
             extended = _plan(candidates, nodes)
         if extended is not None:
             admitted, plan = candidates, extended
@@ -88,7 +88,7 @@ def rates_now(jobs: Sequence[Job], nodes: int) -> dict[str, float]:
 
 
 def _plan(ordered: Sequence[Job], nodes: int) -> dict[str, float] | None:
-    """Give every job what it needs side by side with the others if that fits, or one after the other."""
+    """Schedule all jobs concurrently if that fits, otherwise one after the other."""
     least = [int(np.argmax(job.rates * job.left >= job.work)) for job in ordered]
     if all(least) and sum(least) <= nodes:
         return {job.name: float(job.rates[count]) for job, count in zip(ordered, least, strict=True)}
@@ -96,10 +96,10 @@ def _plan(ordered: Sequence[Job], nodes: int) -> dict[str, float] | None:
 
 
 def _latest_plan(ordered: Sequence[Job], nodes: int) -> dict[str, float] | None:
-    """Give every job the latest nodes it can do with: its rate until the first deadline. None if one does not fit.
+    """Schedule every job as late as possible; return the rates until the first deadline, ``None`` if one does not fit.
 
-    Time is cut at the deadlines. The job with the last deadline takes what it needs from the last stretches, then
-    the one before, and so on: earliest deadline first, seen from the end.
+    Time is divided at the deadlines. The job with the last deadline takes the nodes that it needs from the last
+    intervals, then the one before, and so on: earliest deadline first, backwards in time.
     """
     ends = sorted({job.left for job in ordered})
     lengths = np.diff([0.0, *ends])

@@ -1,7 +1,7 @@
-"""Max-min fairness over counts: who is served, and up to which level everybody can be raised.
+"""Max-min fairness over counts: which trainers are served, and the level that each can reach.
 
-Progressive filling (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2), on nodes that cannot be divided, and
-a queue with turns where there are more trainers than nodes.
+Progressive filling (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2) with indivisible nodes, and a queue
+with turns if there are more trainers than nodes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Claim:
     Parameters
     ----------
     name
-        Of the trainer.
+        Name of the trainer.
     least
-        Nodes with which it is served.
+        Minimum number of nodes.
     since
         When it began to wait, or to run, seconds.
     running
@@ -44,12 +44,12 @@ class Claim:
 
 
 def seated(claims: Iterable[Claim], nodes: int, now: float, turn: float) -> set[str]:
-    """Choose who is served: those within their turn, then who has waited longest, then whose turn is over.
+    """Choose the trainers to serve: those within their turn, then the longest-waiting, then those past their turn.
 
-    Nobody who waits is overtaken by another who does, unless it needs more nodes than there are. So when the
-    decisions are at most d seconds apart and there are always nodes enough for it, a trainer waits for at most
-    ``(k + 1) (turn + d)`` seconds, where k others waited when it began to wait: the turns of all who stand in the
-    way of the head of the queue end within one turn, and nobody else begins one before.
+    No waiting trainer is overtaken by another waiting one unless it needs more nodes than there are. If decisions are
+    at most d seconds apart and there are always enough nodes for it, a trainer therefore waits for at most
+    ``(k + 1) (turn + d)`` seconds, where k others were waiting when it began to wait: all turns that block the head of
+    the queue end within one turn, and no other trainer begins one before.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def seated(claims: Iterable[Claim], nodes: int, now: float, turn: float) -> set[
     now
         Seconds.
     turn
-        For how long, in seconds, a trainer that has begun to run is not asked to leave.
+        How long a trainer that has started is not stopped, seconds.
     """
     order = sorted(claims, key=lambda claim: _precedence(claim, now, turn))
     chosen: set[str] = set()
@@ -83,26 +83,26 @@ def _precedence(claim: Claim, now: float, turn: float) -> tuple[int, float]:
 
 
 def fair_levels(tables: Sequence[Table], nodes: int) -> list[float]:
-    """Raise the worst-off by the least number of nodes that helps, as long as there are nodes.
+    """Raise the worst-off trainer by the minimum number of nodes that helps, as long as there are nodes.
 
-    One whose next step does not fit stays as it is, and the next worst-off is raised. No counts have a higher
-    smallest level, whatever the tables; where each step takes one node and gains less than the one before, the
-    result is the lexicographic max-min.
+    A trainer whose next step does not fit keeps its level, and the next worst-off is raised. No counts have a higher
+    smallest level, for any tables; if each step takes one node and gains less than the one before, the result is the
+    lexicographic max-min.
 
     Parameters
     ----------
     tables
-        Of each trainer, its level on 0, 1, …, nodes, shape (nodes + 1,); zero where a count is not allowed. Among
-        equal levels the earlier is raised first.
+        Level of each trainer on 0, 1, …, nodes, shape (nodes + 1,); zero where a count is not allowed. Among equal
+        levels, the earlier trainer is raised first.
     nodes
-        To share out.
+        Number of nodes to allocate.
 
     Returns
     -------
     list of float
-        The level that each reaches.
+        The level that each trainer reaches.
     """
-    # Only counts with a level higher than all smaller counts are steps.
+    # Only counts with a level higher than that of all smaller counts are steps.
     steps = [np.flatnonzero(table[1:] > np.maximum.accumulate(table)[:-1]) + 1 for table in tables]
     reached = [0.0] * len(tables)
     taken = [0] * len(tables)

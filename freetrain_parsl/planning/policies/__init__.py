@@ -17,16 +17,16 @@ PolicyLike = str | Policy
 
 
 def resolve_policy(policy: PolicyLike) -> Policy:
-    """Make the policy of that name, with its defaults; a policy is one already.
+    """Return the policy of this name with its defaults; a `Policy` object is returned as it is.
 
     Raises
     ------
     InvalidSettings
-        There is none of that name, or it is no `Policy`.
+        There is no policy of this name, or it is not a `Policy`.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
-            raise InvalidSettings(f"no policy {policy!r}; known are {', '.join(sorted(POLICIES))}")
+            raise InvalidSettings(f"unknown policy {policy!r}; available: {', '.join(sorted(POLICIES))}")
         return POLICIES[policy]()
     if not isinstance(policy, Policy):
         raise InvalidSettings(f"a policy is a name or a Policy object, got {policy!r}")

@@ -1,4 +1,4 @@
-"""What every policy is: (pool, trainers, current allocation, now) -> decision."""
+"""Interface of policies: (pool, trainers, current allocation, now) -> decision."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Policy(ABC):
-    """Shares the nodes of a pool out among trainers.
+    """Allocates the nodes of a pool to trainers.
 
-    A policy is deterministic and keeps no state between calls that changes its answers, gives a trainer no node
-    or between ``min_nodes`` and ``max_nodes``, and never one node to two. ``freetrain_parsl.testing`` has the
-    suite that checks this for yours.
+    A policy is deterministic and keeps no state between calls that changes its decisions. It gives a trainer either no
+    nodes or between ``min_nodes`` and ``max_nodes``, and never gives a node to two trainers.
+    ``freetrain_parsl.testing`` has a test suite that checks this for your own policies.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
-        """Decide who gets which nodes from `now` on.
+        """Decide which trainer gets which nodes from `now` on.
 
-        `current` may name nodes that have left the pool: those are lost already.
+        `current` may contain nodes that have left the pool; these are no longer available.
         """

@@ -1,4 +1,4 @@
-"""The published baseline: everybody the same, blind to scaling and to what a change costs."""
+"""The published baseline: equal shares, regardless of scaling and rescale costs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["EqualSharePolicy"]
 
 
 class EqualSharePolicy(Policy):
-    """Equal shares, as the baseline of BFTrainer (arXiv 2106.12091) has them.
+    """Equal shares, as in the baseline of BFTrainer (arXiv 2106.12091).
 
-    With N nodes and J trainers each gets ``q = N // J``, up to its ``max_nodes``, or nothing if q is not more
-    than its ``min_nodes`` (as published: a trainer whose ``min_nodes`` is just q gets nothing). What is left
-    goes out first come, first served, up to their ``max_nodes``.
+    With N nodes and J trainers, each trainer gets ``q = N // J``, up to its ``max_nodes``, or nothing unless q exceeds
+    its ``min_nodes`` (as published: a trainer whose ``min_nodes`` equals q gets nothing). The remaining nodes are
+    allocated first come, first served, up to ``max_nodes``.
 
-    ``objective`` and ``bound`` of its decisions are in the value model of `MilpPolicy`, so that both can be
-    compared. It proves nothing: its bound is what trainers would be worth if each had the pool to itself.
+    ``objective`` and ``bound`` of its decisions are in the value model of `MilpPolicy`, so that the two are
+    comparable. It proves nothing: its bound is the value of the trainers if each had the pool to itself.
 
     Parameters
     ----------
     objective, horizon
-        The value model, as in `MilpPolicy`; they do not change what is decided.
+        The value model, as in `MilpPolicy`; they do not affect the allocation.
     """
 
     name = "equal-share"
@@ -43,7 +43,7 @@ class EqualSharePolicy(Policy):
         self._horizon = None if horizon is None else horizon.total_seconds()
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
-        """Decide; see `Policy.allocate`."""
+        """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         counts = _equal_shares(ranked, len(pool))

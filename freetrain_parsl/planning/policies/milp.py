@@ -1,4 +1,4 @@
-"""The optimal policy: the count model of the planner, solved exactly by HiGHS, within a time cap."""
+"""The optimal policy: the count model of the planner, solved exactly by HiGHS, within a time limit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MilpPolicy"]
 
-_PROVEN = 1e-9  # relative distance from the bound that counts as none
+_PROVEN = 1e-9  # relative distance from the bound that counts as zero
 
 
 class MilpPolicy(Policy):
-    """Maximises the value of the next `horizon` less the costs of changing now.
+    """Maximises the value over the next `horizon` less the costs of changing now.
 
-    Nodes are interchangeable, so it decides counts; `place` then chooses nodes without moving anyone. The
-    answer is never worth less than leaving everything as it is, and is deterministic unless the time limit
-    strikes. The solver looks at its clock between steps: many trainers with convex values can overrun it.
+    Nodes are interchangeable, so it decides counts; `place` then chooses nodes without moving trainers. The allocation
+    is never worth less than keeping the current one, and is deterministic unless the time limit is reached. The solver
+    checks the time between steps: many trainers with convex values can exceed the limit.
 
     Parameters
     ----------
@@ -36,13 +36,13 @@ class MilpPolicy(Policy):
         Value per second of a trainer on a number of nodes: a name of `OBJECTIVES`, a function of both, or a
         `Contextual`.
     horizon
-        How long a decision is expected to last: what a change may win against what it costs. ``None`` takes what the
-        pool's past suggests (`Pool.horizon`).
+        How long a decision is expected to last: the time over which the gain of a change is weighed against its cost.
+        ``None`` takes the estimate from the pool's history (`Pool.horizon`).
     time_limit
-        After this the best allocation so far is taken; ``proven_optimal`` is then false and ``bound`` tells
-        how much better another could be.
+        After this time the best allocation so far is used; ``proven_optimal`` is then false and ``bound`` shows how
+        much better another could be.
     gap
-        Stop when no allocation is better by more than this, relative; 0 asks for the proof.
+        Stop when no allocation is better by more than this, relative; 0 requires a proof of optimality.
     """
 
     name = "milp"
@@ -67,7 +67,7 @@ class MilpPolicy(Policy):
         self._gap = gap
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
-        """Decide; see `Policy.allocate`."""
+        """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         held = current_counts(ranked, pool, current)
@@ -88,7 +88,7 @@ class MilpPolicy(Policy):
 
 
 def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[Trainer]) -> Counts:
-    """Return the current counts, or none for a trainer that cannot go on with what it has left."""
+    """Return the current counts, or zero for a trainer that cannot continue on its remaining nodes."""
     counts = np.array([held[trainer.name] for trainer in ranked], dtype=np.int64)
     allowed = np.isfinite(values[np.arange(len(ranked)), counts])
     return np.where(allowed, counts, 0)

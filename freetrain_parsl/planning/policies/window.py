@@ -1,4 +1,4 @@
-"""The policy that knows when nodes close: the window-aware model of the planner, within a time cap."""
+"""The policy that takes closings into account: the window-aware model of the planner, within a time limit."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ if TYPE_CHECKING:
 
 __all__ = ["WindowPolicy"]
 
-_PROVEN = 1e-9  # relative distance from the bound that counts as none
-_AT_ONCE = 1e-3  # seconds: the least time that a node which is due is taken to last
+_PROVEN = 1e-9  # relative distance from the bound that counts as zero
+_AT_ONCE = 1e-3  # seconds: the minimum time that a due node is assumed to last
 
 
 class WindowPolicy(Policy):
-    """Maximises the value of a decision over as long as it is expected to last, with the closings on the way.
+    """Maximises the value of a decision over its expected duration, including the closings during that time.
 
-    A decision lasts until something unforeseen undoes it. That time is taken for exponentially distributed, with
-    mean T, the `horizon`: what happens after t seconds counts exp(-t/T). With nodes that never close this is the
-    count model of `MilpPolicy`.
+    A decision lasts until something unforeseen invalidates it. That time is assumed to be exponentially distributed
+    with mean T, the `horizon`: a value after t seconds is weighted by exp(-t/T). With nodes that never close this is
+    the count model of `MilpPolicy`.
 
-    Where a closing is known, its nodes earn until then, and whoever holds any of them pays for a shrink. Where it
-    is not, nodes as old as these close at the rate h that the pool's past suggests: they pay for a shrink times the
-    probability hT / (1 + hT) that it comes while the decision lasts. So nodes that close together, or that are
-    likely to close soon, go to the same trainers, and small ones.
+    If a closing is known, its nodes earn until then, and each trainer that holds any of them pays for a shrink. If it
+    is unknown, nodes of this age are assumed to close at the rate h from the pool's history: the cost of a shrink is
+    weighted by the probability hT / (1 + hT) that it occurs while the decision lasts. As a result, nodes that close
+    together or are likely to close soon go to the same trainers, preferably small ones.
 
-    The answer is never worth less in this model than the count model's, nor than leaving everything as it is.
+    In this model, the allocation is never worth less than that of the count model or the current one.
 
     Parameters
     ----------
     objective
         Value per second of a trainer on a number of nodes, as in `MilpPolicy`.
     horizon
-        T; ``None`` takes what the pool's past suggests (`Pool.horizon`).
+        T; ``None`` takes the estimate from the pool's history (`Pool.horizon`).
     time_limit
-        After this the best allocation so far is taken.
+        After this time the best allocation so far is used.
     gap
         Stop when no allocation is better by more than this, relative.
     max_classes
-        Nodes that close at about the same time are taken together, into at most this many classes.
+        Nodes that close at about the same time are merged into at most this many classes.
     """
 
     name = "window"
@@ -90,7 +90,7 @@ class WindowPolicy(Policy):
         self._max_classes = max_classes
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
-        """Decide; see `Policy.allocate`."""
+        """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         if not ranked or not pool:
@@ -104,7 +104,7 @@ class WindowPolicy(Policy):
         count_model = MilpPolicy(objective, horizon=timedelta(seconds=horizon), time_limit=timedelta(seconds=half))
         incumbent = _in_classes(classes, ranked, count_model.allocate(pool, ranked, current, now).allocation)
         left = max(half, started + self._time_limit - time.perf_counter())
-        if not instance.feasible(incumbent):  # it needs more blocks than there may be
+        if not instance.feasible(incumbent):  # it needs more blocks than are allowed
             incumbent = instance.status_quo
         solution = maximise_windows(instance, incumbent, time_limit=left, gap=self._gap)
         return Decision(
@@ -123,13 +123,13 @@ class _Class:
     Parameters
     ----------
     nodes
-        Names, those that last longest first.
+        Names, longest-lasting first.
     lasts
-        Seconds that they last, each weighted by how much it counts; T if they never close.
+        Seconds that they last, each weighted as above; T if they never close.
     share
-        How much of what their closing costs counts.
+        Weight of the cost of their closing.
     startup
-        Seconds until they are ready, if a block has to be requested for them, else zero.
+        Seconds until they are ready if a block must be requested for them, else zero.
     """
 
     nodes: tuple[str, ...]
@@ -139,7 +139,7 @@ class _Class:
 
 
 def _classes(pool: Pool, now: float, horizon: float, most: int) -> list[_Class]:
-    """Put nodes of one closing together, then those of the nearest; apart those that we have and those on offer."""
+    """Group nodes by closing and merge the nearest groups; held and offered nodes are kept apart."""
     ours = [node for node in pool.values() if node.startup == 0]
     others = [node for node in pool.values() if node.startup > 0]
     if not others:
@@ -148,11 +148,11 @@ def _classes(pool: Pool, now: float, horizon: float, most: int) -> list[_Class]:
 
 
 def _nearest(nodes: Sequence[PoolNode], now: float, horizon: float, most: int) -> list[_Class]:
-    """Take the nearest closings together until there are not too many (Ward's method in one dimension)."""
+    """Merge the nearest closings until at most `most` groups are left (Ward's method in one dimension)."""
     groups: dict[tuple[float, float], list[PoolNode]] = {}
     for node in nodes:
         groups.setdefault(_closing(node, now, horizon), []).append(node)
-    # First come the known closings in order of time, then the unknown, the most likely first.
+    # Known closings come first, in order of time, then unknown ones, most likely first.
     keys = sorted(groups, key=lambda key: (key[0], -key[1]))
     members = [groups[key] for key in keys]
     lasts, shares = np.array(keys, dtype=np.float64).reshape(-1, 2).T
@@ -178,7 +178,7 @@ def _nearest(nodes: Sequence[PoolNode], now: float, horizon: float, most: int) -
 
 
 def _closing(node: PoolNode, now: float, horizon: float) -> tuple[float, float]:
-    """Seconds that a node lasts, each weighted by how much it counts, and how much its closing counts."""
+    """Return the weighted seconds that a node lasts, and the weight of its closing."""
     if node.closes is None:
         closings = node.closing_rate * horizon
         return horizon, closings / (1.0 + closings)
@@ -195,7 +195,7 @@ def _instance(
     horizon: float,
     pool: Pool,
 ) -> WindowInstance:
-    # A count that a trainer may not have, such as one above its maximum, is charged at the nearest that it may.
+    # A count outside a trainer's bounds is charged at the nearest bound.
     widest = max(len(pool), *(min(max(held[t.name], t.min_nodes), t.max_nodes) for t in ranked if held[t.name]), 1)
     rates = np.stack([objective_table(objective, trainer, widest) for trainer in ranked])
     factor = _charged_share(rates, ranked, held, objective, widest)
@@ -219,7 +219,7 @@ def _instance(
 def _charged_share(
     rates: Table, ranked: Sequence[Trainer], held: dict[str, int], objective: Objective, widest: int
 ) -> Table:
-    """Return which share of a trainer's value changes are charged at: less than one if it has a bonus."""
+    """Return the share of a trainer's value at which changes are charged: less than one if it has a bonus."""
     plain = charged(objective)
     if plain is objective:
         return np.ones(len(ranked))
@@ -246,7 +246,7 @@ def _in_classes(classes: Sequence[_Class], ranked: Sequence[Trainer], allocation
 def _nodes(
     counts: Counts, classes: Sequence[_Class], ranked: Sequence[Trainer], current: Allocation
 ) -> dict[str, frozenset[str]]:
-    """Choose nodes of the classes: trainers keep what they have, of that what lasts longest."""
+    """Choose nodes of the classes: trainers keep their own nodes, longest-lasting first."""
     given: dict[str, set[str]] = {trainer.name: set() for trainer in ranked}
     for index, item in enumerate(classes):
         free = list(item.nodes)

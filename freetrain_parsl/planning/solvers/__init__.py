@@ -1,1 +1,1 @@
-"""Exact solvers of the allocation problems."""
+"""Exact solvers for the allocation problems."""

@@ -1,4 +1,4 @@
-"""Share out nodes of classes that close at different times: column generation, then a restricted programme.
+"""Allocate nodes of classes that close at different times: column generation, then a restricted programme.
 
 The model is that of `planning.solvers.window_model`. A column is one trainer's choice of nodes of each class.
 
@@ -6,16 +6,18 @@ The model is that of `planning.solvers.window_model`. A column is one trainer's 
    optimum from above (Lagrangian bound): sum of price times size over the classes held, the ``max_blocks`` largest
    of these products over the classes offered, and the values less price of the best columns.
 2. A linear programme over the columns found so far (restricted master) gives the next prices, and so on until bound
-   and master meet. New columns are sought at prices between the best known and the master's, which keeps these
-   from swinging.
-3. A dive makes the relaxation whole: the columns that it wants most are fixed, prices and columns follow for what is
-   left, and so on. Then every trainer takes its best response to what the others leave, while the total rises.
-4. Repair: those that are farthest from their best column dive again, with ever more others, the rest being kept.
-5. If the bound is still far, a mixed-integer programme chooses among the columns that are worth it: those whose
-   reduced cost is more than the gap are in no better solution (reduced-cost fixing).
+   and master meet. New columns are generated at prices between the best known and the master's, which keeps the prices
+   from oscillating.
+3. A dive rounds the relaxation: the columns with the largest fractions are fixed, prices and columns are recomputed
+   for the remaining nodes, and so on. Then every trainer takes its best response to what the others leave, as long as
+   the total increases.
+4. Repair: the trainers that are farthest from their best column dive again, with more and more others, while the rest
+   is kept.
+5. If the gap is still too large, a mixed-integer programme chooses among the promising columns: those whose reduced
+   cost exceeds the gap are in no better solution (reduced-cost fixing).
 
-It stops as soon as the best counts are close enough to the bound. Held classes of the same end are taken together
-first, and one class alone is the count model.
+It stops as soon as the best counts are close enough to the bound. Held classes with the same end are merged first, and
+a single class is the count model.
 
 Barnhart et al. (1998) describe the method, Wentges (1997) the smoothing of prices.
 """
@@ -38,18 +40,18 @@ __all__ = ["WindowSolution", "maximise_windows"]
 
 logger = logging.getLogger(__name__)
 
-_CLOSED = 1e-9  # of the bound: a gap below is none
-_SPREAD, _SAMPLES = (0.8, 1.2), 16  # where the integer programme gets more columns from: factors of the prices
-_TANGENTS = 2  # how often the tangents of start-ups are moved to what was found
-_RELAXED = 0.2  # of the gap: the relaxation is solved when the bound is that close to the columns known
-_BOLD, _CAREFUL = 0.8, 0.95  # a column's fraction from which a dive takes it without asking again
-_FIRST_STEPS = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0)  # where the first columns are sought, from no prices to a guess
-_STEPS = (0.15, 0.4, 0.7, 1.0)  # where columns are sought, from the best known prices towards the master's
+_CLOSED = 1e-9  # of the bound: a smaller gap counts as zero
+_SPREAD, _SAMPLES = (0.8, 1.2), 16  # factors of the prices at which the integer programme gets more columns
+_TANGENTS = 2  # how often the tangents of start-ups are moved to the choices found
+_RELAXED = 0.2  # of the gap: the relaxation counts as solved when the bound is this close to the known columns
+_BOLD, _CAREFUL = 0.8, 0.95  # fraction from which a dive fixes a column at once
+_FIRST_STEPS = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0)  # where the first columns are generated, from zero prices to a guess
+_STEPS = (0.15, 0.4, 0.7, 1.0)  # where columns are generated, from the best known prices towards the master's
 
 
 @dataclass(frozen=True)
 class WindowSolution:
-    """Counts and what is known about them.
+    """Counts and their quality.
 
     Parameters
     ----------
@@ -58,7 +60,7 @@ class WindowSolution:
     objective
         Their value.
     bound
-        No counts are worth more.
+        Upper bound on the value of any counts.
     """
 
     counts: Counts
@@ -69,18 +71,18 @@ class WindowSolution:
 def maximise_windows(
     instance: WindowInstance, incumbent: Counts | None = None, *, time_limit: float = 1.0, gap: float = 0.005
 ) -> WindowSolution:
-    """Find counts of a high value; deterministic unless the time limit strikes.
+    """Find counts of high value; deterministic unless the time limit is reached.
 
     Parameters
     ----------
     instance
         The problem.
     incumbent
-        Counts to start from, shape (J, K); the answer is never worth less, nor than the status quo.
+        Counts to start from, shape (J, K); the result is never worth less than these or the status quo.
     time_limit
-        Seconds after which the best counts so far are returned, with a bound. It is looked at between steps.
+        Seconds after which the best counts so far are returned, with a bound. It is checked between steps.
     gap
-        Stop at this distance from the bound, relative to it. Zero asks for the best that the method finds: the bound
+        Stop at this distance from the bound, relative to it. Zero requests the best that the method finds: the bound
         may stay above the optimum.
 
     Raises
@@ -89,7 +91,7 @@ def maximise_windows(
         The incumbent is not feasible.
     """
     if incumbent is not None and not instance.feasible(incumbent):
-        raise PlanningError("window model: the incumbent needs nodes that are not there, or a count not allowed")
+        raise PlanningError("window model: the incumbent needs more nodes than available, or a count not allowed")
     started = [instance.status_quo] if incumbent is None else [instance.status_quo, incumbent]
     best = max(started, key=lambda counts: evaluate(instance, counts))
     small, number = instance.merged()
@@ -104,7 +106,7 @@ def maximise_windows(
 
 
 def _one_class(instance: WindowInstance, incumbent: Counts, time_limit: float, gap: float) -> WindowSolution:
-    """Solve the count model, which that is."""
+    """Solve an instance with a single class, which is the count model."""
     size = int(instance.capacities[0])
     rows = np.repeat(np.arange(len(incumbent)), size + 1)
     choices = np.tile(np.arange(size + 1), len(incumbent))[:, None]
@@ -114,7 +116,7 @@ def _one_class(instance: WindowInstance, incumbent: Counts, time_limit: float, g
 
 
 class _Search:
-    """The state of one solve: best counts, best bound and its prices, and the columns known."""
+    """The state of one solve: best counts, best bound and its prices, and the known columns."""
 
     def __init__(self, instance: WindowInstance, incumbent: Counts, time_limit: float, gap: float) -> None:
         self._instance = instance
@@ -132,7 +134,7 @@ class _Search:
         self._pool.add(self._trainers, self._counts * 0, self._values(self._counts * 0))
 
     def offer(self, counts: Counts) -> None:
-        """Take feasible counts if they are better than the best known."""
+        """Store feasible counts if they are better than the best known."""
         objective = evaluate(self._instance, counts)
         if objective > self._objective:
             self._counts, self._objective = counts.copy(), objective
@@ -146,8 +148,8 @@ class _Search:
         try:
             self._improve()
         except PlanningError as error:
-            # Counts and bound are right, if not as good as they could be: a decision is due all the same.
-            logger.warning("%s; the best counts so far are used", error)
+            # Counts and bound are valid, even if not the best possible: a decision is needed in any case.
+            logger.warning("%s; using the best counts so far", error)
         return WindowSolution(self._counts, self._objective, max(self._bound, self._objective))
 
     def _improve(self) -> None:
@@ -162,8 +164,8 @@ class _Search:
             self._restricted()
 
     def _generate(self, master: Master) -> None:
-        """Look for columns until they hold the optimum of the relaxation, almost."""
-        halfway = (time.perf_counter() + self._deadline) / 2  # the other half is for whole columns
+        """Generate columns until they contain the optimum of the relaxation, up to a tolerance."""
+        halfway = (time.perf_counter() + self._deadline) / 2  # the other half is for integer solutions
         while not self._done() and time.perf_counter() < halfway:
             self._relaxed, prices, _ = master.solve(self._pool)
             if self._bound - self._relaxed <= max(_RELAXED * self._gap, _CLOSED) * abs(self._bound):
@@ -174,7 +176,7 @@ class _Search:
                 break
 
     def _repair(self, master: Master) -> None:
-        """Let those dive again that are farthest from their best column, with ever more others, while that helps."""
+        """Repeat the dive for the trainers farthest from their best column, with ever more others, while it helps."""
         pool, many = self._pool, 2
         while not self._done():
             losses = pool.losses(self._prices, len(self._trainers))[pool.find(self._trainers, self._counts)]
@@ -188,9 +190,9 @@ class _Search:
                 many *= 3
 
     def _dive(self, master: Master, free: Counts, sure: float) -> None:
-        """Fix the columns that the relaxation wants most, look for others for what is left, and so on.
+        """Fix the columns with the largest fractions, generate others for the remaining nodes, and repeat.
 
-        All but the trainers `free` keep what they have in the best counts. Fractions from `sure` on are fixed at once.
+        All trainers except `free` keep their nodes of the best counts. Fractions of at least `sure` are fixed at once.
         """
         instance = self._instance
         fixed = np.ones(len(self._trainers), dtype=bool)
@@ -198,7 +200,7 @@ class _Search:
         counts = np.where(fixed[:, None], self._counts, 0)
         if fixed.any():
             kept = self._trainers[fixed]
-            master.solve(self._pool)  # it has to know all columns
+            master.solve(self._pool)  # it must contain all columns
             master.fix(self._pool.find(kept, counts[kept]).tolist())
         while not fixed.all() and time.perf_counter() < self._deadline:
             _, prices, fractions = master.solve(self._pool)
@@ -229,7 +231,7 @@ class _Search:
         return trainer_values(self._instance, self._trainers, counts)
 
     def _price(self, prices: Table) -> None:
-        """Find columns at several prices, shape (P, K), and what bound these give."""
+        """Find columns at several prices, shape (P, K), and the bounds that these give."""
         instance, many = self._instance, len(prices)
         rows = np.tile(self._trainers, many)
         capacities = np.broadcast_to(instance.capacities, (len(rows), len(instance.sizes)))
@@ -238,7 +240,7 @@ class _Search:
         tangents = _TANGENTS if instance.startup > 0 and instance.is_offered.any() else 0
         others = counts
         for _ in range(tangents):
-            # Tangents at what was found are tighter, unless that leads to something else.
+            # Tangents at the choices found are tighter, unless they lead to other choices.
             touch = (others * ~instance.is_offered).sum(axis=1)
             again, others = self._pricing.respond(rows, repeated, capacities, touch)
             self._pool.add(rows, others, trainer_values(instance, rows, others))
@@ -254,7 +256,7 @@ class _Search:
         self._pool.add(rows, counts, trainer_values(instance, rows, counts))
 
     def _climb(self, counts: Counts) -> None:
-        """Let trainers take their best response to what the others leave, while that is worth something."""
+        """Let trainers take their best response to what the others leave, as long as the value increases."""
         instance, counts = self._instance, counts.copy()
         free_prices = np.zeros_like(counts, dtype=float)
         while time.perf_counter() < self._deadline:
@@ -275,7 +277,7 @@ class _Search:
         self.offer(counts)
 
     def _free(self, counts: Counts) -> Counts:
-        """Nodes that are left of each class, none of an offered one if there are as many blocks as may be."""
+        """Return the unused nodes of each class; zero for an unused offered class if the blocks are exhausted."""
         instance = self._instance
         used = counts.sum(axis=0)
         free: Counts = instance.capacities - used
@@ -285,14 +287,14 @@ class _Search:
         return free
 
     def _fits(self, choice: Counts, counts: Counts) -> bool:
-        """Whether a trainer that has nothing yet can have this beside what the others have."""
+        """Return whether a trainer without nodes can have this choice next to the counts of the others."""
         used = counts.sum(axis=0) + choice
         opened = np.count_nonzero(self._instance.is_offered & (used > 0))
         return bool(np.all(used <= self._instance.capacities) and opened <= self._instance.blocks)
 
     def _restricted(self) -> None:
         """Choose among the columns that could be in a better solution."""
-        # Start-ups may keep the bound away, which no choice of columns mends.
+        # Start-ups may loosen the bound, which no choice of columns can fix.
         near = min(self._bound, (1 + _RELAXED * self._gap) * self._relaxed)
         target = near - self._gap * abs(self._bound)
         if self._objective >= target:
@@ -313,9 +315,9 @@ class _Search:
 
 
 def _first_prices(instance: WindowInstance) -> Table:
-    """Prices if changes were free: each interval's marginal value of a node, summed up to the closing.
+    """Return the prices if changes were free: each interval's marginal value of a node, summed up to the closing.
 
-    Shape (K,). The marginal value is that at which trainers, each on its own, ask for as many nodes as are alive.
+    Shape (K,). The marginal value is the price at which the trainers' demands add up to the nodes alive.
     """
     earned = instance.earned
     nodes = np.arange(earned.shape[1])

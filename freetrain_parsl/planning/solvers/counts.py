@@ -1,18 +1,18 @@
-"""Share N interchangeable nodes out at the highest total value: an exact mixed-integer programme, in HiGHS.
+"""Allocate N interchangeable nodes at the highest total value: an exact mixed-integer programme, in HiGHS.
 
 ::
 
     max  sum_j v_j(n_j)      subject to      sum_j n_j <= N,      v_j any function of 0, 1, ..., N
 
-One binary for each trainer and count would do, and is slow. Instead:
+One binary variable per trainer and count would be correct but slow. Instead:
 
 1. The linear relaxation, over the upper concave envelope of every v_j, is solved first. The dual L of its one
-   row bounds the optimum from above, for whatever v_j: ``L N + sum_j max_n (v_j(n) - L n)``.
+   row bounds the optimum from above, for any v_j: ``L N + sum_j max_n (v_j(n) - L n)``.
 2. Rounding its solution, which has at most one trainer between two true points of its envelope, gives an
-   incumbent. Often it meets the bound, and that is the proof.
-3. If not, a count n of trainer j is in no better solution if its loss, ``max_m (v_j(m) - L m)`` less
-   ``v_j(n) - L n``, exceeds the gap (reduced-cost fixing). What is left, the core, is written with one
-   integer for each piece on which v_j is concave and none where one piece is left, in units of loss: the
+   incumbent. Often it meets the bound and is thereby proven optimal.
+3. If not, a count n of trainer j is in no better solution if its regret, ``max_m (v_j(m) - L m)`` less
+   ``v_j(n) - L n``, exceeds the gap (reduced-cost fixing). The remaining counts, the core, are modelled with one
+   integer per piece on which v_j is concave, or none if only one piece is left, in units of regret: the
    optimum is the same, and the solver's tolerances are relative to the gap, not to the objective.
 
 Dyer, Kayal & Walker (1984) and Pisinger (1995) treat the multiple-choice knapsack problem by such relaxations
@@ -37,14 +37,14 @@ __all__ = ["CountSolution", "maximise_counts"]
 Table = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
-_ROUNDING = 1e-13  # of the largest value: differences below are rounding of the tables, not kinks
-_CLOSED = 1e-12  # of the sum of largest values: a gap below is none
+_ROUNDING = 1e-13  # of the largest value: smaller differences are rounding errors of the tables, not kinks
+_CLOSED = 1e-12  # of the sum of largest values: a smaller gap counts as zero
 _UNITS = 1000.0  # the gap, in units of the core's objective
 
 
 @dataclass(frozen=True)
 class CountSolution:
-    """Counts and what is known about them.
+    """Counts and their quality.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class CountSolution:
     objective
         Their total value.
     bound
-        No counts are worth more.
+        Upper bound on the value of any counts.
     """
 
     counts: Counts
@@ -69,7 +69,7 @@ def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0
     values
         v_j(n), shape (J, N + 1); minus infinity where a count is not allowed; v_j(0) is always finite.
     incumbent
-        Counts that are allowed and at most N in all; the answer is never worth less.
+        Allowed counts, at most N in total; the result is never worth less.
     time_limit
         Seconds after which the best counts so far are returned, with a bound.
     gap
@@ -94,7 +94,7 @@ def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -
     peaks = np.argmax(values, axis=1)
     scale = float(np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(axis=1).sum())
     if peaks.sum() <= nodes:
-        # Nobody stands in anybody's way: the relaxation without the shared row is the optimum.
+        # There are enough nodes for all: the relaxation without the shared row is the optimum.
         free = _total(values, peaks)
         return CountSolution(peaks if free > objective else best, max(free, objective), max(free, objective))
     relaxed = _relax(values, time_limit)
@@ -129,7 +129,7 @@ _OPTIONS: dict[str, bool | float] = {
     "primal_feasibility_tolerance": 1e-9,
     "dual_feasibility_tolerance": 1e-9,
     # The incumbent is good and the core small: searching for better starts costs 4 to 10 times what it saves.
-    # An older HiGHS that has not all of these ignores those that it does not know.
+    # Older versions of HiGHS ignore options that they do not know.
     "mip_heuristic_run_feasibility_jump": False,
     "mip_heuristic_run_rins": False,
     "mip_heuristic_run_rens": False,
@@ -146,9 +146,9 @@ def _solver(time_limit: float) -> highspy.Highs:
 
 
 def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
-    """Solve the relaxation over concave envelopes: price of a node, and counts at or below its solution.
+    """Solve the relaxation over concave envelopes; return the price of a node and counts at or below its solution.
 
-    The counts are true points of the envelopes. None if the time was too short.
+    The counts are true points of the envelopes. ``None`` if the time limit was reached.
     """
     rows, nodes = len(values), values.shape[1] - 1
     corners = [_envelope(row) for row in values]
@@ -169,7 +169,7 @@ def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
     solution = solver.getSolution()
     dual = -solution.row_dual[0] * unit
     nearest = float(slopes[np.argmin(np.abs(slopes - dual))])
-    # The dual is the slope of the one basic column; take that exactly.
+    # The dual is the slope of the only basic column; use its exact value.
     price = nearest if abs(nearest - dual) <= 1e-6 * unit else max(dual, 0.0)
     taken = np.asarray(solution.col_value) >= lengths - 0.5
     counts = np.zeros(rows, dtype=np.int64)
@@ -178,7 +178,7 @@ def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
 
 
 def _envelope(row: Table) -> Counts:
-    """Corners of the upper concave envelope, up to its highest point, as counts."""
+    """Return the corners of the upper concave envelope, up to its highest point, as counts."""
     at = np.flatnonzero(np.isfinite(row))
     at = at[_kinks(at, row[at], upper=True)]
     values = row[at]
@@ -194,7 +194,7 @@ def _envelope(row: Table) -> Counts:
 
 
 def _kinks(at: Counts, values: Table, *, upper: bool = False) -> Counts:
-    """Positions in `at` where a function is not linear, ends included; only downward kinks if `upper`."""
+    """Return the positions in `at` where a function is not linear, including ends; only downward kinks if `upper`."""
     if len(at) <= 2:
         return np.arange(len(at))
     slopes = np.diff(values) / np.diff(at)
@@ -210,7 +210,7 @@ def _kinks(at: Counts, values: Table, *, upper: bool = False) -> Counts:
 
 
 def _fill(values: Table, counts: Counts) -> Counts:
-    """Give what is left of the nodes to one trainer after the other, the largest gain first."""
+    """Give the remaining nodes to one trainer after another, largest gain first."""
     counts = counts.copy()
     rows, nodes = len(values), values.shape[1] - 1
     # A few rounds come close; the core does the rest.
@@ -233,7 +233,7 @@ def _fill(values: Table, counts: Counts) -> Counts:
 
 @dataclass
 class _Piece:
-    """A stretch of counts on which a value is concave, offered to each trainer of a group."""
+    """A range of counts on which a value is concave, offered to each trainer of a group."""
 
     corners: Counts
     losses: Table
@@ -253,7 +253,7 @@ class _Model:
     rows: list[tuple[Counts, Table, float, float]] = field(default_factory=list)
 
     def add_columns(self, costs: Table, upper: npt.NDArray[Any], *, integer: bool = False) -> int:
-        """Add variables from 0 to `upper`; the index of the first."""
+        """Add variables from 0 to `upper`; return the index of the first."""
         first = self.columns
         self.costs.append(costs)
         self.upper.append(np.asarray(upper, dtype=float))
@@ -288,7 +288,7 @@ class _Model:
             solution.col_value = list(start)
             solver.setSolution(solution)
         if solver.run() == highspy.HighsStatus.kError:
-            # HiGHS has one pool of threads a process: somebody else has started it with another size.
+            # HiGHS has one thread pool per process: other code has started it with a different size.
             solver.setOptionValue("threads", 0)
             solver.run()
         status = solver.getModelStatus()
@@ -298,21 +298,21 @@ class _Model:
 
 
 class _Core:
-    """What reduced-cost fixing leaves, in units of loss.
+    """The core that reduced-cost fixing leaves, in units of regret.
 
-    Trainers with equal values form a group, and the programme has how many of them are on each piece:
-    otherwise it would prove the same thing for each of their permutations.
+    Trainers with equal values form a group, and the variables are how many of them are on each piece:
+    otherwise the solver would have to prove the same for each of their permutations.
 
     Parameters
     ----------
     values, losses
-        v_j(n) and its loss at the price, shape (J, N + 1).
+        v_j(n) and its regret at the price, shape (J, N + 1).
     price
-        Of a node, value.
+        Price of a node, in units of value.
     gap
-        Value by which the incumbent misses the bound.
+        Difference of the bound and the incumbent's value.
     noise
-        Losses beyond the gap by this are still in the core: they are rounding.
+        Tolerance for rounding: regrets up to this much above the gap are still in the core.
     """
 
     def __init__(self, values: Table, losses: Table, price: float, gap: float, noise: float) -> None:
@@ -326,7 +326,7 @@ class _Core:
         ]
 
     def solve(self, incumbent: Counts, time_limit: float, gap: float) -> tuple[Counts, float]:
-        """Minimise the loss: counts, and a lower bound on the loss."""
+        """Minimise the regret; return the counts and a lower bound on the regret."""
         scale = _UNITS / self.gap
         model, start = self._build(incumbent, scale)
         solver = _solver(time_limit)
@@ -373,8 +373,8 @@ class _Core:
                         model.add_row(np.array([column, piece.column]), np.array([1.0, -length]), -np.inf, 0.0)
             if choice:
                 model.add_row(np.array([p.column for p in pieces]), np.ones(len(pieces)), many, many)
-        # Idle nodes cost their price, so a whole number of them beyond the gap is in no better solution than the
-        # incumbent, which itself must fit whatever rounding makes of its gap.
+        # Idle nodes cost their price, so a number of them whose cost exceeds the gap is in no better solution than the
+        # incumbent. The incumbent itself must be feasible despite rounding of its gap.
         idle_now = self.nodes - int(incumbent.sum())
         idle = min(self.nodes, int(self.gap * (1 + 1e-9) / self.price)) if self.price > 0 else self.nodes
         used.append((model.add_columns(np.array([self.price * scale]), np.array([max(idle, idle_now)])), 1.0))
@@ -416,13 +416,13 @@ def _alike(values: Table) -> list[Counts]:
 
 
 def _pieces(inside: Counts, losses: Table) -> list[_Piece]:
-    """Split the counts of the core into stretches without gaps on which the loss is convex."""
+    """Split the counts of the core into ranges without gaps on which the regret is convex."""
     pieces: list[_Piece] = []
     for run in np.split(inside, np.flatnonzero(np.diff(inside) > 1) + 1):
         corners = run[_kinks(run, losses[run])]
         slopes = np.diff(losses[corners]) / np.diff(corners)
         falls = np.flatnonzero(np.diff(slopes) < 0) + 1
-        # Where the slope falls one piece ends and another begins, both with that count.
+        # Where the slope decreases, one piece ends and another begins, both including that count.
         edges = [0, *falls.tolist(), len(corners) - 1] if len(corners) > 1 else [0, 0]
         for first, last in pairwise(edges):
             part = corners[first : last + 1]

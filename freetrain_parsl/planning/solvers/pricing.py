@@ -1,13 +1,13 @@
-"""The best nodes for one trainer, if the nodes of each class have a price: an exact dynamic programme.
+"""The best nodes for one trainer at given prices for the nodes of each class: an exact dynamic programme.
 
-Classes are visited by closing, the latest first: then the nodes taken so far are those alive before the closing of
-the class, and what an interval earns depends on their number s alone. A step over a class takes the maximum over a
-sliding window of s, for all trainers at once, as rows of arrays. Layers keep apart the choices in which no class
-has grown, one has, and a block with a start-up is opened.
+Classes are visited in order of closing, latest first: the nodes taken so far are then those alive before the closing
+of the class, and the yield of an interval depends only on their number s. A step over a class takes the maximum over a
+sliding window of s, for all trainers at once, as rows of arrays. Layers separate the choices in which no class has
+grown, some class has grown, and a block with a start-up is opened.
 
-Until that block has started only the held nodes are alive, and s does not tell how many of the nodes these are.
-There the rate is replaced by a tangent to its concave envelope, which never is below it: the result is then an
-upper bound of the value. Without start-ups it is the value.
+Until that block has started, only the held nodes are alive, and s does not determine how many of the nodes these are.
+There the rate is replaced by a tangent to its concave envelope, which is never below it: the result is then an upper
+bound of the value. Without start-ups it is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from freetrain_parsl.planning.solvers.window_model import Counts, Table, WindowI
 __all__ = ["Pricing"]
 
 _KEPT, _GROWN, _OPENED = _LAYERS = range(3)
-Layers = list[Table | None]  # value of every s, shape (R, S), in each layer; None if no choice is in it
+Layers = list[Table | None]  # value of every s, shape (R, S), in each layer; None if the layer is empty
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Group:
     classes
         Their indices.
     share
-        How much of what the closing costs counts.
+        Weight of the cost of the closing.
     started
         Whether blocks opened now have started by then.
     early, late
@@ -49,7 +49,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Move:
-    """Taking low to high nodes of a class, some or all rows, leads from one layer to another."""
+    """A transition between layers by taking low to high nodes of a class, for some or all rows."""
 
     source: int
     target: int
@@ -58,7 +58,7 @@ class _Move:
     high: Counts
 
     def apply(self, values: Table) -> Table:
-        """Return max over low <= n <= high of values[:, s - n], for every s; minus infinity where there is none."""
+        """Return max over low <= n <= high of values[:, s - n], for every s; minus infinity if the range is empty."""
         if self.rows is not None:
             best = np.full(values.shape, -np.inf)
             best[self.rows] = _slide(values[self.rows], self.low, self.high)
@@ -70,11 +70,11 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Step:
-    """What is needed to find the way back over one class."""
+    """What is needed to trace a choice back over one class."""
 
     index: int
     moves: list[_Move]
-    before: Layers  # of choices that have nodes of this group already
+    before: Layers  # of choices that already have nodes of this group
     paid: Layers  # the best of all choices, plus the price of s nodes
     prices: Table
 
@@ -106,24 +106,24 @@ class Pricing:
     def respond(
         self, rows: Counts, prices: Table, capacities: Counts, touch: Counts | None = None
     ) -> tuple[Table, Counts]:
-        """Find the choices of the largest value less the price of their nodes.
+        """Find the choices with the largest value less the price of their nodes.
 
         Parameters
         ----------
         rows
-            Which trainer each choice is for, shape (R,).
+            Trainer of each choice, shape (R,).
         prices
-            Value of a node of each class, shape (R, K).
+            Price of a node of each class, shape (R, K).
         capacities
-            Nodes of each class that it may take at most, shape (R, K).
+            Maximum number of nodes of each class, shape (R, K).
         touch
-            Numbers of held nodes at which tangents touch, shape (R,): the nearer to those of the best choice, the
-            tighter is the bound with start-ups. None: those that the trainers have now.
+            Numbers of held nodes at which tangents touch, shape (R,): the closer to those of the best choice, the
+            tighter the bound with start-ups. ``None``: the trainers' current numbers.
 
         Returns
         -------
         tuple
-            That value less price, or an upper bound of it, shape (R,), and the choices, shape (R, K).
+            The value less the price, or an upper bound of it, shape (R,), and the choices, shape (R, K).
         """
         instance = self._instance
         every = np.arange(len(rows))
@@ -153,7 +153,7 @@ class Pricing:
         return np.maximum(best, stay), choices
 
     def _group(self) -> list[_Group]:
-        """Group the classes by closing, the latest first."""
+        """Group the classes by closing, latest first."""
         instance = self._instance
         times = np.unique(instance.ends)[::-1].tolist()
         groups = []
@@ -168,12 +168,12 @@ class Pricing:
         return groups
 
     def _forward(self, rows: Counts, prices: Table, capacities: Counts) -> tuple[Layers, list[_Step], list[Layers]]:
-        """Visit the classes; values of every s at the end, and what each step and each group saw."""
+        """Visit the classes; return the values of every s at the end, and the layers of each step and each group."""
         earned = self._earned[rows]
         penalty = self._leaving[rows] * earned
         first = np.full(earned.shape, -np.inf)
         first[:, 0] = 0.0
-        # Where growing costs no less than shrinking, a choice may be taken for a grown one without harm.
+        # If growing costs no less than shrinking, treating a choice as grown never overestimates its value.
         stay: Layers = [first, first.copy() if self._instance.growing_costs_more else None, None]
         steps: list[_Step] = []
         closed: list[Layers] = []
@@ -201,8 +201,8 @@ class Pricing:
     def _before_start(
         self, rows: Counts, group: _Group, stay: Table | None, moved: Table | None
     ) -> tuple[Table | None, Table | None]:
-        """Pass a closing and the interval before it, of which the opened blocks have missed some or all."""
-        # Only held nodes leave before the end of the start-up, and s does not tell how many there were, or whether any.
+        """Pass a closing and the interval before it, part or all of which is before the opened blocks start."""
+        # Only held nodes leave before the end of the start-up, and s does not determine how many there were, if any.
         if moved is not None and group.share and group.started:
             moved = moved - group.share * self._leaving[rows] * self._earned[rows]
         ahead = _best(stay, moved)
@@ -225,7 +225,7 @@ class Pricing:
         return moves
 
     def _price(self, prices: Table, index: int) -> Table:
-        """Price of a node, and the tangent's share of it where it is not there yet."""
+        """Return the price of a node, plus the tangent's share while it is not available yet."""
         price = prices[:, index, None]
         if self._slow[index]:
             price = price + min(self._instance.startup, self._instance.horizon) * self._slope
@@ -249,13 +249,13 @@ class Pricing:
                         at[mine] -= count
                         layer[mine] = source
                         came = _at(step.before, source, mine, at[mine])
-                        # After a class with nodes, the way goes on through the better of the two.
+                        # After a class with nodes, the path continues through the better of the two.
                         moved[mine] = (count == 0) | (came >= _at(seen[:3], source, mine, at[mine]))
         return choices
 
 
 def _taken(step: _Step, target: int, rows: Counts, at: Counts) -> tuple[Counts, Counts]:
-    """How many nodes of a class a choice has that is at `at` after it, and the layer before it."""
+    """Return how many nodes of a class a choice at `at` after the step has, and its layer before the step."""
     count, source = np.zeros(len(rows), dtype=np.int64), np.full(len(rows), target)
     before = step.before[target]
     pay = step.prices[rows, 0] * at
@@ -302,7 +302,7 @@ def _at(layers: Layers, layer: Counts, rows: Counts, at: Counts) -> Table:
 
 
 def _slide_alike(values: Table, low: int, high: int) -> Table:
-    """Slide one window over all rows: maxima over 1, 2, 4, ... neighbours are doubled up, and two cover the window."""
+    """Slide one window over all rows, from maxima over 1, 2, 4, ... neighbours, of which two cover the window."""
     rows, size = values.shape
     if high < low:
         return np.full(values.shape, -np.inf)
@@ -317,7 +317,7 @@ def _slide_alike(values: Table, low: int, high: int) -> Table:
 
 
 def _slide(values: Table, low: Counts, high: Counts) -> Table:
-    """Slide a window of its own over each row."""
+    """Slide a separate window over each row."""
     best = np.full(values.shape, -np.inf)
     bounds = low * (int(high.max()) + 1) + high
     for bound in np.unique(bounds).tolist():
@@ -327,7 +327,7 @@ def _slide(values: Table, low: Counts, high: Counts) -> Table:
 
 
 def _touching(values: Table) -> tuple[Table, Table]:
-    """Offset and slope of the lines that touch the concave envelope of a function at every point."""
+    """Return offset and slope of the lines that touch the concave envelope of a function at every point."""
     corners = [0]
     while corners[-1] < len(values) - 1:
         last = corners[-1]
@@ -338,7 +338,7 @@ def _touching(values: Table) -> tuple[Table, Table]:
     if len(at) == 1:
         return np.zeros(1), np.zeros(1)
     rises = np.diff(values[at]) / np.diff(at)
-    slope = rises[np.maximum(np.searchsorted(at, nodes) - 1, 0)]  # at a corner: that to its left
-    # Not merely through the corner: rounding must not leave a value above the line.
+    slope = rises[np.maximum(np.searchsorted(at, nodes) - 1, 0)]  # at a corner: the slope to its left
+    # The line through the corner alone is not enough: rounding must not leave a value above it.
     offsets = np.array([np.max(values - rise * nodes) for rise in rises])
     return offsets[np.maximum(np.searchsorted(at, nodes) - 1, 0)], slope

@@ -1,4 +1,4 @@
-"""Columns, that is trainers' choices of nodes, and the linear and integer programmes over those that are known."""
+"""Columns, that is, trainers' choices of nodes, and the linear and integer programmes over the known columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIONS: dict[str, bool | float] = {
     "threads": 1,
     "mip_rel_gap": 0.0,
     # The incumbent is good and the programme small: searching for better starts costs more than it saves.
-    # An older HiGHS that has not all of these ignores those that it does not know.
+    # Older versions of HiGHS ignore options that they do not know.
     "mip_heuristic_run_feasibility_jump": False,
     "mip_allow_restart": False,
 }
@@ -35,12 +35,12 @@ _ENDS = {
 
 
 class Columns:
-    """Choices of trainers, each once.
+    """Choices of trainers without duplicates.
 
     Parameters
     ----------
     classes
-        How many classes of nodes there are.
+        Number of classes of nodes.
     """
 
     def __init__(self, classes: int) -> None:
@@ -53,7 +53,7 @@ class Columns:
         return len(self.rows)
 
     def add(self, rows: Counts, counts: Counts, values: Table) -> None:
-        """Add those that are new and whose value is finite."""
+        """Add the choices that are new and have a finite value."""
         new: list[int] = []
         for index, (row, choice) in enumerate(zip(rows.tolist(), counts, strict=True)):
             key = (row, choice.tobytes())
@@ -70,7 +70,7 @@ class Columns:
         return np.array([self._known[row, choice.tobytes()] for row, choice in pairs], dtype=np.int64)
 
     def losses(self, prices: Table, trainers: int) -> Table:
-        """Return how much less each is worth at these prices than the best of its trainer."""
+        """Return how much less each choice is worth at these prices than the best of its trainer."""
         reduced = self.values - self.counts @ prices
         tops = np.full(trainers, -np.inf)
         np.maximum.at(tops, self.rows, reduced)
@@ -79,14 +79,14 @@ class Columns:
 
 
 class Master:
-    """The linear programme: fractions of columns, one column in all for each trainer.
+    """The linear programme: fractions of columns that add up to one for each trainer.
 
     Parameters
     ----------
     instance
         The problem.
     scale
-        The size of its optimum, roughly.
+        Approximate size of its optimum.
     """
 
     def __init__(self, instance: WindowInstance, scale: float) -> None:
@@ -102,7 +102,7 @@ class Master:
         self._passed = len(columns)
         _run(self._solver)
         if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            self._solver.clearSolver()  # a basis from before may be one from which it finds no way
+            self._solver.clearSolver()  # the solver may fail from a previous basis
             _run(self._solver)
         if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             raise _failed(self._solver)
@@ -113,14 +113,14 @@ class Master:
         return -objective * self._unit, np.maximum(-duals, 0.0) * self._unit, fractions
 
     def fix(self, columns: Iterable[int]) -> None:
-        """Insist on these columns from now on."""
+        """Fix these columns at one."""
         first = self._solver.getNumCol() - self._passed
         for column in columns:
             self._solver.changeColBounds(first + column, 1.0, 1.0)
         self._fixed.extend(columns)
 
     def release(self) -> None:
-        """Insist on none any more."""
+        """Unfix all columns."""
         first = self._solver.getNumCol() - self._passed
         for column in self._fixed:
             self._solver.changeColBounds(first + column, 0.0, 1.0)
@@ -128,9 +128,9 @@ class Master:
 
 
 def choose_greedily(instance: WindowInstance, columns: Columns, prices: Table) -> Counts:
-    """Give each trainer the column of the least loss that fits; who has most to gain comes first.
+    """Give each trainer the fitting column of least regret, in order of decreasing gain.
 
-    A trainer whose columns need more than is left goes without nodes.
+    A trainer gets no nodes if its columns need more than is left.
     """
     trainers, classes = instance.current.shape
     losses = columns.losses(prices, trainers)
@@ -165,18 +165,18 @@ def choose_optimally(
     time_limit: float,
     target: float,
 ) -> Counts:
-    """Choose one column a trainer, of the highest total value, among those that lose no more than `room`.
+    """Choose one column per trainer, of the highest total value, among those with a regret of at most `room`.
 
     Parameters
     ----------
     instance
         The problem.
     columns
-        What to choose from; the incumbent is among them.
+        The known columns, including those of the incumbent.
     losses
-        Of the columns at the best prices.
+        Regrets of the columns at the best prices.
     room
-        How much the incumbent misses the bound by.
+        Difference of the bound and the incumbent's value.
     incumbent
         Counts to start from.
     time_limit
@@ -187,7 +187,7 @@ def choose_optimally(
     Returns
     -------
     numpy.ndarray
-        Counts, shape (J, K); the incumbent if nothing better was found.
+        Counts, shape (J, K); the incumbent if no better ones were found.
     """
     kept = np.flatnonzero(losses <= room * (1 + 1e-9))
     tops = np.full(len(incumbent), -np.inf)
@@ -218,13 +218,13 @@ def choose_optimally(
 
 
 def _limited(instance: WindowInstance) -> Counts:
-    """Classes that need a variable: the offered ones, if not all of them may be used."""
+    """Return the classes that need a variable: the offered ones, unless all of them may be used."""
     offered = np.flatnonzero(instance.is_offered & (instance.capacities > 0))
     return offered if len(offered) > instance.blocks else offered[:0]
 
 
 def _solver(instance: WindowInstance) -> highspy.Highs:
-    """Write the rows (one a trainer, one a class, perhaps one for the blocks) and a variable for each block."""
+    """Build the rows (one per trainer, one per class, possibly one for the blocks) and a variable for each block."""
     solver = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs for its core only
     for option, value in _OPTIONS.items():
         solver.setOptionValue(option, value)
@@ -275,7 +275,7 @@ def _add(solver: highspy.Highs, columns: Columns, which: Counts, costs: Table) -
 
 def _run(solver: highspy.Highs) -> None:
     if solver.run() == highspy.HighsStatus.kError:
-        # HiGHS has one pool of threads a process: somebody else has started it with another size.
+        # HiGHS has one thread pool per process: other code has started it with a different size.
         solver.setOptionValue("threads", 0)
         solver.run()
 

@@ -1,27 +1,27 @@
-"""Nodes in classes that differ in when they close: the window-aware model, and what counts are worth in it.
+"""Nodes in classes with different closing times: the window-aware model, and the value of counts in it.
 
 ::
 
     max  sum_j V_j(n_j)      subject to      sum_j n_jk <= s_k,      used offered classes <= max_blocks
 
 n_jk nodes of class k go to trainer j. Class k closes at tau_k; those that close at or after the horizon T never do.
-The instants 0 < t_1 < t_2 < ... < T (closings, and the end of the start-up of blocks opened now) part the time
+The instants 0 < t_1 < t_2 < ... < T (closings, and the end of the start-up of blocks opened now) divide the time
 into intervals of lengths D_i, in which a_ji nodes of trainer j are alive: those of classes that have not closed,
 and of offered classes only after the start-up. Then::
 
     V_j = sum_i D_i O_j(a_ji)  -  change_j  -  sum over closings with n_jk > 0 of c_k (down_j + checkpoint_j) O_j(a_ji)
 
-with a_ji in the last term the nodes just before the closing, one term however many nodes leave, and c_k one for what
-closes before T and zero for the rest. Other c_k may be given: less than one if what lies ahead counts less, or if a
-closing is likely and no more. Classes of one time and one c close together, and if they differ the largest c first. ::
+where a_ji in the last term is the number of nodes just before the closing, with one term regardless of how many nodes
+leave, and c_k is one for classes that close before T and zero for the rest. Other c_k may be given: less than one if
+the future is discounted, or if a closing is only likely. Classes of the same time and c close together; at the same
+time, the largest c closes first. ::
 
     change_j = up_j O_j(C_j)     if a class grows and the trainer runs,
                down_j O_j(C_j)   if none grows and one shrinks,
                start_j O_j(n_j)  if the trainer had no nodes and gets n_j
 
-C_j is the trainer's count before, or the nearest that it may have. The total n_j must be none or a count that the
-trainer may have. If closings (or a block that is not there yet) leave it a count that it may not have, it earns
-nothing on that count.
+C_j is the trainer's previous count, or the nearest allowed one. The total n_j must be zero or an allowed count. If
+closings (or a block that has not started yet) leave the trainer with a count that is not allowed, it earns nothing.
 
 With one class that never closes this is the count model of `freetrain_parsl.planning.solvers.counts`.
 """
@@ -50,12 +50,12 @@ class WindowInstance:
     Parameters
     ----------
     rates
-        O_j(n), value per second, shape (J, N + 1); NaN or minus infinity where a count is not allowed, zero on no
-        nodes. Wide enough for every trainer's count now, or for the nearest that it may have.
+        O_j(n), value per second, shape (J, N + 1); NaN or minus infinity where a count is not allowed, zero on zero
+        nodes. It must include every trainer's current count, or the nearest allowed one.
     up, down, start, checkpoint
-        Seconds lost when a trainer grows, shrinks, starts, and when it saves before a closing; shape (J,).
+        Seconds lost when a trainer grows, shrinks, starts, and saves before a closing; shape (J,).
     current
-        C_jk, nodes that the trainers have now, shape (J, K).
+        C_jk, current nodes of the trainers, shape (J, K).
     sizes
         s_k, nodes of the classes, shape (K,).
     closings
@@ -63,21 +63,21 @@ class WindowInstance:
     horizon
         T, seconds.
     shares
-        c_k, how much of what a closing costs counts, from 0 to 1, shape (K,). None: as above.
+        c_k, weight of the cost of a closing, from 0 to 1, shape (K,). ``None``: as above.
     offered
-        Whether a class is a window in which a block would have to be opened, shape (K,); else we hold its nodes.
-        None: all are held.
+        Whether a class is a window in which a block would have to be opened, shape (K,); otherwise its nodes are held.
+        ``None``: all are held.
     startup
-        Seconds until an opened block gives anything.
+        Seconds until an opened block is usable.
     min_useful
-        Seconds that a block must be of use after its start-up; shorter windows are left alone.
+        Minimum useful seconds of a block after its start-up; shorter windows are not used.
     max_blocks
-        Offered classes that may be used, at most; None if any number.
+        Maximum number of offered classes used; ``None`` for no limit.
 
     Raises
     ------
     PlanningError
-        Shapes that do not fit, times that are not positive, or more nodes in use than there are.
+        Inconsistent shapes, times that are not positive, or more nodes in use than exist.
     """
 
     rates: Table
@@ -103,15 +103,15 @@ class WindowInstance:
             if getattr(self, name).shape != shape:
                 raise PlanningError(f"window model: {name} has shape {getattr(self, name).shape}, expected {shape}")
         if self.shares is not None and not (self.shares.shape == (classes,) and np.all(abs(2 * self.shares - 1) <= 1)):
-            raise PlanningError("window model: of every class's closing a share from 0 to 1 counts")
+            raise PlanningError("window model: shares must have one value from 0 to 1 per class")
         if len(self.rates) != trainers or (self.offered is not None and self.offered.shape != (classes,)):
-            raise PlanningError("window model: a row of rates a trainer, and one flag `offered` a class, are needed")
+            raise PlanningError("window model: expected one row of rates per trainer and one flag `offered` per class")
         if not (self.horizon > 0 and np.all(self.closings > 0)):
-            raise PlanningError("window model: the horizon and the closings lie after now: positive seconds")
+            raise PlanningError("window model: horizon and closings must be positive seconds from now")
         if np.any(self.current < 0) or np.any(self.current.sum(axis=0) > np.where(self.is_offered, 0, self.sizes)):
-            raise PlanningError("window model: trainers have more nodes of a class than we hold")
+            raise PlanningError("window model: trainers have more nodes of a class than are held")
         if self.totals.max(initial=0) >= self.rates.shape[1]:
-            raise PlanningError("window model: the rates do not reach to what the trainers have now")
+            raise PlanningError("window model: rates do not cover the trainers' current counts")
 
     @cached_property
     def is_offered(self) -> Mask:
@@ -130,7 +130,7 @@ class WindowInstance:
 
     @cached_property
     def capacities(self) -> Counts:
-        """Nodes that may be given, shape (K,): none of an offered class that is not worth a block."""
+        """Nodes that may be allocated, shape (K,): zero for an offered class that is not worth a block."""
         late = self.closings - self.startup
         useless = self.is_offered & ((late < self.min_useful) | (late <= 0))
         capacities: Counts = np.where(useless, 0, self.sizes)
@@ -144,14 +144,14 @@ class WindowInstance:
 
     @cached_property
     def allowed(self) -> Mask:
-        """Which total counts a trainer may have, shape (J, N + 1); none is always one."""
+        """Which total counts a trainer may have, shape (J, N + 1); zero is always allowed."""
         allowed = np.isfinite(self.rates)
         allowed[:, 0] = True
         return allowed
 
     @cached_property
     def earned(self) -> Table:
-        """Value per second on any number of nodes alive, shape (J, N + 1); zero where it is not allowed."""
+        """Value per second on any number of nodes alive, shape (J, N + 1); zero where the count is not allowed."""
         earned = np.where(self.allowed, self.rates, 0.0)
         earned[:, 0] = 0.0
         return earned
@@ -164,7 +164,7 @@ class WindowInstance:
 
     @cached_property
     def before(self) -> Table:
-        """O_j(C_j), or of the nearest count that it may have; zero for a trainer without nodes; shape (J,)."""
+        """O_j at C_j or the nearest allowed count; zero for a trainer without nodes; shape (J,)."""
         before = np.zeros(len(self.rates))
         for row in np.flatnonzero(self.totals):
             counts = np.flatnonzero(self.allowed[row, 1:]) + 1
@@ -174,21 +174,21 @@ class WindowInstance:
 
     @cached_property
     def growing_costs_more(self) -> bool:
-        """Whether no trainer that runs grows more cheaply than it shrinks."""
+        """Whether no running trainer grows more cheaply than it shrinks."""
         return bool(np.all((self.up >= self.down) | (self.totals == 0)))
 
     @cached_property
     def status_quo(self) -> Counts:
-        """The current counts, none for a trainer that cannot go on with what it has left; shape (J, K)."""
+        """The current counts, zero for a trainer that cannot continue on its remaining nodes; shape (J, K)."""
         stays = self.allowed[np.arange(len(self.rates)), self.totals]
         counts: Counts = np.where(stays[:, None], self.current, 0)
         return counts
 
     def merged(self) -> tuple[WindowInstance, Counts]:
-        """Take held classes of one end and share together, which loses nothing: the problem, and each class's number.
+        """Merge held classes with the same end and share without loss of optimality; also return each class's index.
 
-        Those that close at the horizon or later have the same end. If some trainer grows more cheaply than it shrinks,
-        it may want to swap nodes between such classes, and none are taken together.
+        Classes that close at the horizon or later have the same end. If some trainer grows more cheaply than it
+        shrinks, it may swap nodes between such classes, and none are merged.
         """
         alone = 1 + np.arange(len(self.sizes))
         apart = np.where(self.is_offered | (not self.growing_costs_more), alone, 0)
@@ -207,7 +207,7 @@ class WindowInstance:
         return small, number
 
     def divided(self, counts: Counts, number: Counts) -> Counts:
-        """Divide counts of the merged problem: trainers keep what they have, and all prefer what closes last."""
+        """Divide counts of the merged problem: trainers keep their nodes, and all prefer the latest closings."""
         divided = np.zeros_like(self.current)
         order = np.lexsort((np.arange(len(number)), -self.closings))
         wanted, free = counts.copy(), self.sizes.copy()
@@ -221,7 +221,7 @@ class WindowInstance:
         return divided
 
     def feasible(self, counts: Counts) -> bool:
-        """Whether the classes suffice, the blocks are not too many, and every total is allowed."""
+        """Return whether the classes are large enough, the blocks not too many, and every total is allowed."""
         used = counts.sum(axis=0)
         return bool(
             counts.shape == self.current.shape
@@ -240,9 +240,9 @@ def trainer_values(instance: WindowInstance, rows: Counts, counts: Counts) -> Ta
     instance
         The problem.
     rows
-        Which trainer each choice is for, shape (R,).
+        Trainer of each choice, shape (R,).
     counts
-        Its nodes of each class, shape (R, K).
+        Nodes of each class, shape (R, K).
     """
     total = counts.sum(axis=1)
     top = instance.rates.shape[1] - 1

@@ -1,7 +1,7 @@
-"""Charts without scripts: inline SVG shapes that stretch with the page, and HTML text that keeps its size.
+"""Charts without scripts: inline SVG shapes that scale with the page, and HTML text of constant size.
 
-An SVG that is scaled to a phone's width takes its letters with it, down to 4 px. Here only shapes are SVG; axis labels
-and legends are HTML, placed in per cent of the plot.
+Text in an SVG that is scaled to a phone's width shrinks with it, down to 4 px. Therefore only shapes are SVG; axis
+labels and legends are HTML, positioned in per cent of the plot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEIGHT = 500  # units of the viewBox; paths hold integers, which keeps a page o
 
 
 class Series(NamedTuple):
-    """One named row of values, a value a time bin; None where there is none yet."""
+    """A named series with one value per time bin; ``None`` if not available yet."""
 
     name: str
     colour: str
@@ -45,11 +45,11 @@ def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, axis: T
     Parameters
     ----------
     title, summary
-        What the picture shows and what is to be seen in it, for those who do not see it.
+        What the chart shows and its main result, for screen readers.
     layers
-        As many values each; None counts as 0.
+        Series of equal length; ``None`` counts as 0.
     axis
-        The time that all bins together cover.
+        The time covered by all bins together.
     """
     sums: list[list[float]] = []
     below = [0.0] * len(layers[0].values)
@@ -57,7 +57,7 @@ def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, axis: T
         below = [total + max(value or 0.0, 0.0) for total, value in zip(below, layer.values, strict=True)]
         sums.append(below)
     ticks = _ticks(max(max(below, default=0.0), 1.0))
-    # The highest first, down to the ground each: the next covers what is not its own, and no lower edge is written.
+    # Highest first, each down to the baseline: the next one covers the rest, so no lower edges are needed.
     shapes = [
         element("path", element("title", layer.name), d=_steps(total, ticks[-1]), fill=layer.colour)
         for layer, total in reversed(list(zip(layers, sums, strict=True)))
@@ -67,7 +67,7 @@ def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, axis: T
 
 
 def lines(title: str, summary: str, series: Sequence[Series], *, axis: TimeAxis) -> Element:
-    """Draw shares (1 is 100 %) over time as lines; the axis starts where the later three quarters of them do."""
+    """Draw shares (1 is 100 %) over time as lines; the axis range is that of the last three quarters of the values."""
     settled = [value for one in series for value in one.values[len(one.values) // 4 :] if value is not None]
     low = math.floor(10 * min(settled, default=0.0)) / 10
     high = max(math.ceil(10 * max(settled, default=1.0)) / 10, low + 0.1)
@@ -90,7 +90,7 @@ def lines(title: str, summary: str, series: Sequence[Series], *, axis: TimeAxis)
 
 
 def columns(title: str, summary: str, heights: Sequence[float], edges: Sequence[str], *, colour: str) -> Element:
-    """Draw a histogram of bins of equal width; `edges` are the labels of their ``len(heights) + 1`` borders."""
+    """Draw a histogram with bins of equal width; `edges` are the labels of their ``len(heights) + 1`` edges."""
     ticks = _ticks(max(max(heights, default=0.0), 1.0))
     shapes = [
         element(
@@ -111,7 +111,7 @@ def columns(title: str, summary: str, heights: Sequence[float], edges: Sequence[
 
 
 def share_bar(title: str, parts: Sequence[Part], *, whole: float) -> Element:
-    """Draw one horizontal bar of `parts`, `whole` wide; parts below 0 have no length."""
+    """Draw a horizontal bar of `parts`, of total width `whole`; negative parts have no width."""
     shapes = []
     left = 0.0
     for part in parts:
@@ -124,7 +124,7 @@ def share_bar(title: str, parts: Sequence[Part], *, whole: float) -> Element:
 
 
 def figure(title: str, text: str, *parts: Element) -> Element:
-    """Put a title and a line of explanation over a picture and its legend."""
+    """Put a title and a line of explanation above a chart and its legend."""
     return element("figure", element("figcaption", element("strong", title), text), *parts)
 
 
@@ -149,7 +149,7 @@ def _plot(
     rows = [_HEIGHT - round(_HEIGHT * share) for share, _ in y_labels]
     grid = element("path", d="".join(f"M0 {row}h{width}" for row in rows), class_="grid")
     down = [element("span", text, style=f"bottom:{100 * share:.1f}%") for share, text in y_labels]
-    # On a phone every other label gives way; the last one must not stick out on the right.
+    # On a phone every other label is hidden; the last one must not overflow on the right.
     across = [
         element(
             "span",
@@ -188,7 +188,7 @@ def _down(value: float, top: float) -> int:
 
 
 def _steps(values: Sequence[float], top: float) -> str:
-    """Outline bins of width 1 and the ground below them."""
+    """Outline bins of width 1 down to the baseline."""
     rows = [_down(value, top) for value in values]
     path = [f"M0 {_HEIGHT}"]
     at, run = _HEIGHT, 0
@@ -207,14 +207,14 @@ def _line(values: Sequence[float | None], low: float, high: float) -> str:
         if value is None:
             pen = "M"
             continue
-        inside = min(max(value, low - 1), high + 1)  # what leaves the plot is cut off by it
+        inside = min(max(value, low - 1), high + 1)  # the plot clips the rest
         path.append(f"{pen}{i} {_HEIGHT - round(_HEIGHT * (inside - low) / (high - low))}")
         pen = "L"
     return "".join(path)
 
 
 def _ticks(top: float) -> list[float]:
-    """Return 0, …, the first at or above `top`, at most six, at steps of 1, 2 or 5 times a power of ten."""
+    """Return at most six ticks from 0 to the first at or above `top`, in steps of 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(top))
     step = next(size for size in (power / 5, power / 2, power, 2 * power) if top <= 5 * size * (1 + 1e-9))
     return [step * i for i in range(math.ceil(top / step - 1e-9) + 1)]

@@ -1,4 +1,4 @@
-"""The policies side by side: what each did, and where the rest went."""
+"""Comparison of the policies: efficiency and losses of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["comparison"]
 
-_LINE_COLOURS = (4, 0, 2, 3, 5, 1, 7, 8)  # of the trainings' colours those that stand out as thin lines
+_LINE_COLOURS = (4, 0, 2, 3, 5, 1, 7, 8)  # the trainings' colours that stand out as thin lines
 
 
 def comparison(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
@@ -29,20 +29,20 @@ def comparison(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[El
     lost = [[Part(loss.name, loss.colour, entry[key] or 0.0) for key, loss in losses.items()] for entry in policies]
     most = max(map(_length, lost))
     several = len(policies) > 1
-    made = [element("h2", "Policies side by side" if several else "What became of the idle nodes")]
+    made = [element("h2", "Comparison of policies" if several else "Use of the idle nodes")]
     if told := policies[0]["told"]:
         made.append(element("p", f"{'All with' if several else 'With'} {told}.", class_="note"))
     made.append(
         charts.figure(
-            "Efficiency and what it lost",
-            "The whole bar is what as many dedicated nodes would do.",
+            "Efficiency and losses",
+            "The whole bar is the work of the same number of dedicated nodes.",
             _bars(labels, [mine + missing for mine, missing in zip(done, lost, strict=True)], whole=1.0),
             charts.legend([("done", "var(--solid)"), *((loss.name, loss.colour) for loss in losses.values())]),
         )
     )
     if most:
         text = f"Enlarged: the widest bar is {percent(most)}."
-        made.append(charts.figure("The losses alone", text, _bars(labels, lost, whole=most)))
+        made.append(charts.figure("Losses only", text, _bars(labels, lost, whole=most)))
     return [*made, _efficiency_over_time(policies, axis), _table(policies)]
 
 
@@ -51,7 +51,7 @@ def _length(parts: Sequence[Part]) -> float:
 
 
 def _bars(labels: Sequence[str], rows: Sequence[Sequence[Part]], *, whole: float) -> Element:
-    # A loss below 0 is a gain: what it pays back makes the other parts longer than the whole.
+    # A negative loss is a gain, which makes the sum of the other parts larger than the whole.
     whole = max(whole, *map(_length, rows))
     cells: list[Element] = []
     for label, parts in zip(labels, rows, strict=True):
@@ -71,10 +71,10 @@ def _efficiency_over_time(policies: Sequence[Mapping[str, Any]], axis: TimeAxis)
     ]
     summary = "; ".join(f"{one.name} ends at {percent(_last(one.values))}" for one in series)
     names = [(f"{one.name}: {percent(_last(one.values))}", one.colour) for one in series]
-    title = "Efficiency as the log goes on"
+    title = "Efficiency over time"
     return charts.figure(
         title,
-        "Of everything up to that time. The beginning, with little behind it, may leave the picture.",
+        "Cumulative up to that time. The beginning, based on little data, may be outside the range.",
         charts.lines(title, summary, series, axis=axis),
         charts.legend(names),
     )
@@ -101,7 +101,7 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
                 ("Finished", lambda e: count(e["jct"]["finished"])),
                 ("Mean time to finish", lambda e: duration(e["jct"]["mean"])),
                 ("Median", lambda e: duration(e["jct"]["median"])),
-                ("95 of 100 within", lambda e: duration(e["jct"]["p95"])),
+                ("95 % within", lambda e: duration(e["jct"]["p95"])),
                 ("Node-hours used", lambda e: count(e["node_hours"]["used"])),
             ],
         ),
@@ -111,10 +111,10 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
                 ("Events", lambda e: count(e["events"])),
                 ("Decisions", lambda e: count(e["solves"])),
                 ("Median decision", lambda e: milliseconds(e["solve_ms"]["median"])),
-                ("99 of 100 within", lambda e: milliseconds(e["solve_ms"]["p99"])),
+                ("99 % within", lambda e: milliseconds(e["solve_ms"]["p99"])),
                 ("Longest", lambda e: milliseconds(e["solve_ms"]["max"])),
                 ("Proven optimal", lambda e: percent(e["proven_optimal_share"])),
-                ("Plans refused", lambda e: count(e["refused"])),
+                ("Plans rejected", lambda e: count(e["refused"])),
                 ("Replay took", lambda e: duration(e["wall_seconds"])),
             ],
         ),

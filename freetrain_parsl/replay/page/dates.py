@@ -1,4 +1,4 @@
-"""The axis of time: dates where the log has them, else the time since its start."""
+"""The time axis: dates if the log has them, else the time since its start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = (
 _DAYS = (1, 2, 4, 7, 14)
 _MONTHS = (1, 2, 3, 6, 12, 24, 60)
 _MOST = 8  # labels
-_APART = 0.04  # of the axis: labels closer to each other would overlap
+_APART = 0.04  # of the axis: closer labels would overlap
 _NAMES = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
@@ -31,11 +31,11 @@ class TimeAxis:
     Parameters
     ----------
     seconds
-        How long it is, on the log's clock.
+        Its length, on the log's clock.
     begin
         The date of its start; ``None`` if unknown.
     masked
-        Where the log's clock stands still, seconds after the start, and for how many seconds.
+        When the log's clock is stopped, seconds after the start, and for how many seconds.
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class TimeAxis:
 
     @classmethod
     def of(cls, log: Mapping[str, Any]) -> TimeAxis:
-        """Make that of the ``log`` of a replay's figures."""
+        """Make the axis from the ``log`` of a replay's figures."""
         begin = None if log["date"] is None else datetime.fromisoformat(log["date"])
         return cls(log["seconds"], begin, [(at, seconds) for at, seconds in log["masked"]])
 
@@ -56,7 +56,7 @@ class TimeAxis:
         return self.begin + timedelta(seconds=self.seconds + sum(seconds for _, seconds in self.masked))
 
     def labels(self) -> list[tuple[float, str]]:
-        """Return (share of the axis, text), at most about nine of them, in order."""
+        """Return about nine or fewer labels (share of the axis, text), in order."""
         if self.seconds <= 0:
             return []
         if self.begin is None or self.end is None:
@@ -75,7 +75,7 @@ class TimeAxis:
         return [(i * step / self.seconds, f"{i * step / unit:g} {name}") for i in range(count + 1)]
 
     def _position(self, when: datetime) -> float:
-        """Return the seconds on the log's clock; a date that was left out is where it stands still."""
+        """Return the seconds on the log's clock; a removed date is where the clock is stopped."""
         assert self.begin is not None
         elapsed = (when - self.begin).total_seconds()
         for at, seconds in self.masked:
@@ -86,7 +86,7 @@ class TimeAxis:
 
 
 def period(log: Mapping[str, Any]) -> str:
-    """Say from when to when a log goes; nothing if it has no dates."""
+    """Format the first and last date of a log; empty if it has no dates."""
     axis = TimeAxis.of(log)
     if axis.begin is None or axis.end is None:
         return ""
@@ -100,7 +100,7 @@ def _day(when: date) -> str:
 
 
 def _dates(begin: datetime, end: datetime) -> Iterator[tuple[datetime, str]]:
-    """Yield round dates with their labels: hours of a short log, days of a longer one, months of a long one."""
+    """Yield round dates with their labels: hours, days or months, depending on the length of the log."""
     seconds = (end - begin).total_seconds()
     step = next((step for step in _STEPS if seconds <= _MOST * step), None)
     if step is not None and step < _DAY:

@@ -1,4 +1,4 @@
-"""Each policy's own part of the page: who used the nodes, how far the trainings came, how long decisions took."""
+"""The section of each policy: use of the nodes, progress of the trainings, decision times."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["policy_by_policy"]
 
-_TRAINERS_DRAWN = 10  # no more colours than that can be told apart
+_TRAINERS_DRAWN = 10  # the maximum number of distinguishable colours
 _TRAINERS_LISTED = 50
-_STEPS_DRAWN = 200  # of idle nodes over time: finer ones are narrower than a phone's dots
+_STEPS_DRAWN = 200  # of idle nodes over time: finer ones are narrower than a phone's pixels
 
 
 def policy_by_policy(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
-    """Tell each policy's story in a part that opens; the best one's is open."""
+    """Build a collapsible section per policy; that of the best one is open."""
     return [
-        element("h2", "In detail"),
+        element("h2", "Details"),
         *(
             element(
                 "details",
@@ -67,7 +67,7 @@ def _who_used_them(entry: Mapping[str, Any], axis: TimeAxis) -> Element:
     hours = entry["node_hours"]
     summary = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours were used by {len(used):,} trainings."
     caption = f"{summary} Each step is the mean of {duration(factor * series['bin_seconds'])}."
-    title = "Idle nodes and who used them"
+    title = "Idle nodes and their use"
     drawn_seconds = len(idle) * factor * series["bin_seconds"]
     return charts.figure(
         title,
@@ -122,9 +122,9 @@ def _progress(entry: Mapping[str, Any]) -> list[Element]:
         )
     notes = []
     if endless:
-        notes.append("None of them has an end: they train as long as there are nodes.")
+        notes.append("They are endless: they train as long as there are nodes.")
     if len(trainers) > len(rows):
-        notes.append(f"These {len(rows)} used most; the other {len(trainers) - len(rows):,} are in the JSON file.")
+        notes.append(f"These {len(rows)} used the most; the other {len(trainers) - len(rows):,} are in the JSON file.")
     return [
         element("h3", "Progress of the trainings"),
         element("p", " ".join(notes), class_="note"),
@@ -134,11 +134,11 @@ def _progress(entry: Mapping[str, Any]) -> list[Element]:
 
 def _solve_times(entry: Mapping[str, Any]) -> list[Element]:
     histogram, solve = entry["solve_histogram"], entry["solve_ms"]
-    title = "How long decisions took"
+    title = "Decision times"
     if not sum(histogram["counts"]):
         return []
     summary = (
-        f"{count(entry['solves'])} decisions: median {milliseconds(solve['median'])}, 99 of 100 within "
+        f"{count(entry['solves'])} decisions: median {milliseconds(solve['median'])}, 99 % within "
         f"{milliseconds(solve['p99'])}, longest {milliseconds(solve['max'])}, "
         f"{percent(entry['proven_optimal_share'])} proven optimal."
     )

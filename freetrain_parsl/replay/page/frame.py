@@ -1,4 +1,4 @@
-"""The report of a replay: one HTML page without scripts, fonts or anything else to load."""
+"""The report of a replay: one HTML page without scripts, fonts or other external resources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["write_page"]
 
-# Nothing may be loaded or run; the page's own style sheet and the places of its labels are all it needs.
+# Nothing may be loaded or run; the page needs only its own style sheet and inline label positions.
 _CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -41,10 +41,10 @@ def write_page(result: Mapping[str, Any], path: Path) -> None:
     Parameters
     ----------
     result
-        The replay's figures, as ``freetrain replay --json`` writes them, with ``series`` and ``solve_histogram``.
-        Figures that are None are shown as a dash.
+        The replay's figures, as written by ``freetrain replay --json``, with ``series`` and ``solve_histogram``.
+        ``None`` is shown as a dash.
     path
-        Where to; see `freetrain_parsl.report.output.write_output`.
+        Where to write; see `freetrain_parsl.report.output.write_output`.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def _page(result: Mapping[str, Any]) -> Element:
 
 
 def _labelled(policies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Give each policy a ``label`` that says in what it differs from the others, and ``told`` for what it does not."""
+    """Add to each policy a ``label`` with its differences from the others, and ``told`` with what they share."""
     differing = [key for key in ("knowledge", "horizon") if len({entry[key] for entry in policies}) > 1]
     common = [key for key in ("knowledge", "horizon") if key not in differing]
     return [
@@ -106,7 +106,7 @@ def _opening(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -
         return [
             element("p", eyebrow, class_="eyebrow"),
             element("h1", f"None of the {log['nodes']:,} nodes was idle"),
-            element("p", f"In {span} this log holds no idle node, so there was nothing to train in.", class_="lede"),
+            element("p", f"In {span} this log has no idle nodes, so there was nothing to train in.", class_="lede"),
         ]
     candidates = sum(map(is_attainable, policies))
     chosen = f"planned by {best['label']}" + (f", the best of {candidates} plans compared" if candidates > 1 else "")
@@ -114,7 +114,7 @@ def _opening(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -
         "Training in them would have done "
         if is_attainable(best)
         else "With closing times known, which is an \
-upper bound that no plan can have, training in them would have done "
+upper bound that no real plan can reach, training in them would have done "
     )
     return [
         element("p", eyebrow, class_="eyebrow"),
@@ -137,19 +137,19 @@ def _cards(log: Mapping[str, Any], best: Mapping[str, Any]) -> list[Element]:
     share = hours["used"] / hours["idle"] if hours["idle"] else None
     cards = [
         ("Efficiency", percent(best["efficiency"]), "of the same trainings on dedicated nodes"),
-        ("Of what is possible", percent(best["oracle_ratio"]), "no plan can do more than the oracle's 100 %"),
+        ("Share of the oracle", percent(best["oracle_ratio"]), "no plan can exceed the oracle's 100 %"),
         ("Node-hours used", count(hours["used"]), f"of {count(hours['idle'])} idle ({percent(share, 0)})"),
-        ("Half of the time", count(log["median_idle"]), "idle nodes or fewer (the median)"),
+        ("Median", count(log["median_idle"]), "idle nodes, weighted by time"),
     ]
     if times["finished"]:
         cards.append(("Trainings finished", count(times["finished"]), f"on average after {duration(times['mean'])}"))
     if cost is not None:
         price = f"of {count(cost['idle'])} idle, at {cost['price_per_node_hour']:g} a node-hour"
-        cards.append(("Worth put to use", count(cost["used"]), price))
+        cards.append(("Value of nodes used", count(cost["used"]), price))
     if best["solves"]:
         solve = best["solve_ms"]
         cards.append(
-            ("A decision takes", milliseconds(solve["median"]), f"99 of 100 under {milliseconds(solve['p99'])}")
+            ("Decision time", milliseconds(solve["median"]), f"median; 99 % under {milliseconds(solve['p99'])}")
         )
     return [
         element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
@@ -161,15 +161,15 @@ def _definitions(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
     words = dict(WORDS)
     words |= {f"Lost to {loss.name}": loss.meaning for loss in losses_met(policies).values()}
     pairs = [part for word, meaning in words.items() for part in (element("dt", word), element("dd", meaning))]
-    return [element("h2", "What the words mean"), element("dl", *pairs, class_="words")]
+    return [element("h2", "Terms"), element("dl", *pairs, class_="words")]
 
 
 def _reproduction(result: Mapping[str, Any]) -> list[Element]:
     log = result["log"]
-    skipped = f" {log['skipped']:,} lines of the log could not be read and were left out." if log["skipped"] else ""
+    skipped = f" {log['skipped']:,} lines of the log could not be read and were skipped." if log["skipped"] else ""
     if log["masked"]:
         masked = sum(seconds for _, seconds in log["masked"])
-        skipped += f" {duration(masked)} that look like outages were removed, and count in no figure."
+        skipped += f" {duration(masked)} that look like outages were removed and are excluded from all figures."
     if log["zero_length"]:
         skipped += f" {log['zero_length']:,} jobs of less than a second took nodes for an instant."
     accounting = {

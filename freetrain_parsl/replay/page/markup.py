@@ -1,4 +1,4 @@
-"""HTML and SVG as trees, so that no text of a user's can ever become markup."""
+"""HTML and SVG as trees, so that user-supplied text can never become markup."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def element(tag: str, /, *children: Element | str | None, **attributes: object) 
     tag
         The element's name.
     *children
-        Elements, and text that is escaped when it is written; None stands for nothing.
+        Elements, and text that is escaped on output; ``None`` is ignored.
     **attributes
-        ``_`` becomes ``-`` and a trailing ``_`` is dropped (``class_``); None leaves the attribute out.
+        ``_`` becomes ``-`` and a trailing ``_`` is dropped (``class_``); ``None`` omits the attribute.
     """
     made = Element(tag, {_name(name): str(value) for name, value in attributes.items() if value is not None})
     for child in children:
@@ -33,7 +33,7 @@ def element(tag: str, /, *children: Element | str | None, **attributes: object) 
 
 
 def document(root: Element) -> str:
-    """Write the ``<html>`` element `root` as a whole document."""
+    """Serialise the ``<html>`` element `root` as a complete document."""
     return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
 
 
@@ -50,5 +50,5 @@ def _append_text(parent: Element, text: str) -> None:
 
 
 def scrolling_table(name: str, *parts: Element) -> Element:
-    """Put a table into a box that scrolls by itself, by keyboard too, so that the page need not."""
+    """Put a table into a box that scrolls independently of the page, also by keyboard."""
     return element("div", element("table", *parts), class_="scroll", tabindex=0, role="region", aria_label=name)

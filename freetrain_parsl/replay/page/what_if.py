@@ -1,4 +1,4 @@
-"""The table of what the best plan would reach if changes cost less, or more."""
+"""The table of the best plan's efficiency with lower and higher costs of changes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["factor_text", "start_text", "what_if_table"]
 
 
 def factor_text(factor: float) -> str:
-    """Say how much rescales cost."""
+    """Format the factor on the cost of rescales."""
     return "as given" if factor == 1 else f"{factor:g} times"
 
 
 def start_text(seconds: float) -> str:
-    """Say how much a start costs."""
+    """Format the cost of a start."""
     return f"{seconds:g}\N{NO-BREAK SPACE}s" if seconds else "free"
 
 
 def what_if_table(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -> list[Element]:
-    """Show U of the first of the policies against what rescales and starts cost; nothing if it was not computed."""
+    """Show U of the first policy by the costs of rescales and starts; nothing if it was not computed."""
     table = result.get("what_if")
     if table is None:
         return []
@@ -39,11 +39,11 @@ def what_if_table(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any
         for factor, shares in zip(table["rescale_factors"], table["efficiency"], strict=True)
     ]
     return [
-        element("h2", "What if changes cost less, or more"),
+        element("h2", "What if changes cost less or more"),
         element(
             "p",
-            f"Efficiency of {policies[0]['label']}. Down: what growing and shrinking cost, against the trainings' own "
-            "costs. Across: what each start costs.",
+            f"Efficiency of {policies[0]['label']}. Down: the cost of growing and shrinking relative to the trainings' "
+            "own costs. Across: the cost of each start.",
             class_="note",
         ),
         scrolling_table(

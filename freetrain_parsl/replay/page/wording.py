@@ -1,4 +1,4 @@
-"""How the report of a replay says things: figures in words, and what the words mean."""
+"""Wording of a replay's report: formats of figures, and definitions of terms."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ NO_FIGURE = "\N{EN DASH}"
 
 
 class Loss(NamedTuple):
-    """One cause of what is missing from 100 %."""
+    """A cause of efficiency below 100 %."""
 
     name: str
     colour: str
     meaning: str
 
 
-# Key in the result -> cause. Okabe and Ito's colours, and a grey for what nobody used.
+# Key in the result -> cause. Okabe and Ito's colours, and grey for unused nodes.
 LOSSES = {
     "loss_concavity": Loss(
         "uneven supply",
         "#CC79A7",
-        "Idle nodes come and go, dedicated ones stay. A training gains less from its hundredth node than from its "
-        "first, so many nodes now do not make up for few before. No plan can win this back: it is 100 % less the "
-        "oracle.",
+        "The number of idle nodes varies, that of dedicated nodes does not. A training gains less from its hundredth "
+        "node than from its first, so many nodes now do not compensate for few before. No plan can avoid this loss: it "
+        "is 100 % less the oracle.",
     ),
     "loss_unused": Loss(
-        "unused nodes", "#999999", "Idle nodes that the plan gave to no training although one could have used them."
+        "unused nodes", "#999999", "Idle nodes that the plan left unused although a training could have used them."
     ),
     "loss_split": Loss(
-        "the split",
+        "suboptimal split",
         "#F0E442",
-        "Nodes in use, but shared among the trainings otherwise than would have been best at that moment.",
+        "Nodes in use, but not allocated to the trainings in the best way at that moment.",
     ),
     "loss_rescale": Loss(
-        "rescaling", "#E69F00", "Time in which trainings stood still because the plan gave them more or fewer nodes."
+        "rescaling", "#E69F00", "Time in which trainings were paused because the plan gave them more or fewer nodes."
     ),
     "loss_preemption": Loss(
-        "preemption", "#D55E00", "Time in which trainings stood still because nodes were taken from them."
+        "preemption", "#D55E00", "Time in which trainings were paused because nodes were taken from them."
     ),
     "loss_start": Loss("starting", "#009E73", "Time in which trainings were started or resumed."),
 }
 
 WORDS = {
     "Efficiency (U)": "Samples that the trainings processed in the idle nodes, divided by what the same trainings "
-    "process in the same time on dedicated nodes: as many as were idle on average (between whole numbers the value is "
-    "interpolated), split among the trainings once and for all in the best way.",
-    "Oracle": "The same replay if every change were free: all idle nodes are split anew in the best way at every "
-    "event. It is the upper bound of the efficiency.",
-    "Share of the oracle": "Efficiency divided by the oracle's: how much of what is possible a plan reached.",
-    "Closing times": "What a plan was told about when idle nodes will be needed again: nothing (unknown), what "
-    "walltimes and the queue said at the time (estimated), or what the log shows afterwards (known). Nobody can have "
-    "the last: it shows what better estimates could bring, and is never the headline.",
+    "process in the same time on dedicated nodes: as many as were idle on average (interpolated between integers), "
+    "with the best constant allocation to the trainings.",
+    "Oracle": "The same replay if every change were free: at every event, all idle nodes are reallocated in the best "
+    "way. It is the upper bound of the efficiency.",
+    "Share of the oracle": "Efficiency divided by that of the oracle.",
+    "Closing times": "A plan's information about when idle nodes will be needed again: none (unknown), forecasts from "
+    "walltimes and the queue at the time (estimated), or the actual times in the log (known). The last is not "
+    "available to a real plan: it shows the potential of better estimates and is never the headline.",
     "Horizon": "How far a plan looks ahead when it weighs what a change costs now against what it gains later.",
     "Node-hour": "One node for one hour.",
 }
@@ -86,7 +86,7 @@ _KNOWLEDGE = {
 
 
 def describe(entry: Mapping[str, Any], keys: Sequence[str] = ("knowledge", "horizon")) -> str:
-    """Say what a policy of a result was told and how far it looked ahead; of these, what `keys` name."""
+    """Describe a policy's knowledge of closing times and its horizon, as far as they are in `keys`."""
     parts = []
     if "knowledge" in keys:
         parts.append(_KNOWLEDGE.get(entry["knowledge"], str(entry["knowledge"])))
@@ -98,43 +98,43 @@ def describe(entry: Mapping[str, Any], keys: Sequence[str] = ("knowledge", "hori
 
 
 def is_attainable(entry: Mapping[str, Any]) -> bool:
-    """Whether a plan could be had on a real machine: whether it was not told what only the finished log shows."""
+    """Return whether a plan is possible on a real machine: whether it does not use actual future closing times."""
     return bool(entry["knowledge"] != "perfect")
 
 
 def best_first(entries: Iterable[_Entry]) -> list[_Entry]:
-    """Sort policies by their efficiency, the best first; those that cannot be had come last."""
+    """Sort policies by efficiency, best first; unattainable ones come last."""
     return sorted(entries, key=lambda entry: (is_attainable(entry), entry["efficiency"] or 0.0), reverse=True)
 
 
 def dedicated_nodes(number: float) -> str:
-    """Write a mean number of dedicated nodes, which need not be whole."""
+    """Format a mean number of dedicated nodes, which may be fractional."""
     text = f"{number:,.0f}" if number >= 1000 or number == round(number) else f"{number:,.1f}"
     text = f"{number:.2g}" if float(text.replace(",", "")) == 0 else text
     return f"{text} dedicated node{'s' * (text != '1')}"
 
 
 def losses_met(policies: Sequence[Mapping[str, Any]]) -> dict[str, Loss]:
-    """Return those of `LOSSES` that any of the policies has."""
+    """Return the `LOSSES` that occur in any of the policies."""
     return {key: loss for key, loss in LOSSES.items() if any(entry[key] for entry in policies)}
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """Write a share, 1 being the whole, in per cent."""
+    """Format a share in per cent."""
     if share is None or math.isnan(share):
         return NO_FIGURE
     return f"{round(100 * share, digits) + 0.0:.{digits}f}{_SPACE}%"  # + 0.0: never "-0.0"
 
 
 def count(value: float | None) -> str:
-    """Write a number of things; whole ones, unless there are few."""
+    """Format a number of things, with decimals only if it is small."""
     if value is None or math.isnan(value):
         return NO_FIGURE
     return f"{value:,.1f}" if abs(value) < 100 and value != round(value) else f"{value:,.0f}"
 
 
 def samples(value: float | None) -> str:
-    """Write a number of samples to three digits."""
+    """Format a number of samples with three digits."""
     if value is None or math.isnan(value):
         return NO_FIGURE
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -144,7 +144,7 @@ def samples(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Write a time as people say it."""
+    """Format a time in a convenient unit."""
     if seconds is None or math.isnan(seconds):
         return NO_FIGURE
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
@@ -154,7 +154,7 @@ def duration(seconds: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Write a short time that is given in milliseconds."""
+    """Format a short time given in milliseconds."""
     if value is None or math.isnan(value):
         return NO_FIGURE
     return f"{_three_digits(value)}{_SPACE}ms" if value < 1000 else duration(value / 1000)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run episodes, print a line for each and a summary; return 1 if something was wrong in one of them."""
+    """Run episodes, print one line per episode and a summary; return 1 if any has a problem."""
     options = _parser().parse_args(arguments)
     try:
         seeds = seeds_of(options.seeds)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
-    """Give the function that runs the episode of a seed; refuse wrong options first."""
+    """Return the function that runs the episode of a seed, after validating the options."""
     root = options.directory or Path(tempfile.gettempdir()) / f"freetrain-chaos-{options.kind}"
     if options.kind == "campaign":
         from freetrain_parsl.testing.chaos.campaign import CAMPAIGN_FAULTS, CampaignScene
@@ -68,7 +68,7 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
 
 
 def _in_processes(options: argparse.Namespace, seeds: Sequence[int]) -> Iterator[EpisodeReport]:
-    """Share the seeds out to processes, each with one episode at a time; the reports in the order of the seeds."""
+    """Distribute the seeds over processes, one episode at a time each; yield the reports in seed order."""
     again = [sys.executable, "-m", "freetrain_parsl.testing.chaos", options.kind]
     for name in ("faults", "disk", "directory"):
         if (value := getattr(options, name)) is not None:
@@ -96,11 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m freetrain_parsl.testing.chaos", description=__doc__)
     parser.add_argument("kind", choices=["bare", "campaign"], help="bare: without HTEX, seconds; campaign: whole runs")
     parser.add_argument("seeds", help="a number, or a range such as 1-20")
-    parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, and how often")
-    parser.add_argument("--jobs", type=int, default=1, help="episodes at a time (default 1)")
+    parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, with relative frequencies")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent episodes (default 1)")
     parser.add_argument("--disk", type=int, metavar="BYTES", help="keep checkpoints on a tmpfs of this size (root)")
-    parser.add_argument("--short", action="store_true", help="short trainings, few faults: seconds each")
-    parser.add_argument("--directory", type=Path, help="where failed episodes leave their files")
+    parser.add_argument("--short", action="store_true", help="short trainings with few faults, seconds each")
+    parser.add_argument("--directory", type=Path, help="directory for the files of failed episodes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all reports and the summary")
     parser.add_argument("--lines", action="store_true", help="print one line of JSON for each episode")
     return parser

@@ -1,7 +1,7 @@
-"""Bare episodes: real driver, submitter, channel and slots, forked from one process that has imported torch already.
+"""Bare episodes: real driver, job submitter, channel and slots, forked from one process that has imported torch.
 
-HTEX is left out: the parent process is the batch system, and starts a slot on each node of a job. An episode takes
-seconds, because nothing is imported in it.
+There is no HTEX: the parent process is the batch system, and starts a slot on each node of a job. An episode takes
+only seconds, because it imports nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BARE_FAULTS: Mapping[str, float] = MappingProxyType(
         "vanish": 1,  # a peer sends a probe, a hello or nonsense, and disconnects
     }
 )
-"""Faults of bare episodes and how often they are drawn; ``fill`` (a full disk) is there with a small disk only."""
+"""Faults of bare episodes with relative frequencies; ``fill`` (a full disk) requires a small disk."""
 
 _CONTEXT = multiprocessing.get_context("fork")
 _CLOCK_STEPS = (-3600.0, -30.0, -5.0, 3.0, 20.0, 60.0)
@@ -62,12 +62,12 @@ _GRACE = 4.0
 
 @dataclass(frozen=True)
 class BarePlan:
-    """What the processes of an episode have to know; times in seconds.
+    """Settings shared by the processes of an episode; times in seconds.
 
     Parameters
     ----------
     directory
-        Of the episode.
+        Directory of the episode.
     checkpoints
         Root of the checkpoints.
     subjects
@@ -75,7 +75,7 @@ class BarePlan:
     epochs, samples
         Length of each.
     nodes
-        Names.
+        Node names.
     heartbeat_timeout, peer_timeout
         As the executor's.
     """
@@ -94,7 +94,7 @@ class BarePlan:
         return self.directory / f"result-{name}.pt"
 
     def outcome_of(self, name: str) -> Path:
-        """Return the file that says how a training's future was resolved."""
+        """Return the file with the outcome of a training's future."""
         return self.directory / f"outcome-{name}.json"
 
 
@@ -103,7 +103,7 @@ class _Job:
     block: str
     nodes: tuple[str, ...]
     started: float
-    ending: str = ""  # the final state, once it was told to end
+    ending: str = ""  # the final state, once it has been asked to end
 
 
 @dataclass
@@ -112,7 +112,7 @@ class _SlotProcess:
     node: str
     job: str
     token: str
-    driver: int  # process id of the driver that it belongs to
+    driver: int  # process id of its driver
     killed_at: float = float("inf")
 
 
@@ -122,11 +122,11 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     import freetrain_parsl.training.fragment  # noqa: F401 - slots import it first
 
-    torch.optim.Adam([torch.zeros(1)], lr=0.0)  # the first optimizer of a process imports for a second
+    torch.optim.Adam([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
     import highspy  # noqa: F401 - the driver's solver
 
     gc.collect()
-    gc.freeze()  # or each collection in a forked process copies the memory of everything imported here
+    gc.freeze()  # otherwise each collection in a forked process copies the memory of all imports
 
 
 class BareScene(Scene):
@@ -137,7 +137,7 @@ class BareScene(Scene):
     settings
         Of the episode.
     plan
-        What the processes have to know.
+        Settings shared by the processes.
     """
 
     def __init__(self, settings: EpisodeSettings, plan: BarePlan) -> None:
@@ -162,15 +162,15 @@ class BareScene(Scene):
             FILL: self.fill,
         }
 
-    # The life of an episode.
+    # Stages of an episode.
 
     def live(self) -> None:
-        """Let the trainings run to their ends, and strike meanwhile."""
+        """Run the trainings to their ends under faults."""
         self._start_driver()
         while not self._over:
             self._turn()
             if self._driver is None and not self._over:
-                self.problems.append("the driver's process ended by itself")
+                self.problems.append("the driver's process ended unexpectedly")
                 return
             if self.hangs:
                 unfinished = [one.name for one in self.plan.subjects if not self.plan.outcome_of(one.name).exists()]
@@ -179,7 +179,7 @@ class BareScene(Scene):
             self.strike_when_due(ready=bool(self._slots))
 
     def end(self) -> None:
-        """End all processes; those that do not end by themselves are a problem."""
+        """End all processes; those that have to be killed are a problem."""
         self.undo()
         if self.problems and self._driver is not None:
             self._driver.kill()
@@ -198,7 +198,7 @@ class BareScene(Scene):
             self._link.close()
 
     def verify(self) -> None:
-        """Check how the trainings ended."""
+        """Check the results of the trainings."""
         for subject in self.plan.subjects:
             outcome = self.plan.outcome_of(subject.name)
             if not outcome.exists():
@@ -319,7 +319,7 @@ class BareScene(Scene):
     # Faults.
 
     def strike(self, fault: str) -> str | None:
-        """Inject a fault; say what it hit, or None if there was nothing to hit."""
+        """Inject a fault; return what it hit, or None if there was no target."""
         return self._strikes[fault]()
 
     def _kill(self) -> str | None:
@@ -410,7 +410,7 @@ _NONSENSE: tuple[tuple[str, list[bytes]], ...] = (
 
 
 def _in_child(out: Path, function: Callable[..., None], *arguments: object) -> None:
-    """Run a function in a session of its own, with its output in a file."""
+    """Run a function in its own session, with its output in a file."""
     os.setsid()
     descriptor = os.open(out, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     os.dup2(descriptor, sys.stdout.fileno())

@@ -1,6 +1,6 @@
-"""The driver's process of a bare episode: the real driver, submitter and channel over a batch system in the parent.
+"""The driver's process of a bare episode: the real driver, job submitter and channel over a batch system in the parent.
 
-It talks with the parent over a pipe.
+It communicates with the parent over a pipe.
 
 - To the parent: ``("listening", port, certificates)``, ``("job", id, block, nodes)``, ``("slot", token)``,
   ``("cancel", id)``, ``("broken", reason)``, ``("over",)``.
@@ -52,7 +52,7 @@ _PORTS = (55000, 60000)
 _PLANNER = PlannerSettings(
     startup=2, min_useful=2, closing_margin=1, max_walltime=600, idle_timeout=3, settle=0.5, replan_interval=5
 )
-_TAKES = 10.0  # seconds for the driver to stop
+_TAKES = 10.0  # time limit for the driver to stop, seconds
 
 
 @dataclass
@@ -63,14 +63,14 @@ class _Job:
 
 
 class _ParentsNodes(WindowSource):
-    """The parent's nodes as windows without a known closing; jobs start at once."""
+    """The parent's nodes as windows without known closings; jobs start at once."""
 
     def __init__(self, nodes: Sequence[str], clock: Callable[[], float], tell: Callable[..., None]) -> None:
         self._nodes = tuple(nodes)
         self._clock = clock
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
-        self._taken: dict[str, float] = {}  # node -> when it is idle again, on time.monotonic()
+        self._taken: dict[str, float] = {}  # node -> time when it becomes idle, by time.monotonic()
         self._numbers = count(1)
         self._lock = threading.Lock()
 
@@ -85,13 +85,13 @@ class _ParentsNodes(WindowSource):
         return job
 
     def end(self, job: str, state: str) -> None:
-        """Note that the parent has ended a job."""
+        """Record that the parent has ended a job."""
         with self._lock:
             if job in self._jobs:
                 self._jobs[job].state = BlockState[state]
 
     def take(self, nodes: Sequence[str], seconds: float) -> None:
-        """Note that a job of somebody else holds nodes."""
+        """Record that another user's job holds nodes."""
         with self._lock:
             self._taken.update(dict.fromkeys(nodes, time.monotonic() + seconds))
 
@@ -106,7 +106,7 @@ class _ParentsNodes(WindowSource):
         for job in job_ids:
             self._tell("cancel", job)
 
-    def find_jobs(self, prefix: str) -> dict[str, str]:  # noqa: ARG002 - every submission here is answered
+    def find_jobs(self, prefix: str) -> dict[str, str]:  # noqa: ARG002 - every submission here gets a response
         return {}
 
     def _status(self, job: str) -> BlockStatus:
@@ -133,7 +133,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
         with lock:
             link.send(message)
 
-    step = [0.0]  # of the wall clock against the real one
+    step = [0.0]  # offset of the wall clock from the real one
 
     def clock() -> float:
         return time.time() + step[0]
@@ -153,7 +153,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
     submitter = JobSubmitter(
         source,
         launch=source.launch,
-        post=lambda item: driver.post(item),  # noqa: PLW0108 - there is no driver yet
+        post=lambda item: driver.post(item),  # noqa: PLW0108 - the driver does not exist yet
         interval=0.5,
         submissions_per_minute=200,
         max_refusals=1000,
@@ -211,7 +211,7 @@ def _obey(message: tuple[Any, ...], source: _ParentsNodes, driver: ControlLoop, 
         case ("job_ended", job, state):
             source.end(job, state)
         case ("slot_ended", token):
-            driver.post(SlotTaskEnded(token, RuntimeError("the worker was lost")))
+            driver.post(SlotTaskEnded(token, RuntimeError("the worker has failed")))
         case ("taken", nodes, seconds):
             source.take(nodes, seconds)
         case ("clock", seconds):
@@ -221,7 +221,7 @@ def _obey(message: tuple[Any, ...], source: _ParentsNodes, driver: ControlLoop, 
 
 
 def _keep_outcomes(plan: BarePlan, futures: dict[str, Future[Any]]) -> None:
-    """Write down how trainings ended, for the parent and for the driver that follows this one."""
+    """Record the outcomes of trainings for the parent and the next driver."""
     for name, future in futures.items():
         outcome = plan.outcome_of(name)
         if future.done() and not outcome.exists():

@@ -1,7 +1,7 @@
-"""Campaign episodes: whole ``freetrain run`` campaigns on an embedded cluster, hit in each kind of process.
+"""Campaign episodes: whole ``freetrain run`` campaigns on an embedded cluster, with faults in every kind of process.
 
-The driver is started, killed, stopped and resumed as a user would do it, and everything else is left to the product. An
-episode takes one to four minutes.
+The driver is started, killed, stopped and resumed as by a user, and everything else is left to the package. An episode
+takes one to four minutes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CAMPAIGN_FAULTS: Mapping[str, float] = MappingProxyType(
         "interrupt": 0.7,  # SIGINT, once or twice
     }
 )
-"""Faults of campaign episodes and how often they are drawn; ``fill`` (a full disk) is there with a small disk only."""
+"""Faults of campaign episodes with relative frequencies; ``fill`` (a full disk) requires a small disk."""
 
 _MARK = "FREETRAIN_CHAOS"
 _FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
@@ -58,7 +58,7 @@ _EPOCHS, _SAMPLES = 6, 640
 _MOST_RESUMES = 12
 _ENDS_WITHIN = 60.0  # seconds for the driver to end after SIGTERM
 _LEAVES_WITHIN = 30.0  # seconds for all other processes to end after the driver
-# Part of a command line -> what the process is; the first that fits counts.
+# Part of a command line -> kind of process; the first match counts.
 _ROLES = (
     ("freetrain_parsl.executor.slot.pilot", "pilot"),
     ("process_worker_pool", "manager"),
@@ -90,14 +90,14 @@ _SITE: dict[str, Any] = {
 
 
 class CampaignScene(Scene):
-    """A user who starts the campaign and resumes it until it is done.
+    """Starts the campaign as a user would, and resumes it until it is done.
 
     Parameters
     ----------
     settings
-        Of the episode.
+        Settings of the episode.
     directory
-        Of the episode.
+        Directory of the episode.
     checkpoints
         Root of the checkpoints.
     """
@@ -127,7 +127,7 @@ class CampaignScene(Scene):
         (self._directory / "campaign.yaml").write_text(yaml.safe_dump(campaign), encoding="utf-8")
 
     def live(self) -> None:
-        """Let the trainings run to their ends, and strike meanwhile."""
+        """Run the trainings to their ends under faults."""
         resumes = 0
         self._start("run", "campaign.yaml", "--config", "site.yaml", "--run-dir", str(self._run_directory))
         assert self._driver is not None
@@ -155,7 +155,7 @@ class CampaignScene(Scene):
             self.wait_until_ready()
 
     def end(self) -> None:
-        """End all processes; those that do not end by themselves are a problem."""
+        """End all processes; those that have to be killed are a problem."""
         self.undo()
         if self._driver is not None and self._driver.poll() is None:
             self._driver.terminate()
@@ -173,7 +173,7 @@ class CampaignScene(Scene):
             kill_all(pid for pids in living.values() for pid in pids)
 
     def verify(self) -> None:
-        """Check how the trainings ended."""
+        """Check the results of the trainings."""
         for subject in SUBJECTS:
             if self._states().get(subject.name) == "finished":
                 self.problems += problems_of(subject, self._result_of(subject.name), _EPOCHS, _SAMPLES)
@@ -211,10 +211,10 @@ class CampaignScene(Scene):
             with sqlite3.connect(f"file:{self._run_directory}/campaign.sqlite?mode=ro", uri=True) as database:
                 return database.execute(statement).fetchall()
         except sqlite3.Error:
-            return []  # not there yet, or being written
+            return []  # does not exist yet, or is being written
 
     def _processes(self) -> dict[str, list[int]]:
-        """Find the living processes of the episode, by what they are."""
+        """Find the live processes of the episode by kind."""
         found: dict[str, list[int]] = defaultdict(list)
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -225,7 +225,7 @@ class CampaignScene(Scene):
     # Faults.
 
     def strike(self, fault: str) -> str | None:
-        """Inject a fault; say what it hit, or None if there was nothing to hit."""
+        """Inject a fault; return what it hit, or None if there was no target."""
         if fault == "damage":
             detail = damage_newest(self.checkpoints, self.rng)
             if detail is not None and self.rng.random() < 0.6:

@@ -1,4 +1,4 @@
-"""Damaging checkpoints in an episode: always such that one remains to fall back on."""
+"""Damage checkpoints in an episode, always leaving an intact one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["damage_newest"]
 
 
 def damage_newest(root: Path, rng: random.Random) -> str | None:
-    """Damage the newest checkpoint of a training that has at least two; say which, or None if there is none."""
+    """Damage the newest checkpoint of a training that has at least two; return its name, or None if there is none."""
     trainings = sorted(path for path in root.glob("*") if len(list(path.glob("step-*"))) > 1)
     if not trainings:
         return None
@@ -22,4 +22,4 @@ def damage_newest(root: Path, rng: random.Random) -> str | None:
     try:
         return f"{corrupt_checkpoint(training, rng).relative_to(root)}"
     except FileNotFoundError:
-        return None  # replaced meanwhile
+        return None  # replaced in the meantime

@@ -1,4 +1,4 @@
-"""What an episode is: a seed, the faults that follow from it, and what was wrong at its end."""
+"""An episode: a seed, the faults derived from it, and the problems found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StruckFault:
     at
         Seconds after the start of the episode.
     fault
-        Its name in the menu.
+        Name in the menu.
     detail
         What it hit.
     """
@@ -43,13 +43,13 @@ class EpisodeReport:
     kind
         ``bare`` or ``campaign``.
     seed
-        The same seed draws the same faults.
+        Determines the faults.
     faults
-        What was injected, in order.
+        Injected faults, in order.
     trainings
-        How many trainings finished.
+        Number of finished trainings.
     problems
-        What was wrong, one line each; empty if nothing was.
+        Problems found, one line each.
     seconds
         Duration of the episode.
     """
@@ -67,7 +67,7 @@ class EpisodeReport:
 
     @classmethod
     def from_json(cls, line: str) -> EpisodeReport:
-        """Read what `to_json` wrote."""
+        """Parse the output of `to_json`."""
         fields: dict[str, Any] = json.loads(line)
         faults = tuple(StruckFault(**fault) for fault in fields.pop("faults"))
         problems = tuple(fields.pop("problems"))
@@ -80,7 +80,7 @@ def choose_menu(text: str | None, default: Mapping[str, float]) -> dict[str, flo
     Raises
     ------
     UsageError
-        A name is no fault of this kind of episode, or a weight is not a positive number.
+        A name is not a fault of this kind of episode, or a weight is not a positive number.
     """
     if text is None:
         return dict(default)

@@ -1,4 +1,4 @@
-"""What all kinds of episodes share: a scene that is struck by faults, and the run from its set-up to the verdict."""
+"""Code shared by all kinds of episodes: a scene under faults, and its run from set-up to verdict."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 __all__ = ["FILL", "EpisodeSettings", "Scene", "run_episode"]
 
 FILL = "fill"
-"""The fault that fills the disk of the checkpoints, or frees it again; drawn only where that disk is a small one."""
+"""The fault that fills the checkpoint disk, or frees it again; drawn only with a small disk."""
 
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What an episode is drawn from.
+    """Settings of an episode.
 
     Parameters
     ----------
     seed
-        Draws the faults.
+        Determines the faults.
     menu
-        Faults and how often they are drawn.
+        Faults with relative frequencies.
     root
-        Directory for the episode's own, which is removed if nothing was wrong.
+        Parent of the episode's directory, which is removed if there was no problem.
     strikes
-        Least and largest number of faults.
+        Minimum and maximum number of faults.
     limit
-        Seconds after which the episode counts as hanging.
+        Seconds after which the episode counts as hung.
     disk
         Bytes of a file system for the checkpoints (a ``tmpfs``; needs root); ``None``: that of `root`.
     """
@@ -55,16 +55,16 @@ class EpisodeSettings:
 
 
 class Scene(ABC):
-    """Trainings, what they run on, and the faults that strike it.
+    """Trainings, the processes they run in, and the faults injected there.
 
     Parameters
     ----------
     settings
-        Of the episode.
+        Settings of the episode.
     checkpoints
         Root of the checkpoints.
     first, pause
-        Most seconds until the first fault, and mean seconds between faults.
+        Maximum seconds until the first fault, and mean seconds between faults.
     """
 
     def __init__(self, settings: EpisodeSettings, checkpoints: Path, *, first: float, pause: float) -> None:
@@ -79,20 +79,20 @@ class Scene(ABC):
         self._left = self.rng.randint(*settings.strikes)
         self._next: float | None = None
         self._begin = time.monotonic()
-        self._stopped: dict[int, float] = {}  # process -> when it goes on
+        self._stopped: dict[int, float] = {}  # process -> time when it continues
         self._full: AbstractContextManager[Path] | None = None
 
     @abstractmethod
     def live(self) -> None:
-        """Let the trainings run to their ends, and strike meanwhile."""
+        """Run the trainings to their ends under faults."""
 
     @abstractmethod
     def end(self) -> None:
-        """End all processes; those that do not end by themselves are a problem."""
+        """End all processes; those that have to be killed are a problem."""
 
     @abstractmethod
     def verify(self) -> None:
-        """Check how the trainings ended."""
+        """Check the results of the trainings."""
 
     @abstractmethod
     def finished(self) -> int:
@@ -100,51 +100,51 @@ class Scene(ABC):
 
     @abstractmethod
     def strike(self, fault: str) -> str | None:
-        """Inject a fault; say what it hit, or None if there was nothing to hit."""
+        """Inject a fault; return what it hit, or None if there was no target."""
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the episode began."""
+        """Return the seconds since the start of the episode."""
         return time.monotonic() - self._begin
 
     @property
     def hangs(self) -> bool:
-        """Whether the episode has taken longer than its limit."""
+        """Return whether the episode has exceeded its time limit."""
         return self.elapsed > self.settings.limit
 
     def strike_when_due(self, *, ready: bool) -> None:
-        """Inject the next fault if its time has come; the first one only when the scene is `ready`."""
+        """Inject the next fault if it is due; the first one only when the scene is `ready`."""
         now = time.monotonic()
         if self._next is None:
             if ready:
                 self._next = now + self.rng.uniform(0, self._first)
         elif self._left and now > self._next:
             [fault] = self.rng.choices(list(self._menu), list(self._menu.values()))
-            with suppress(ProcessLookupError):  # what was to be hit has ended meanwhile
+            with suppress(ProcessLookupError):  # the target has ended in the meantime
                 if (detail := self.strike(fault)) is not None:
                     self._left -= 1
                     self.faults.append(StruckFault(round(self.elapsed, 1), fault, detail))
             self._next = time.monotonic() + self.rng.expovariate(1 / self._pause)
 
     def wait_until_ready(self) -> None:
-        """Strike again only when the scene is ready again."""
+        """Inject the next fault only when the scene is ready again."""
         self._next = None
 
     def stop_for(self, pid: int, seconds: float) -> None:
-        """Stop a process; `resume_due` lets it go on."""
+        """Stop a process until `resume_due` continues it."""
         stop(pid)
         self._stopped[pid] = time.monotonic() + seconds
 
     def is_stopped(self, pid: int) -> bool:
-        """Whether a process was stopped and has not gone on."""
+        """Return whether a process is stopped."""
         return pid in self._stopped
 
     def resume_due(self) -> None:
-        """Let processes go on that have been stopped for long enough."""
+        """Continue stopped processes that are due."""
         self._resume(lambda until: time.monotonic() > until)
 
     def undo(self) -> None:
-        """Undo the faults that last."""
+        """Undo lasting faults."""
         self._resume(lambda _: True)
         if self._full is not None:
             self._full.__exit__(None, None, None)
@@ -164,21 +164,21 @@ class Scene(ABC):
     def _resume(self, due: Callable[[float], bool]) -> None:
         for pid in [pid for pid, until in self._stopped.items() if due(until)]:
             del self._stopped[pid]
-            with suppress(ProcessLookupError):  # it was killed meanwhile
+            with suppress(ProcessLookupError):  # killed in the meantime
                 resume(pid)
 
 
 def run_episode(
     kind: str, settings: EpisodeSettings, make_scene: Callable[[EpisodeSettings, Path, Path], Scene]
 ) -> EpisodeReport:
-    """Run an episode to its end and say what was wrong.
+    """Run an episode to its end and report problems.
 
     Parameters
     ----------
     kind
         ``bare`` or ``campaign``.
     settings
-        What the episode is drawn from.
+        Settings of the episode.
     make_scene
         Makes the scene from the settings, the episode's directory and the root of its checkpoints.
     """
@@ -190,7 +190,7 @@ def run_episode(
         scene = make_scene(settings, directory, checkpoints)
         try:
             scene.live()
-        except Exception:  # noqa: BLE001 - an error of the episode itself is a problem like any other
+        except Exception:  # noqa: BLE001 - an error of the episode itself is a problem too
             scene.problems.append(f"the episode failed: {traceback.format_exc()}")
         finally:
             scene.end()

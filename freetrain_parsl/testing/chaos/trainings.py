@@ -2,8 +2,8 @@
 
 `CountedNet.counts` is a parameter with one entry for each epoch and sample. The loss adds the mean of the batch's
 entries, so the gradient of an entry is one divided by the batch size, and plain SGD with a learning rate of the batch
-size subtracts exactly one each time that the sample takes part in a step. The entries are saved, restored, transferred
-and rolled back with the other parameters. At the end each must be minus one, whatever happened on the way.
+size subtracts exactly one each time the sample takes part in a step. The entries are saved, restored, transferred and
+rolled back with the other parameters. At the end each must be minus one, regardless of the faults.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Subject:
     Parameters
     ----------
     name, seed
-        Of the training.
+        Name and seed of the training.
     deterministic
-        Whether its parameters must have the bits of an undisturbed run.
+        Whether its parameters must be bitwise identical to an undisturbed run.
     batch_norm
         Whether the model has running statistics.
     pace
-        Seconds that each batch takes at least, so that faults find the training at work.
+        Minimum seconds per batch, so that faults hit the training while it runs.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Subject:
     pace: float
 
     def arguments(self, epochs: int, samples: int) -> dict[str, Any]:
-        """Return the keyword arguments of `train`, but for ``out``."""
+        """Return the keyword arguments of `train`, except ``out``."""
         return {
             "epochs": epochs,
             "samples": samples,
@@ -71,7 +71,7 @@ SUBJECTS = (
 
 
 class NumberedSamples(Dataset[tuple[int, torch.Tensor, int]]):
-    """A small classification problem whose samples carry their number, with random augmentation."""
+    """A small classification problem whose samples include their index, with random augmentation."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -86,7 +86,7 @@ class NumberedSamples(Dataset[tuple[int, torch.Tensor, int]]):
 
 
 class CountedNet(nn.Module):
-    """A small classifier, and the counts of the samples that it was trained on (see the module's docstring)."""
+    """A small classifier with counts of the samples it was trained on (see the module docstring)."""
 
     def __init__(self, epochs: int, samples: int, *, batch_norm: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What must be true of a training's result, whatever happened to it on the way."""
+"""Check the result of a training, regardless of the faults during it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _STATISTICS_TOLERANCE = 0.15  # relative: running statistics are those of the lo
 
 @cache
 def reference(subject: Subject, epochs: int, samples: int) -> dict[str, Any]:
-    """Train without any disturbance, in this process, and return what the training saved.
+    """Train without faults, in this process, and return the saved result.
 
-    With one thread, as in the slots: the number of threads is part of what determines the bits.
+    Uses one thread, as the slots do: the number of threads affects the exact bits.
     """
     with TemporaryDirectory(prefix="freetrain-reference-") as directory:
         out = Path(directory) / "out.pt"
@@ -37,16 +37,16 @@ def reference(subject: Subject, epochs: int, samples: int) -> dict[str, Any]:
 
 
 def problems_of(subject: Subject, out: Path, epochs: int, samples: int) -> list[str]:
-    """List what is wrong with the saved result of a training, one line each.
+    """List the problems of a training's saved result, one line each.
 
     Parameters
     ----------
     subject
         The training.
     out
-        File that it saved its result to.
+        File with its saved result.
     epochs, samples
-        How it was called.
+        Its arguments.
     """
     if not out.exists():
         return [f"{subject.name}: saved no result"]
@@ -57,7 +57,7 @@ def problems_of(subject: Subject, out: Path, epochs: int, samples: int) -> list[
     if (metrics["steps"], metrics["samples"]) != (steps, epochs * samples):
         problems.append(f"metrics count {metrics['steps']} steps and {metrics['samples']} samples")
     if [row["lr"] for row in metrics["history"]] != [row["lr"] for row in expected["metrics"]["history"]]:
-        problems.append("the learning rate took another course")
+        problems.append("the learning rate schedule differs")
     if subject.deterministic:
         problems += _different(got["model"], expected["model"])
     else:
@@ -73,7 +73,7 @@ def _miscounted(counts: torch.Tensor) -> list[str]:
         missing, repeated = int((row < 0.5).sum()), int((row > 1.5).sum())
         inexact = int(((row - 1).abs() > 1e-3).sum()) - missing - repeated
         if missing or repeated or inexact:
-            problems.append(f"epoch {epoch}: {missing} samples missing, {repeated} repeated, {inexact} in part")
+            problems.append(f"epoch {epoch}: {missing} samples missing, {repeated} repeated, {inexact} partial")
     return problems
 
 

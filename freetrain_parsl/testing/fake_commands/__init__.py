@@ -1,4 +1,4 @@
-"""Commands that behave like Slurm's and PBS's, in front of an embedded cluster. They are fakes, and say so.
+"""Fake Slurm and PBS commands in front of an embedded cluster.
 
 ::
 
@@ -6,12 +6,12 @@
         bin_directory = install_fake_slurm(directory / "slurm", cluster.name)
         os.environ["PATH"] = f"{bin_directory}:{os.environ['PATH']}"
 
-What is submitted runs, in real processes: the batch script on the first node of its job, and what its ``srun`` or
-``mpiexec`` starts on every node. Jobs of the queue ``main`` are main jobs of the cluster; those of the others
-yield to them. The commands print what real ones printed of which `freetrain_parsl.windows` asks something, and refuse
-every option that they do not know, so that a change of what is asked is noticed.
+Jobs run in real processes: the batch script on the first node of the job, and what its ``srun`` or ``mpiexec`` starts
+on every node. Jobs of the queue ``main`` are main jobs of the cluster; those of other queues yield to them. The
+commands print the output of real ones as far as `freetrain_parsl.windows` uses it, and reject all unknown options, so
+that a change of the queries is noticed.
 
-`set_mishap` makes them slow, silent, garbled, unreachable or unwilling; `calls` tells how often they were asked.
+`set_mishap` makes them slow, hung, garbled, unreachable or failing; `calls` lists their calls.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def install_fake_slurm(
     Parameters
     ----------
     directory
-        For them and what they need to remember; made if missing. Nothing is written elsewhere.
+        Directory of the commands and their state; created if missing. Nothing is written elsewhere.
     cluster
         Name or directory of a running embedded cluster.
     version
-        Whose answers they give: from 24.11 on as JSON too, before that as text only.
+        Version to emulate: from 24.11 on with JSON output, before that text only.
     cpus
-        Of each node.
+        CPUs of each node.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def install_fake_pbs(
 def _install(directory: Path, settings: StoreSettings, commands: tuple[str, ...]) -> Path:
     directory = directory.resolve()
     if (directory / "bin").exists():
-        raise InvalidSettings(f"{directory} has commands already; take another directory")
+        raise InvalidSettings(f"{directory} already has commands; choose another directory")
     Store.create(directory, settings)
     (directory / "bin").mkdir()
     module = f"freetrain_parsl.testing.fake_commands.{settings.kind}"

@@ -1,7 +1,7 @@
-"""What can go wrong with a batch system's commands, on purpose.
+"""Deliberate failures of a batch system's commands.
 
 A mishap is a line ``COMMAND KIND [VALUE]`` in the file ``mishaps`` of the fakes' directory, or in the environment
-variable `MISHAP_VARIABLE`, there with semicolons between; a command of ``*`` is all of them.
+variable `MISHAP_VARIABLE`, there separated by semicolons; the command ``*`` stands for all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MISHAP_VARIABLE = "FREETRAIN_FAKE_MISHAPS"
 Kind = Literal["slow", "hang", "garbage", "down", "refuse"]
 
 _FILE = "mishaps"
-_LONGEST_HANG = 300.0  # s; nothing of a test outlives it for ever
+_LONGEST_HANG = 300.0  # s; no process outlives its test for ever
 _DOWN = {
     "slurm": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
     "pbs": "Connection refused\n{command}: cannot connect to server fake (errno=111)",
@@ -31,33 +31,33 @@ _DOWN = {
 
 
 def set_mishap(directory: Path, kind: Kind, *, command: str = "*", value: str = "") -> None:
-    """Let something go wrong from now on; the last mishap set for a command counts.
+    """Set a mishap from now on; the last one set for a command counts.
 
     Parameters
     ----------
     directory
-        Of the fakes.
+        Directory of the fakes.
     kind
-        ``slow``: answers after `value` seconds. ``hang``: never answers. ``garbage``: prints `value`, or something that
-        is no answer, and succeeds. ``down``: the daemon cannot be reached. ``refuse``: complains with `value`.
+        ``slow``: answers after `value` seconds. ``hang``: never answers. ``garbage``: prints `value`, or invalid
+        output, and succeeds. ``down``: the daemon cannot be reached. ``refuse``: fails with the message `value`.
     command
-        Which command; ``*`` for all.
+        Command; ``*`` for all.
     value
         See `kind`; one line.
     """
     if "\n" in value:
-        raise InvalidSettings("a mishap's value is one line")
+        raise InvalidSettings("a mishap's value must be one line")
     with (directory / _FILE).open("a", encoding="utf-8") as file:
         file.write(f"{command} {kind} {value}\n")
 
 
 def clear_mishaps(directory: Path) -> None:
-    """Let everything go well again."""
+    """Remove all mishaps."""
     (directory / _FILE).unlink(missing_ok=True)
 
 
 def suffer(directory: Path, system: str, command: str) -> None:
-    """Let what is set for a command go wrong; ends the process unless it is only slow."""
+    """Carry out the mishap set for a command; ends the process unless it is only slow."""
     kind, value = _mishap(directory, command)
     if kind == "slow":
         time.sleep(float(value))
@@ -65,7 +65,7 @@ def suffer(directory: Path, system: str, command: str) -> None:
         time.sleep(_LONGEST_HANG)
         _fail("the fake has hung long enough")
     elif kind == "garbage":
-        print(value or "\x1b[2J{]} Segmentation fault (core dumped)")  # noqa: T201 - a command's answer
+        print(value or "\x1b[2J{]} Segmentation fault (core dumped)")  # noqa: T201 - a command's output
         sys.exit(0)
     elif kind == "down":
         _fail(_DOWN[system].format(command=command))
@@ -90,5 +90,5 @@ def _mishap(directory: Path, command: str) -> tuple[str, str]:
 
 
 def _fail(complaint: str) -> NoReturn:
-    print(complaint, file=sys.stderr)  # noqa: T201 - a command's complaint
+    print(complaint, file=sys.stderr)  # noqa: T201 - a command's error output
     sys.exit(1)

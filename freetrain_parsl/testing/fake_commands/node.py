@@ -1,6 +1,6 @@
 """One node of a fake job: ``python -m freetrain_parsl.testing.fake_commands.node KIND SCRIPT``, started by the cluster.
 
-The first node runs the batch script; the job is over when that is. The others run what `steps` sends them.
+The first node runs the batch script; the job ends with it. The others run what `steps` sends them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK = 65536
 
 
 def main(kind: str, script: str) -> int:
-    """Be a node until the job is over."""
+    """Act as a node until the job ends."""
     job = os.environ["FREETRAIN_CLUSTER_JOB_ID"]
     rank = int(os.environ["FREETRAIN_CLUSTER_NODE_RANK"])
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -34,7 +34,7 @@ def main(kind: str, script: str) -> int:
         return _other_node(job, listener)
     others = _gather(listener)
     if kind == "slurm":
-        # Slurm tells the steps of a job that ends, not its batch script.
+        # Slurm signals the steps of a job that ends, not its batch script.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         env = _slurm_environment(job)
     else:
@@ -56,14 +56,14 @@ def _other_node(job: str, listener: socket.socket) -> int:
     first = connect(job_socket(job, 0))
     while True:
         readable, _, _ = select.select([listener, first], [], [])
-        if first in readable:  # it never sends anything: its end is the job's
+        if first in readable:  # it never sends data: when it closes, the job ends
             return 0
         connection, _ = listener.accept()
         threading.Thread(target=_serve, args=(connection,), daemon=True).start()
 
 
 def _serve(connection: socket.socket) -> None:
-    """Run one task for whoever asks."""
+    """Run one task for a client."""
     with connection:
         request, files, _, _ = socket.recv_fds(connection, _CHUNK, _MOST_FILES)
         while request and not request.endswith(b"\n"):

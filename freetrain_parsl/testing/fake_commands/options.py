@@ -1,4 +1,4 @@
-"""Reading the options of the fake commands: those that are known, and a refusal in one line of all others."""
+"""Parse the options of the fake commands; unknown ones are rejected with a one-line message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Refused(Exception):
 
 @dataclass
 class Options:
-    """Option -> value (empty for a flag), and the words that are none."""
+    """Option -> value (empty for a flag), and the positional words."""
 
     values: dict[str, str] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Options:
         return name in self.values
 
     def get(self, name: str, otherwise: str = "") -> str:
-        """Give an option's value."""
+        """Return an option's value."""
         return self.values.get(name, otherwise)
 
 
@@ -43,14 +43,14 @@ def parse(
     short: Mapping[str, str] | None = None,
     until_word: bool = False,
 ) -> Options:
-    """Read a command line.
+    """Parse a command line.
 
     Parameters
     ----------
     arguments
         Without the command's name.
     flags, valued
-        The options there are, without dashes; with ``--name=value`` and ``--name value`` alike.
+        The valid options, without dashes; both ``--name=value`` and ``--name value`` are accepted.
     short
         One letter -> name.
     until_word
@@ -59,7 +59,7 @@ def parse(
     Raises
     ------
     Refused
-        There is no such option here.
+        The option is unknown.
     """
     flags, valued, short = set(flags), set(valued), short or {}
     options = Options()
@@ -90,7 +90,7 @@ def parse(
 
 
 def directives(script: str, mark: str) -> list[str]:
-    """Get the options that a batch script has in its lines ``#SBATCH …`` or ``#PBS …``, up to the first command."""
+    """Return the options in the ``#SBATCH …`` or ``#PBS …`` lines of a batch script, up to the first command."""
     found: list[str] = []
     for line in script.splitlines():
         if line.startswith(f"{mark} "):

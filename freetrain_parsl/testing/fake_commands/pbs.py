@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _QSUB_VALUED = "ANSejlmoqrv"
 _PASSED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TZ", "USER", "XDG_RUNTIME_DIR", "TMPDIR")
-"""What of the caller's environment a job has. A real job has that of a login shell; the fake has no other."""
+"""Variables of the caller's environment that a job inherits. A real job has the environment of a login shell."""
 
 _UNKNOWN_JOB = 153
 _FINISHED_JOB = 35
@@ -68,7 +68,7 @@ def qsub(store: Store, arguments: list[str]) -> None:
 
 
 def _qsub_options(arguments: list[str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Read qsub's options: letter -> value, what ``-l`` asks for together, and the words after them."""
+    """Parse qsub's options: letter -> value, the combined ``-l`` requests, and the remaining words."""
     options: dict[str, str] = {}
     resources: dict[str, str] = {}
     left = list(arguments)
@@ -88,11 +88,11 @@ def _qsub_options(arguments: list[str]) -> tuple[dict[str, str], dict[str, str],
 
 
 def qstat(store: Store, arguments: list[str]) -> None:
-    """Tell of jobs, queues or the server, as JSON."""
+    """Print jobs, queues or the server, as JSON."""
     options = parse(arguments, flags=("f", "x", "Q", "B", "Qf", "Bf", "fx", "xf"), valued=("F",))
     letters = {letter for name in options.values if name != "F" for letter in name}
     if options.get("F").lower() != "json" or "f" not in letters:
-        raise Refused("the fake prints JSON only: ask with -f -F json")
+        raise Refused("the fake prints JSON only: use -f -F json")
     if "Q" in letters:
         _print(answers.queues(store))
         return
@@ -115,27 +115,27 @@ def qstat(store: Store, arguments: list[str]) -> None:
 
 
 def pbsnodes(store: Store, arguments: list[str]) -> None:
-    """Tell of nodes, as JSON."""
+    """Print nodes, as JSON."""
     options = parse(arguments, flags=("a", "v", "av"), valued=("F",))
     if options.get("F").lower() != "json" or options.words:
-        raise Refused("the fake prints JSON of all vnodes only: ask with -av -F json")
+        raise Refused("the fake prints JSON of all vnodes only: use -av -F json")
     _print(answers.nodes(store))
 
 
 def pbs_rstat(_: Store, arguments: list[str]) -> None:
-    """Tell of reservations: there are none."""
+    """Print reservations: always none."""
     parse(arguments, flags=("f", "F", "B", "S"))
 
 
 def qmgr(_: Store, arguments: list[str]) -> None:
-    """Tell of the scheduler."""
+    """Print the scheduler's attributes."""
     if arguments != ["-c", "list sched"]:
         raise Refused(f"the fake knows only -c 'list sched', not {' '.join(arguments)!r}")
     _print(answers.SCHEDULER)
 
 
 def qdel(store: Store, arguments: list[str]) -> None:
-    """End jobs; goes on after one that cannot be ended."""
+    """End jobs; continue after one that cannot be ended."""
     jobs = [word.partition(".")[0] for word in parse(arguments, valued=("W",)).words]
     known = store.jobs(jobs)
     living = [job for job in jobs if job in known and known[job].end is None]
@@ -151,7 +151,7 @@ def qdel(store: Store, arguments: list[str]) -> None:
 
 
 def mpiexec(_: Store, arguments: list[str]) -> None:
-    """Start tasks on the nodes of the job that it is called in."""
+    """Start tasks on the nodes of the current job."""
     options: Options = parse(
         arguments,
         flags=("l", "prepend-rank"),
@@ -160,14 +160,14 @@ def mpiexec(_: Store, arguments: list[str]) -> None:
     )
     job = os.environ.get("PBS_JOBID", "").partition(".")[0]
     if not job or "FREETRAIN_CLUSTER" not in os.environ:
-        raise Refused("the fake runs inside of batch jobs only")
+        raise Refused("the fake runs inside batch jobs only")
     nodes = Path(os.environ["PBS_NODEFILE"]).read_text(encoding="utf-8").split()
     hosts = nodes
     if "hostfile" in options:
         hosts = [line.split()[0] for line in Path(options.get("hostfile")).read_text(encoding="utf-8").splitlines()]
     strangers = set(hosts) - set(nodes)
     if strangers:
-        raise Refused(f"{min(strangers)} is no node of job {job}")
+        raise Refused(f"{min(strangers)} is not a node of job {job}")
     count = int(options.get("n") or options.get("np") or len(hosts))
     per_node = int(options.get("ppn", "1"))
     tasks = []
@@ -185,10 +185,10 @@ COMMANDS = {command.__name__: command for command in (mpiexec, pbs_rstat, pbsnod
 
 
 def main(directory: str, name: str, arguments: list[str]) -> int:
-    """Be the command `name`."""
+    """Act as the command `name`."""
     store = Store(Path(directory))
     store.note_call([name, *arguments])
-    if name != "mpiexec":  # which asks no server
+    if name != "mpiexec":  # which queries no server
         suffer(store.directory, store.settings.kind, name)
     if arguments == ["--version"]:
         _print(f"pbs_version = {store.settings.version}")
@@ -198,14 +198,14 @@ def main(directory: str, name: str, arguments: list[str]) -> int:
     except Refused as refusal:
         _print(f"{name}: {refusal}", sys.stderr)
         return refusal.code
-    except BatchSystemError as error:  # the cluster is gone: a server that is down
+    except BatchSystemError as error:  # the cluster is gone: emulate a server that is down
         _print(f"{name}: cannot connect to server fake (errno=111): {error}", sys.stderr)
         return 1
     return 0
 
 
 def _chunks(select: str) -> int:
-    """Count the chunks; the fake gives each a node of its own."""
+    """Count the chunks; the fake places each on its own node."""
     counts = [chunk.partition(":")[0] for chunk in select.split("+")]
     return sum(int(count) if count.isdecimal() else 1 for count in counts)
 

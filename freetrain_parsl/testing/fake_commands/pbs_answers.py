@@ -1,4 +1,4 @@
-"""What the fake PBS commands print, in the shape of OpenPBS 23.06: JSON with tabs, dates in words."""
+"""Output of the fake PBS commands in the format of OpenPBS 23.06: JSON with tabs, dates in words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SERVER = "fake"
 _PRIORITIES = {"main": 100, "backfill": 10, "preemptible": 1}
 _MEMORY = "16777216kb"
 _TERMINATED, _FINISHED, _FAILED = 91, 92, 93
-# Cluster's state -> exit status and substate. 271 is 256 + SIGTERM.
+# State in the cluster -> exit status and substate. 271 is 256 + SIGTERM.
 _ENDS = {
     "COMPLETED": (0, _FINISHED),
     "FAILED": (1, _FINISHED),
@@ -41,7 +41,7 @@ _ENDS = {
 
 
 def full_id(job: str) -> str:
-    """Name a job as PBS does."""
+    """Return the PBS id of a job."""
     return f"{job}.{_SERVER}"
 
 
@@ -63,9 +63,9 @@ def _vnodes(store: Store, names: Sequence[str]) -> str:
 
 
 def jobs(store: Store, shown: Sequence[FakeJob]) -> str:
-    """Write jobs as ``qstat -f -F json`` does."""
+    """Format jobs as ``qstat -f -F json`` does."""
     records = {full_id(job.id): _job(store, job) for job in shown}
-    # Without jobs, PBS leaves the key out.
+    # Without jobs, PBS omits the key.
     return _write(store, _now(store), Jobs=records) if records else _write(store, _now(store))
 
 
@@ -131,7 +131,7 @@ def _end(job: FakeJob, comment: str) -> dict[str, Any]:
 
 
 def nodes(store: Store) -> str:
-    """Write vnodes as ``pbsnodes -av -F json`` does."""
+    """Format vnodes as ``pbsnodes -av -F json`` does."""
     cpus, now = store.settings.cpus, _now(store)
     records = {}
     for name, job in store.node_jobs().items():
@@ -151,7 +151,7 @@ def nodes(store: Store) -> str:
 
 
 def queues(store: Store) -> str:
-    """Write queues as ``qstat -Qf -F json`` does."""
+    """Format queues as ``qstat -Qf -F json`` does."""
     records = {
         name: {"queue_type": "Execution", "Priority": _PRIORITIES[name], "enabled": "True", "started": "True"}
         for name in QUEUES
@@ -160,7 +160,7 @@ def queues(store: Store) -> str:
 
 
 def server(store: Store) -> str:
-    """Write the server as ``qstat -Bf -F json`` does."""
+    """Format the server as ``qstat -Bf -F json`` does."""
     record = {
         "server_state": "Active",
         "default_queue": QUEUES[0],

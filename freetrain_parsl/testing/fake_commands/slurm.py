@@ -54,7 +54,7 @@ _SBATCH_SHORT = {
 }
 _MINUTE = 60.0
 _DAY_MINUTES = 24 * 60.0
-_MIN_AGE = 300.0  # s; MinJobAge: for how long Slurm tells of a job that has ended
+_MIN_AGE = 300.0  # s; MinJobAge: how long Slurm keeps a job that has ended
 
 
 def sbatch(store: Store, arguments: list[str]) -> None:
@@ -83,9 +83,7 @@ def sbatch(store: Store, arguments: list[str]) -> None:
     if "nodelist" in options:
         wanted = tuple(expand_hosts(options.get("nodelist")))
         if len(wanted) != nodes:
-            raise Refused(
-                "Batch job submission failed: the fake takes node lists of exactly as many nodes as asked for"
-            )
+            raise Refused("Batch job submission failed: the fake accepts node lists of exactly the requested size only")
     elif "exclude" in options:
         excluded = set(expand_hosts(options.get("exclude")))
         wanted = tuple(name for name in store.client.nodes() if name not in excluded)
@@ -94,7 +92,7 @@ def sbatch(store: Store, arguments: list[str]) -> None:
         raise Refused("Batch job submission failed: invalid partition specified: " + partition)
     stdout = Path(options.get("output", "slurm-%j.out"))
     if "%" in str(stdout):
-        stdout = Path("slurm.out")  # the job's number is known only after it was submitted
+        stdout = Path("slurm.out")  # the job's number is known only after submission
     name = options.get("job-name", Path(given.words[0]).name)
     env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     env |= {"SLURM_JOB_NAME": name, "SLURM_JOB_PARTITION": partition, "SLURM_CLUSTER_NAME": "fake"}
@@ -117,7 +115,7 @@ def sbatch(store: Store, arguments: list[str]) -> None:
 
 
 def squeue(store: Store, arguments: list[str]) -> None:
-    """Tell of jobs."""
+    """Print jobs."""
     options = parse(
         arguments,
         flags=("all", "json", "noheader", "local"),
@@ -136,7 +134,7 @@ def squeue(store: Store, arguments: list[str]) -> None:
         _print(answers.jobs_json(store, jobs))
         return
     if "noheader" not in options:
-        raise Refused("the fake prints no header: ask with --noheader")
+        raise Refused("the fake prints no header: use --noheader")
     for job in jobs:
         if "Format" in options:
             _print(answers.long_line(job, options.get("Format")))
@@ -168,7 +166,7 @@ def scontrol(store: Store, arguments: list[str]) -> None:
 
 
 def sinfo(store: Store, arguments: list[str]) -> None:
-    """Give an overview for people."""
+    """Print a human-readable overview."""
     parse(arguments)
     _print(answers.overview(store))
 
@@ -191,12 +189,12 @@ def scancel(store: Store, arguments: list[str]) -> None:
 
 
 def sacct(_: Store, __: list[str]) -> None:
-    """Complain: the fake cluster has no accounting."""
+    """Fail: the fake cluster has no accounting."""
     raise Refused("Slurm accounting storage is disabled")
 
 
 def srun(_: Store, arguments: list[str]) -> None:
-    """Start the tasks of a step on the nodes of the job that it is called in."""
+    """Start the tasks of a step on the nodes of the current job."""
     options = parse(
         arguments,
         flags=("exclusive", "label", "overlap"),
@@ -206,7 +204,7 @@ def srun(_: Store, arguments: list[str]) -> None:
     )
     job = os.environ.get("SLURM_JOB_ID")
     if job is None or "FREETRAIN_CLUSTER" not in os.environ:
-        raise Refused("the fake runs inside of batch jobs only")
+        raise Refused("the fake runs inside batch jobs only")
     nodes = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
     nodes = nodes[: int(options.get("nodes", str(len(nodes))))]
     count = int(options.get("ntasks") or len(nodes) * int(options.get("ntasks-per-node", "1")))
@@ -235,7 +233,7 @@ COMMANDS = {command.__name__: command for command in (sacct, sbatch, scancel, sc
 
 
 def main(directory: str, name: str, arguments: list[str]) -> int:
-    """Be the command `name`."""
+    """Act as the command `name`."""
     store = Store(Path(directory))
     store.note_call([name, *arguments])
     suffer(store.directory, store.settings.kind, name)
@@ -247,7 +245,7 @@ def main(directory: str, name: str, arguments: list[str]) -> int:
     except Refused as refusal:
         _print(f"{name}: error: {refusal}", sys.stderr)
         return refusal.code
-    except BatchSystemError as error:  # the cluster is gone: a controller that is down
+    except BatchSystemError as error:  # the cluster is gone: emulate a controller that is down
         _print(f"{name}: error: Unable to contact slurm controller (connect failure): {error}", sys.stderr)
         return 1
     return 0
@@ -256,12 +254,12 @@ def main(directory: str, name: str, arguments: list[str]) -> int:
 def _node_count(options: Options) -> int:
     text = options.get("nodes") or (str(len(expand_hosts(options.get("nodelist")))) if "nodelist" in options else "1")
     if not re.fullmatch(r"[1-9]\d*", text):
-        raise Refused(f"invalid number of nodes (-N {text}); the fake takes one number")
+        raise Refused(f"invalid number of nodes (-N {text}); the fake accepts one number only")
     return int(text)
 
 
 def _minutes(text: str) -> float:
-    """Read a time limit as Slurm does, which counts whole minutes: a bare number is minutes, zero is no limit."""
+    """Parse a time limit as Slurm does, in whole minutes: a bare number is minutes, zero is unlimited."""
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")] if re.fullmatch(r"\d+(:\d+){0,2}", rest) else []
     if not parts or (dash and not days.isdecimal()):
@@ -278,7 +276,7 @@ def _minutes(text: str) -> float:
 
 def _require_json(store: Store) -> None:
     if not answers.has_json(store):
-        raise Refused("unrecognized option '--json': the fake of this version has none")
+        raise Refused("unrecognized option '--json': this version of the fake has no such option")
 
 
 def _print(text: str, file: TextIO | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the fake Slurm commands print: the fields that somebody asked for, in the shapes of 22.05 and of 24.11."""
+"""Output of the fake Slurm commands: the requested fields, in the formats of 22.05 and 24.11."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ _FIELD = re.compile(r"(\w+)(?::([^,]*))?(?:,|$)")
 
 
 def now(store: Store) -> float:
-    """Tell the cluster's time, s since the epoch."""
+    """Return the cluster's time, s since the epoch."""
     return float(store.client.ping()["time"])
 
 
 def has_json(store: Store) -> bool:
-    """Whether this version prints JSON that tells of plans."""
+    """Return whether this version's JSON output includes planned starts."""
     major, minor = store.settings.version.split(".")[:2]
     return (int(major), int(minor)) >= (24, 11)
 
 
 def state_words(job: FakeJob) -> list[str]:
-    """Tell the state of a job."""
+    """Return the state of a job."""
     return ["RUNNING", "COMPLETING"] if job.ending else [_STATES[job.state][0]]
 
 
 def _date(when: float | None) -> str:
-    """Write a time as the commands do: in the caller's format, if any."""
+    """Format a time as the commands do: in the caller's format, if any."""
     if when is None:
         return "N/A"
     style = os.environ.get("SLURM_TIME_FORMAT", "")
@@ -107,7 +107,7 @@ def _reason(job: FakeJob) -> str:
 
 
 def long_line(job: FakeJob, layout: str) -> str:
-    """Write a job as ``squeue -O`` does: a field, and a width or a suffix."""
+    """Format a job as ``squeue -O`` does: a field, and a width or a suffix."""
     fields = _fields(job)
     line = ""
     for name, suffix in _FIELD.findall(layout):
@@ -119,7 +119,7 @@ def long_line(job: FakeJob, layout: str) -> str:
 
 
 def short_line(job: FakeJob, layout: str) -> str:
-    """Write a job as ``squeue -o`` does."""
+    """Format a job as ``squeue -o`` does."""
     fields = _fields(job)
     letters = {
         "D": fields["NumNodes"],
@@ -146,7 +146,7 @@ def _number(value: float | None) -> dict[str, Any]:
 
 
 def jobs_json(store: Store, jobs: Sequence[FakeJob]) -> str:
-    """Write jobs as ``squeue --json`` of 24.11 does."""
+    """Format jobs as ``squeue --json`` of 24.11 does."""
     records = [
         {
             "job_id": int(job.id),
@@ -177,7 +177,7 @@ def _planned_nodes(store: Store) -> set[str]:
 
 
 def nodes_json(store: Store) -> str:
-    """Write nodes as ``scontrol --json show nodes`` of 24.11 does."""
+    """Format nodes as ``scontrol --json show nodes`` of 24.11 does."""
     cpus, planned = store.settings.cpus, _planned_nodes(store)
     records = []
     for name, job in store.node_jobs().items():
@@ -203,7 +203,7 @@ def nodes_json(store: Store) -> str:
 
 
 def nodes_text(store: Store) -> str:
-    """Write nodes as ``scontrol -d show nodes`` does."""
+    """Format nodes as ``scontrol -d show nodes`` does."""
     cpus, planned = store.settings.cpus, _planned_nodes(store)
     blocks = []
     for name, job in store.node_jobs().items():
@@ -224,7 +224,7 @@ def nodes_text(store: Store) -> str:
 
 
 def partitions(store: Store) -> str:
-    """Write partitions as ``scontrol show partition`` does."""
+    """Format partitions as ``scontrol show partition`` does."""
     names = list(store.client.nodes())
     nodes = compress_hosts(names)
     blocks = [
@@ -243,12 +243,12 @@ def partitions(store: Store) -> str:
 
 
 def reservations(_: Store) -> str:
-    """Write what ``scontrol show reservation`` says if there is none."""
+    """Return the output of ``scontrol show reservation`` without reservations."""
     return "No reservations in the system"
 
 
 def config(store: Store) -> str:
-    """Write the settings that somebody reads."""
+    """Format the configuration, as far as it is used."""
     settings = {
         "AccountingStorageType": "accounting_storage/none",
         "AccountingStorageEnforce": "none",
@@ -263,7 +263,7 @@ def config(store: Store) -> str:
 
 
 def overview(store: Store) -> str:
-    """Write what ``sinfo`` says."""
+    """Return the output of ``sinfo``."""
     planned = _planned_nodes(store)
     groups: dict[str, list[str]] = {}
     for name, job in store.node_jobs().items():

@@ -1,8 +1,8 @@
-"""Starting tasks on the other nodes of a job, as ``srun`` and ``mpiexec`` do.
+"""Start tasks on the other nodes of a job, as ``srun`` and ``mpiexec`` do.
 
 The cluster starts `node` on every node of a job. On the first it runs the batch script; on the others it waits on a
-Unix socket for a task: its words, environment and directory as a line of JSON, and with it the open files that it is to
-write to. It answers with the exit code. Whoever asked goes away: the task is ended.
+Unix socket for a task: its arguments, environment and directory as a line of JSON, together with the file descriptors
+of its output. It replies with the exit code. If the client disconnects, the task is ended.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _RETRY_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Task:
-    """A process of a step: on which node of the job (0 is the first), and what it has beside the step's environment."""
+    """A process of a step: its node in the job (0 is the first), and its additions to the step's environment."""
 
     node: int
     env: Mapping[str, str]
 
 
 def job_socket(job: str, node: int) -> Path:
-    """Tell where a node of a job of this cluster listens."""
+    """Return the socket on which a node of a job of this cluster listens."""
     return registry.socket_path(os.environ["FREETRAIN_CLUSTER"]).with_name(f"{job}.{node}")
 
 
 def connect(path: Path) -> socket.socket:
-    """Reach a node of the job, which may be starting still.
+    """Connect to a node of the job, which may still be starting.
 
     Raises
     ------
     OSError
-        It does not listen after half a minute.
+        It is not listening after half a minute.
     """
     deadline = time.monotonic() + _NODE_START_SECONDS
     while True:
@@ -67,23 +67,23 @@ def connect(path: Path) -> socket.socket:
 
 
 def stay_at_sigterm() -> None:
-    """Outlive SIGTERM, which the cluster sends to every process of a job; what this process starts hears it."""
+    """Ignore SIGTERM, which the cluster sends to every process of a job; child processes do not ignore it."""
     signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def run_tasks(job: str, command: Sequence[str], tasks: Sequence[Task], *, label: bool = False) -> int:
-    """Start a command once for each task, wait for all, and give the first exit code that is not zero.
+    """Start a command once per task, wait for all, and return the first nonzero exit code.
 
     Parameters
     ----------
     job
-        The cluster's id of the job that this process belongs to.
+        The cluster's id of this process's job.
     command
         Program and arguments.
     tasks
-        Where.
+        The processes to start.
     label
-        Begin every line of output with the number of its task.
+        Prefix every line of output with its task number.
     """
     codes = [0] * len(tasks)
     threads = []
@@ -124,7 +124,7 @@ def _run_here(_: str, __: int, command: Sequence[str], env: Mapping[str, str], f
 
 
 def _run_there(job: str, node: int, command: Sequence[str], env: Mapping[str, str], files: Sequence[IO[bytes]]) -> int:
-    request = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode() + b"\n"  # noqa: PTH109 - a string goes over
+    request = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode() + b"\n"  # noqa: PTH109 - a string is sent
     with connect(job_socket(job, node)) as connection:
         sent = socket.send_fds(connection, [request], [file.fileno() for file in files])
         connection.sendall(request[sent:])

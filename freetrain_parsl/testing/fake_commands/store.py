@@ -1,4 +1,4 @@
-"""What the fake commands remember between calls, and how they reach the cluster."""
+"""State of the fake commands between calls, and their connection to the cluster."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["QUEUES", "FakeJob", "Store", "StoreSettings", "Submission", "calls"]
 
 QUEUES = ("main", "backfill", "preemptible")
-"""Of both fakes; the first is the default, and its jobs are main jobs of the cluster."""
+"""Queues of both fakes; the first is the default, and its jobs are main jobs of the cluster."""
 
 _SETTINGS, _CALLS, _JOBS, _SPOOL = "fake.json", "calls", "jobs", "spool"
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """What a directory of fakes plays: ``slurm`` or ``pbs``, in front of which cluster, of which version."""
+    """Settings of a directory of fakes: ``slurm`` or ``pbs``, the cluster behind it, and the version."""
 
     kind: str
     cluster: str
@@ -39,7 +39,7 @@ class StoreSettings:
 
 @dataclass(frozen=True)
 class Submission:
-    """What a batch script asked for; walltime in seconds."""
+    """Request of a batch script; walltime in seconds."""
 
     name: str
     queue: str
@@ -53,9 +53,9 @@ class Submission:
 
 @dataclass(frozen=True)
 class FakeJob:
-    """A job of the cluster as the fakes tell it; times are seconds since the epoch.
+    """A job of the cluster as the fakes show it; times are seconds since the epoch.
 
-    `state` is the cluster's word (`cluster.batch.JobState`); `planned` are the nodes of the planned start.
+    `state` is the cluster's (`cluster.batch.JobState`); `planned` are the nodes of the planned start.
     """
 
     id: str
@@ -83,7 +83,7 @@ class Store:
     Parameters
     ----------
     directory
-        As `create` made it.
+        Made by `create`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -101,23 +101,23 @@ class Store:
 
     @property
     def client(self) -> ClusterClient:
-        """Reach the cluster."""
+        """Connect to the cluster."""
         if self._client is None:
             self._client = ClusterClient(self.settings.cluster)
         return self._client
 
     def note_call(self, arguments: Sequence[str]) -> None:
-        """Remember that a command was called."""
+        """Record a call of a command."""
         with (self.directory / _CALLS).open("a", encoding="utf-8") as file:
             file.write(json.dumps([time.time(), *arguments]) + "\n")
 
     def submit(self, script: str, submission: Submission) -> str:
-        """Queue a batch script and give its job's id.
+        """Queue a batch script and return its job id.
 
         Raises
         ------
         InvalidSettings
-            There is no such queue, or the cluster can never run it.
+            The queue does not exist, or the cluster can never run the job.
         """
         if submission.queue not in QUEUES:
             raise InvalidSettings(f"there is no queue {submission.queue!r}")
@@ -141,7 +141,7 @@ class Store:
         return job
 
     def jobs(self, ids: Sequence[str] | None = None) -> dict[str, FakeJob]:
-        """Describe all jobs that live, and those that were submitted here and have ended; or those of `ids`."""
+        """Return all live jobs, and ended ones that were submitted here; or those of `ids`."""
         ours = {path.name: path.read_text(encoding="utf-8") for path in self._job_files()}
         found = self.client.jobs(ours if ids is None else ids)
         if ids is None:
@@ -151,7 +151,7 @@ class Store:
         return dict(sorted(jobs.items(), key=lambda item: int(item[0])))
 
     def node_jobs(self) -> dict[str, str | None]:
-        """Tell which job is on each node."""
+        """Return the job on each node."""
         return {node: told["job"] for node, told in self.client.nodes().items()}
 
     def _job_files(self) -> list[Path]:
@@ -183,7 +183,7 @@ def _job(job: str, told: Mapping[str, Any], queue: str | None, plan: Mapping[str
 
 
 def calls(directory: Path, command: str | None = None) -> list[tuple[float, list[str]]]:
-    """List the calls so far, of one command or of all: when (s since the epoch), and its words."""
+    """List the calls so far, of one command or all: time (s since the epoch) and arguments."""
     file = directory / _CALLS
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [json.loads(line) for line in lines]

@@ -1,8 +1,8 @@
-"""Faults to order: what goes wrong on a machine, done to processes and files that need not cooperate.
+"""Fault injection into processes and files of this machine, without their cooperation.
 
-Each fault is a function on process ids or directories of this machine; those that last are context managers and
-undo themselves. `Injector` strikes at random, the same way for the same seed. The faults of connections and of
-slowed processes need Linux, 5.6 or later.
+Each fault is a function on process ids or directories of this machine; lasting faults are context managers that undo
+them. `Injector` injects random faults, reproducibly from a seed. The faults of connections and of slowed processes need
+Linux 5.6 or later.
 """
 
 from __future__ import annotations

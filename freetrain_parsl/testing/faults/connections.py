@@ -1,7 +1,7 @@
-"""Faults of the network between processes of this machine: connections that break, or fall silent.
+"""Network faults between processes of this machine: broken or stalled connections.
 
-The sockets of a process are duplicated into this one through its pidfd; what is done to a duplicate is done to the
-connection. Nothing on the machine changes but these connections: no firewall, no name space, no proxy.
+The sockets of a process are duplicated into this one through its pidfd; an operation on a duplicate affects the
+connection. Nothing else on the machine changes: no firewall, no namespace, no proxy.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from freetrain_parsl.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_PIDFD_GETFD = 438  # the number of the system call, on every architecture that Python runs on but Alpha
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER: Python does not name them
-_ACCEPT_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0, the bytes to keep
+_PIDFD_GETFD = 438  # system call number, on every architecture supported by Python except Alpha
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER, SO_DETACH_FILTER: not defined in Python
+_ACCEPT_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0, the number of bytes to keep
 
 Address: TypeAlias = tuple[str, int]
 
 
 def cut(pid: int, peers: Iterable[int]) -> int:
-    """Break the TCP connections between a process and its peers: both sides get an error, or the end, at once.
+    """Break the TCP connections between a process and its peers: both sides get an error, or EOF, at once.
 
-    Connections made afterwards are whole.
+    Later connections are not affected.
 
     Parameters
     ----------
     pid
         The process.
     peers
-        Processes of this machine; those that have ended are passed over.
+        Processes of this machine; ended ones are skipped.
 
     Returns
     -------
     connections : int
-        How many there were.
+        Number of connections broken.
 
     Raises
     ------
     ProcessLookupError
         The process has ended.
     UsageError
-        The kernel does not let this process at the other's sockets.
+        The kernel denies access to the other process's sockets.
     """
     with _between(pid, peers) as pairs:
         for end in (end for pair in pairs for end in pair):
@@ -61,30 +61,30 @@ def cut(pid: int, peers: Iterable[int]) -> int:
 
 @contextmanager
 def partition(pid: int, peers: Iterable[int]) -> Iterator[int]:
-    """Let nothing through between a process and its peers inside the block, and nobody know.
+    """Silently drop all traffic between a process and its peers inside the block.
 
-    What arrives at either end is dropped without a word, as by a switch that died; nothing is lost in the end, for
-    TCP sends it again: after the block the connections go on, after a while that grows with the block's length, up to
-    as long again. A process that dies inside the block dies unheard. Connections made inside the block are whole.
+    Incoming packets are dropped at both ends, as by a dead switch. No data is lost, because TCP retransmits it: after
+    the block the connections continue, with a delay that grows with the block's length, up to the same length. If a
+    process dies inside the block, its peers do not notice. Connections made inside the block are not affected.
 
     Parameters
     ----------
     pid
         The process.
     peers
-        Processes of this machine; those that have ended are passed over.
+        Processes of this machine; ended ones are skipped.
 
     Yields
     ------
     connections : int
-        How many there are.
+        Number of connections.
 
     Raises
     ------
     ProcessLookupError
         The process has ended.
     UsageError
-        The kernel does not let this process at the other's sockets.
+        The kernel denies access to the other process's sockets.
     """
     program = ctypes.create_string_buffer(_ACCEPT_NOTHING)
     pointer = struct.pack("HP", 1, ctypes.addressof(program))
@@ -99,7 +99,7 @@ def _shut_down(end: socket.socket) -> None:
     try:
         end.shutdown(socket.SHUT_RDWR)
     except OSError as error:
-        if error.errno != errno.ENOTCONN:  # which it is if the other end was quicker
+        if error.errno != errno.ENOTCONN:  # the other end was faster
             raise
 
 
@@ -123,9 +123,9 @@ def _between(pid: int, peers: Iterable[int]) -> Iterator[list[tuple[socket.socke
 
 
 def _connections(pid: int, open_sockets: ExitStack) -> list[tuple[Address, Address, socket.socket]]:
-    """Duplicate the connected TCP sockets of a process: (its address, the other side's, duplicate)."""
+    """Duplicate the connected TCP sockets of a process: (its address, the peer's, duplicate)."""
     if pid <= 1:
-        raise UsageError(f"process id {pid} does not stand for one process that can be harmed")
+        raise UsageError(f"process id {pid} does not denote a single process that may be harmed")
     process = os.pidfd_open(pid)
     found = []
     try:
@@ -138,7 +138,7 @@ def _connections(pid: int, open_sockets: ExitStack) -> list[tuple[Address, Addre
                 continue
             try:
                 here, there = end.getsockname(), end.getpeername()
-            except OSError:  # it listens, or is not connected yet or any more
+            except OSError:  # it is listening, or not connected
                 continue
             found.append((_address(here), _address(there), end))
     finally:
@@ -160,12 +160,12 @@ def _descriptors(pid: int) -> list[Path]:
 def _points_at(entry: Path) -> str:
     try:
         return str(entry.readlink())
-    except FileNotFoundError:  # closed meanwhile
+    except FileNotFoundError:  # closed in the meantime
         return ""
 
 
 def _duplicate(process: int, pid: int, descriptor: int) -> int | None:
-    """Duplicate a descriptor of another process into this one; ``None`` if it is closed by now."""
+    """Duplicate a descriptor of another process into this one; ``None`` if it is closed."""
     libc = ctypes.CDLL(None, use_errno=True)
     number = int(libc.syscall(_PIDFD_GETFD, process, descriptor, 0))
     if number >= 0:
@@ -180,13 +180,13 @@ def _duplicate(process: int, pid: int, descriptor: int) -> int | None:
 
 def _forbidden(pid: int) -> UsageError:
     return UsageError(
-        f"the kernel does not let this process at the sockets of process {pid}: run as the same user, and where "
+        f"the kernel denies this process access to the sockets of process {pid}: run as the same user, and where "
         "/proc/sys/kernel/yama/ptrace_scope is not 0, as root or from an ancestor of it"
     )
 
 
 def _address(name: tuple[str | int, ...]) -> Address:
-    """Return an address in one form, whether the socket is of IPv4, or of IPv6 and used for IPv4."""
+    """Return an address in one form, for IPv4 sockets and IPv6 sockets with IPv4-mapped addresses."""
     host = ipaddress.ip_address(str(name[0]).partition("%")[0])
     if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped

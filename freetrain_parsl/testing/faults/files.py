@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 class Damage(str, Enum):
-    """What happens to a checkpoint; the value says it."""
+    """Kinds of damage to a checkpoint; the value describes it."""
 
     FLIP = "one bit of a file is flipped"
     TRUNCATE = "a file loses its end"
@@ -31,16 +31,16 @@ class Damage(str, Enum):
 
 
 def corrupt_checkpoint(directory: Path, rng: random.Random, how: Damage | None = None) -> Path:
-    """Damage a checkpoint as a failing disk does, behind the back of whoever wrote it.
+    """Damage a checkpoint as a failing disk does, unnoticed by the process that wrote it.
 
     Parameters
     ----------
     directory
-        A checkpoint's, or a trainer's: then its newest checkpoint.
+        Directory of a checkpoint, or of a trainer, for its newest checkpoint.
     rng
-        Chooses the file, and where in it; the same for the same state.
+        Chooses the file and the position in it, reproducibly.
     how
-        What happens; ``None``: `rng` chooses that too.
+        Kind of damage; ``None``: chosen by `rng`.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def corrupt_checkpoint(directory: Path, rng: random.Random, how: Damage | None =
     Raises
     ------
     FileNotFoundError
-        There is no checkpoint, or nothing in it to damage.
+        There is no checkpoint, or it contains no data.
     """
     checkpoint = _checkpoint_in(directory)
     how = rng.choice(list(Damage)) if how is None else how
@@ -60,7 +60,7 @@ def corrupt_checkpoint(directory: Path, rng: random.Random, how: Damage | None =
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != _MANIFEST)
     files = [path for path in files if path.stat().st_size]
     if not files:
-        raise FileNotFoundError(errno.ENOENT, "there is nothing to damage: no file has any bytes", str(checkpoint))
+        raise FileNotFoundError(errno.ENOENT, "there is nothing to damage: all files are empty", str(checkpoint))
     victim = rng.choice(files)
     size = victim.stat().st_size
     if how is Damage.REMOVE:
@@ -84,17 +84,17 @@ def fill_disk(directory: Path, limit: int, spare: int = 4096) -> Iterator[Path]:
     Parameters
     ----------
     directory
-        Where the file goes that fills it.
+        Directory of the file that fills it.
     limit
-        Bytes. A larger file system is refused, so that nobody fills a real disk by mistake: use a small one of your
-        own, such as a ``tmpfs``.
+        Bytes. Larger file systems are rejected, so that no real disk is filled by mistake: use a small one, such as a
+        ``tmpfs``.
     spare
-        Bytes left free, about.
+        Bytes left free, approximately.
 
     Yields
     ------
     file : Path
-        What fills it; it is removed after the block.
+        The file that fills it; removed after the block.
 
     Raises
     ------
@@ -107,19 +107,19 @@ def fill_disk(directory: Path, limit: int, spare: int = 4096) -> Iterator[Path]:
         raise UsageError(f"fill_disk: the file system of {directory} has {size} bytes, more than the limit of {limit}")
     with tempfile.NamedTemporaryFile(dir=directory, prefix="filling-", buffering=0) as file:
         written = 0
-        chunk = os.urandom(_CHUNK)  # what a file system cannot compress
+        chunk = os.urandom(_CHUNK)  # incompressible
         while chunk:
             more = _append(file, chunk)
             written += more
             if not more:
                 chunk = chunk[: len(chunk) // 2]
         file.truncate(max(0, written - spare))
-        os.fsync(file.fileno())  # some file systems find out late that they are full
+        os.fsync(file.fileno())  # some file systems report only late that they are full
         yield Path(file.name)
 
 
 def _append(file: IO[bytes], chunk: bytes) -> int:
-    """Write as much as fits, and say how much that was."""
+    """Write as much as fits, and return the number of bytes."""
     try:
         return file.write(chunk)
     except OSError as error:

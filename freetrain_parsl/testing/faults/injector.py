@@ -1,4 +1,4 @@
-"""A hostile machine: faults at random moments on random victims, the same for the same seed."""
+"""Random faults at random times on random targets, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Target:
-    """A process that may be struck.
+    """A process that may be hit.
 
     Parameters
     ----------
@@ -52,22 +52,22 @@ class Target:
 
     @property
     def node(self) -> str:
-        """The node, whose loss takes this process with it."""
+        """The node, whose failure ends this process too."""
         return self.slot.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What a fault is given.
+    """The argument of a fault.
 
     Parameters
     ----------
     victim
-        Whom it hits.
+        Target of the fault.
     others
         All other targets.
     rng
-        For what else the fault draws; the same for the same seed, and of this strike only.
+        Random generator of this strike only, reproducible from the seed.
     """
 
     victim: Target
@@ -81,12 +81,12 @@ class Strike:
 
 
 Fault: TypeAlias = "Callable[[Strike], AbstractContextManager[object] | None]"
-"""Does harm; what it returns is entered, and left when the fault is over."""
+"""Injects the fault; a returned context manager is entered, and exited at the end of the fault."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the injector did.
+    """A fault injected by the injector.
 
     Parameters
     ----------
@@ -95,13 +95,13 @@ class Record:
     fault
         Name of the fault.
     victim
-        Slot that was hit; ``None`` if there was none.
+        Slot that was hit; ``None`` if there was no target.
     pid
         Its process.
     lasts
-        Seconds after which it is undone, if that can be.
+        Seconds after which it is undone, if possible.
     outcome
-        Empty, or why nothing came of it.
+        Empty, or why it had no effect.
     """
 
     at: float
@@ -126,7 +126,7 @@ PROCESS_FAULTS: Mapping[str, Fault] = MappingProxyType(
         "partition": lambda strike: partition(strike.victim.pid, strike.peers),
     }
 )
-"""Faults of processes and of what connects them; add `corrupting` and `filling` for those of files."""
+"""Faults of processes and connections; add `corrupting` and `filling` for those of files."""
 
 
 def _done(_: object) -> None:
@@ -134,7 +134,7 @@ def _done(_: object) -> None:
 
 
 def corrupting(directory: Path, how: Damage | None = None) -> Fault:
-    """Make a fault that damages a checkpoint in a directory; it needs no victim to know. See `corrupt_checkpoint`."""
+    """Make a fault that damages a checkpoint in a directory; it ignores the victim. See `corrupt_checkpoint`."""
     return lambda strike: _done(corrupt_checkpoint(directory, strike.rng, how))
 
 
@@ -144,11 +144,11 @@ def filling(directory: Path, limit: int) -> Fault:
 
 
 class Injector:
-    """Strikes at moments, and with faults and victims, that follow from a seed.
+    """Injects faults; times, faults and victims follow from a seed.
 
-    Each strike has a random generator of its own: the sequence does not depend on what the faults do, and the
-    victims only on which slots there are. Used as a context manager it works in a thread until the block ends; `run`
-    works in the caller's. Either way it leaves nothing stopped, slowed, partitioned or full.
+    Each strike has its own random generator: the sequence does not depend on the effects of the faults, and the
+    victims depend only on the existing slots. As a context manager it works in a thread until the block ends; `run`
+    works in the caller's thread. In both cases it leaves nothing stopped, slowed, partitioned or full.
 
     ::
 
@@ -159,26 +159,26 @@ class Injector:
     Parameters
     ----------
     seed
-        The same seed makes the same sequence.
+        Determines the sequence.
     targets
-        Tells who is there, at each strike: process ids by slot (``node/anything``).
+        Called at each strike; returns process ids by slot (``node/anything``).
     faults
-        What can happen, by name.
+        The faults, by name.
     every
-        Mean time between strikes, which come at random (a Poisson process). Give this or `schedule`.
+        Mean time between strikes (a Poisson process). Give this or `schedule`.
     schedule
-        When what happens: (time after the start, name of the fault), in order.
+        Planned faults: (time after the start, name of the fault), in order.
     lasting
-        How long faults last that do, on average: half of it up to one and a half.
+        Mean duration of lasting faults; drawn between 0.5 and 1.5 times this.
     clock
-        Seconds on a clock that never goes back.
+        Monotonic clock, seconds.
     sleep
-        Waits for a number of seconds; by default it also ends when the block of the context manager does.
+        Waits for a number of seconds; by default also until the end of the context manager's block.
 
     Raises
     ------
     UsageError
-        Both or none of `every` and `schedule`, a name that is no fault, or a time that is not positive.
+        Both or none of `every` and `schedule` are given, a fault is unknown, or a time is not positive.
     """
 
     def __init__(
@@ -216,12 +216,12 @@ class Injector:
         self._problem: BaseException | None = None
 
     def run(self, duration: timedelta | None = None) -> list[Record]:
-        """Strike for that long, or to the end of the schedule and of its last fault; return the records.
+        """Inject faults for this long, or to the end of the schedule and of its last fault; return the records.
 
         Raises
         ------
         UsageError
-            A fault cannot be done here, such as `cut` where the kernel forbids it.
+            A fault is not possible here, such as `cut` where the kernel forbids it.
         """
         begun = self._clock()
         end = math.inf if duration is None else begun + duration.total_seconds()
@@ -258,7 +258,7 @@ class Injector:
     def _run_in_thread(self) -> None:
         try:
             self.run()
-        except BaseException as problem:  # noqa: BLE001 - the block's end raises it, where somebody sees it
+        except BaseException as problem:  # noqa: BLE001 - raised to the caller at the end of the block
             self._problem = problem
 
     def _moments(self) -> Iterator[tuple[float, str, random.Random]]:
@@ -275,7 +275,7 @@ class Injector:
             yield moment, rng.choice(sorted(self._faults)), rng
 
     def _wait(self, moment: float, undoings: list[tuple[float, int, ExitStack]]) -> None:
-        """Wait for a moment; undo meanwhile what is over."""
+        """Wait until a given time; undo faults that end in the meantime."""
         while not self._over.is_set():
             due = min(moment, undoings[0][0]) if undoings else moment
             if (left := due - self._clock()) > 0:
@@ -291,7 +291,7 @@ class Injector:
         undoing = ExitStack()
         targets = [Target(slot, pid) for slot, pid in sorted(self._targets().items())]
         if not targets:
-            self._keep(Record(after, name, None, None, lasts, "there was nobody to hit"))
+            self._keep(Record(after, name, None, None, lasts, "no process to hit"))
             return undoing
         victim = targets[int(rng.random() * len(targets))]
         others = tuple(target for target in targets if target is not victim)
@@ -300,7 +300,7 @@ class Injector:
             lasting = self._faults[name](Strike(victim, others, rng))
             if lasting is not None:
                 undoing.enter_context(lasting)
-        except (ProcessLookupError, FileNotFoundError) as error:  # it came too late, or too early
+        except (ProcessLookupError, FileNotFoundError) as error:  # too late or too early
             outcome = str(error)
         self._keep(Record(after, name, victim.slot, victim.pid, lasts, outcome))
         return undoing
@@ -315,21 +315,21 @@ class JournalEntry(Protocol):
 
     @property
     def kind(self) -> str:
-        """What happened."""
+        """Kind of entry."""
 
     @property
     def subject(self) -> str:
-        """To whom."""
+        """Subject of the entry."""
 
     @property
     def detail(self) -> Mapping[str, Any]:
-        """More about it."""
+        """Details of the entry."""
 
 
 def slots_on_this_machine(entries: Iterable[JournalEntry]) -> dict[str, int]:
-    """Return the process ids of an executor's living slots, by ``node/number``, from the entries of its journal.
+    """Return the process ids of an executor's live slots, by ``node/number``, from the entries of its journal.
 
-    For executors whose nodes are this machine, such as those of an embedded cluster::
+    For executors whose nodes are processes of this machine, such as those of an embedded cluster::
 
         from freetrain_parsl.executor.journal import read_journal
 

@@ -18,27 +18,27 @@ _PERIOD = timedelta(milliseconds=100)
 
 
 def kill(pid: int) -> None:
-    """End a process at once, as the kernel does when memory runs out.
+    """Kill a process, as the kernel does when memory runs out.
 
     Raises
     ------
     ProcessLookupError
-        It has ended already.
+        It has already ended.
     UsageError
-        The id stands for several processes, or for the first one of the machine.
+        The id denotes several processes, or the init process.
     """
     _signal(pid, signal.SIGKILL)
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """End several processes at once, as when their node loses power; those that have ended already are passed over."""
+    """Kill several processes at once, as when their node loses power; ended ones are skipped."""
     for pid in tuple(pids):
         with suppress(ProcessLookupError):
             kill(pid)
 
 
 def stop(pid: int) -> None:
-    """Make a process hang until `resume`; its connections stay open, and silent.
+    """Make a process hang until `resume`; its connections stay open without traffic.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def stop(pid: int) -> None:
 
 
 def resume(pid: int) -> None:
-    """Let a stopped process go on.
+    """Continue a stopped process.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def resume(pid: int) -> None:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Make a process hang inside the block; it may end meanwhile.
+    """Make a process hang inside the block; it may end in the meantime.
 
     Raises
     ------
@@ -78,16 +78,16 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextmanager
 def slow(pid: int, share: float, period: timedelta = _PERIOD) -> Iterator[None]:
-    """Let a process run only part of the time inside the block; it may end meanwhile.
+    """Let a process run only part of the time inside the block; it may end in the meantime.
 
     Parameters
     ----------
     pid
         The process.
     share
-        Part of the time in which it runs, between 0 and 1, both excluded.
+        Fraction of the time in which it runs, between 0 and 1, both excluded.
     period
-        How long it takes to run and hang once.
+        Duration of one cycle of running and hanging.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def slow(pid: int, share: float, period: timedelta = _PERIOD) -> Iterator[None]:
     if not 0 < share < 1:
         raise UsageError(f"slow: share must lie between 0 and 1, got {share}")
     _check(pid)
-    process = os.pidfd_open(pid)  # not the number: the thread would hit whoever gets it next
+    process = os.pidfd_open(pid)  # not the number: it may be reused by another process
     over = threading.Event()
     runs = share * period.total_seconds()
 
@@ -128,4 +128,4 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def _check(pid: int) -> None:
     if pid <= 1:
-        raise UsageError(f"process id {pid} does not stand for one process that can be harmed")
+        raise UsageError(f"process id {pid} does not denote a single process that may be harmed")

@@ -7,9 +7,9 @@
         with hosts.cut("node01"):
             ...  # nothing that login sends arrives
 
-A host has its own interfaces, routes, hostname and ``/etc/hosts``; files and processes are those of the machine, so a
-shared file system needs no further work. Interfaces whose addresses belong to the same network are joined by a bridge,
-which lies in a namespace too: the machine's own network is not touched. It needs Linux, root and iproute2.
+A host has its own interfaces, routes, hostname and ``/etc/hosts``; files and processes are the machine's, so the file
+system is shared. Interfaces whose addresses belong to the same network are joined by a bridge in a separate namespace:
+the machine's own network is not touched. Requires Linux, root and iproute2.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Host:
     Parameters
     ----------
     name
-        Its hostname.
+        Hostname.
     pid
-        The process that holds its namespaces: ``nsenter --target PID --net`` enters its network by hand.
+        The process that holds its namespaces: ``nsenter --target PID --net`` enters its network.
     interfaces
         Interface -> address with prefix length: ``{"eth0": "10.77.0.11/24"}``.
     """
@@ -68,7 +68,7 @@ class Host:
         return next(iter(self.interfaces.values())).partition("/")[0]
 
     def command(self, *arguments: str, cwd: str | Path | None = None) -> list[str]:
-        """Return the command that runs `arguments` on this host, in the same process: signals reach it.
+        """Return the command that runs `arguments` on this host, in the same process, so that signals reach it.
 
         Parameters
         ----------
@@ -85,27 +85,27 @@ class Host:
         return subprocess.Popen(self.command(*arguments, cwd=cwd), **options)
 
     def run(self, *arguments: str, timeout: float = 60.0) -> str:
-        """Run a command on this host and return what it printed.
+        """Run a command on this host and return its output.
 
         Raises
         ------
         BatchSystemError
-            It failed; the message has its complaint.
+            It failed; the message contains its error output.
         """
         return _run(self.command(*arguments), timeout=timeout)
 
     def bytes_sent(self, interface: str) -> int:
-        """Count the bytes that have left through an interface since the host exists."""
+        """Return the bytes sent through an interface since the creation of the host."""
         (link,) = json.loads(self.run("ip", "-json", "-stats", "link", "show", "dev", interface))
         return int(link["stats64"]["tx"]["bytes"])
 
     def is_inside(self, pid: int) -> bool:
-        """Whether a process is on this host."""
+        """Return whether a process is on this host."""
         return keeper.namespace_of(pid) == keeper.namespace_of(self.pid)
 
 
 class Hosts:
-    """Hosts that live as long as the context, or as the process that made them, however it ends.
+    """Hosts that exist as long as the context, or the process that made them, however it ends.
 
     Parameters
     ----------
@@ -117,9 +117,9 @@ class Hosts:
     Raises
     ------
     CommandNotFound
-        This machine lacks something; see `missing`.
+        A requirement is not met on this machine; see `missing`.
     InvalidSettings
-        An address has no prefix length, is used twice, or a name is unfit.
+        An address has no prefix length or is used twice, or a name is invalid.
     """
 
     def __init__(self, interfaces: Mapping[str, Mapping[str, str]], *, unresolved: Collection[str] = ()) -> None:
@@ -137,7 +137,7 @@ class Hosts:
 
     @staticmethod
     def missing() -> str | None:
-        """Say what this machine lacks, in one line; ``None`` if nothing."""
+        """Return the requirements not met on this machine, in one line; ``None`` if all are met."""
         if sys.platform != "linux":
             return f"hosts need Linux (network namespaces), this is {sys.platform}"
         absent = {
@@ -175,7 +175,7 @@ class Hosts:
         Raises
         ------
         BatchSystemError
-            The kernel refused; the message has its complaint.
+            The kernel refused; the message contains its error.
         """
         self._directory.mkdir(mode=0o755)
         command = [sys.executable, "-I", "-S", keeper.__file__, str(self._directory), str(len(self._interfaces) + 1)]
@@ -211,7 +211,7 @@ class Hosts:
         if failed:
             raise BatchSystemError("processes on the hosts did not end when they were killed")
 
-    # What can happen to a network; each is undone at the end of its block.
+    # Network faults; each is undone at the end of its block.
 
     @contextmanager
     def cut(self, name: str, interface: str | None = None) -> Iterator[None]:
@@ -225,7 +225,7 @@ class Hosts:
 
     @contextmanager
     def isolated(self, *names: str, interface: str | None = None) -> Iterator[None]:
-        """Let these hosts not reach each other inside the block; all others still reach them, and they all others."""
+        """Separate these hosts from each other inside the block; traffic with all other hosts is not affected."""
         ports = [self._port(name, interface) for name in names]
         for port in ports:
             self._on_switch("bridge", "link", "set", "dev", port, "isolated", "on")
@@ -244,7 +244,7 @@ class Hosts:
         name, interface
             The host, and its interface; default: its first.
         rate
-            In tc's words: ``2mbit``.
+            In the syntax of tc: ``2mbit``.
         """
         port = self._port(name, interface)
         inner = self._ports[port].interface
@@ -258,7 +258,7 @@ class Hosts:
             self[name].run("tc", "qdisc", "del", "dev", inner, "root")
 
     def lead_nowhere(self, name: str, gateway: str, interface: str | None = None) -> None:
-        """Give a host a default route over a gateway that drops everything without a word, as many firewalls do."""
+        """Give a host a default route over a gateway that silently drops everything, as many firewalls do."""
         port = self._ports[self._port(name, interface)]
         family = f"-{ipaddress.ip_address(gateway).version}"
         nobody = "02:00:00:00:00:01"
@@ -268,7 +268,7 @@ class Hosts:
     def entering(self, variable: str) -> str:
         """Return shell code that continues the script on the host whose name an environment variable holds.
 
-        To be put at the head of a batch script, as ``worker_init`` of a Parsl provider whose nodes are processes of
+        For the head of a batch script, as ``worker_init`` of a Parsl provider whose nodes are processes of
         this machine: ``EmbeddedClusterProvider(worker_init=hosts.entering("FREETRAIN_CLUSTER_NODE"))``.
         """
         cases = [
@@ -281,7 +281,7 @@ class Hosts:
             ['if [ -z "${FREETRAIN_HOST:-}" ]; then', f'case "${variable}" in', *cases, unknown, "esac", "fi"]
         )
 
-    # How they come up.
+    # Start-up.
 
     def _started_hosts(self) -> tuple[dict[str, Host], Host]:
         """Wait until the keeper has made the namespaces: one per host, and one for the bridges."""
@@ -289,7 +289,7 @@ class Hosts:
         assert self._keeper.stdout is not None
         pids = json.loads(self._keeper.stdout.readline() or "[]")
         if len(pids) != len(self._interfaces) + 1:
-            raise BatchSystemError("the kernel made no network namespaces; its complaint is on stderr")
+            raise BatchSystemError("the kernel made no network namespaces; its error is on stderr")
         switch = Host("switch", pids.pop())
         return {
             name: Host(name, pid, own) for (name, own), pid in zip(self._interfaces.items(), pids, strict=True)
@@ -324,7 +324,7 @@ class Hosts:
         for interface, address in host.interfaces.items():
             flags = " nodad" if ipaddress.ip_interface(address).version == 6 else ""
             lines += [f"addr add {address} dev {interface}{flags}", f"link set {interface} up"]
-        # As `ip netns exec` does: /sys/class/net shows the interfaces of whoever mounts it.
+        # As `ip netns exec` does: /sys/class/net shows the interfaces of the namespace that mounted it.
         script = [f"hostname {shlex.quote(host.name)}", "mount -t sysfs none /sys", *binds, "ip -batch -"]
         _run(host.command("sh", "-c", " && ".join(script), cwd="/"), text="\n".join(lines))
 
@@ -348,7 +348,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class _Port:
-    """A port of the switch: what it leads to."""
+    """A port of the switch, and its destination."""
 
     host: str
     interface: str

@@ -1,9 +1,9 @@
 """Holds the network namespaces of a `Hosts`, and removes everything in them as soon as the process that made them ends.
 
 Run as a script by its path, with the standard library only, so that it starts at once. It starts one process per host,
-in namespaces of its own, prints their process ids, and waits for the end of its standard input, which the kernel closes
-when the other process ends, however it ends. Then it kills every process in those namespaces. Namespaces without a
-process, their interfaces, bridges and mounts are removed by the kernel: none of them has a name outside.
+in its own namespaces, prints their process ids, and waits for EOF on its standard input, which the kernel closes when
+the other process ends, however it ends. Then it kills every process in those namespaces. Namespaces without a process,
+and their interfaces, bridges and mounts, are removed by the kernel: none of them has a name outside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# Killed with the keeper; says a line once the namespaces exist.
+# Killed with the keeper; prints a line once the namespaces exist.
 _HOST = ("setpriv", "--pdeathsig=KILL", "unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-c")
 _SLEEP = "echo ready; exec sleep infinity"
 
@@ -34,7 +34,7 @@ def namespace_of(pid: int) -> int | None:
 
 
 def inside(namespaces: set[int]) -> list[int]:
-    """List the living processes in these network namespaces."""
+    """List the live processes in these network namespaces."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
     return [pid for pid in pids if namespace_of(pid) in namespaces]
 
@@ -61,13 +61,13 @@ def sweep(namespaces: set[int]) -> list[int]:
 
 
 def main(directory: str, count: str) -> int:
-    """Hold `count` hosts until the standard input ends, clean up, and remove `directory`; return the exit code."""
+    """Hold `count` hosts until EOF on standard input, clean up, and remove `directory`; return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     holders = [start_host() for _ in range(int(count))]
     namespaces = {found for holder in holders if (found := namespace_of(holder.pid)) is not None}
-    namespaces.discard(namespace_of(os.getpid()) or 0)  # a holder that could not make its own is still in ours
-    with suppress(BrokenPipeError):  # the other process has ended already
+    namespaces.discard(namespace_of(os.getpid()) or 0)  # a holder that failed to create its own is still in ours
+    with suppress(BrokenPipeError):  # the other process has already ended
         sys.stdout.write(json.dumps([holder.pid for holder in holders if holder.poll() is None]) + "\n")
         sys.stdout.flush()
     sys.stdin.buffer.read(1)

@@ -1,4 +1,4 @@
-"""A real Slurm whose controller and nodes are hosts of their own."""
+"""A real Slurm whose controller and nodes are separate hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SlurmOnHosts"]
 
 
 class SlurmOnHosts(LoopbackSlurm):
-    """A `LoopbackSlurm` without the loopback: each daemon runs on its host, and they talk over the hosts' network.
+    """A `LoopbackSlurm` without the loopback: each daemon runs on its own host, connected by the hosts' network.
 
     The hosts must exist before the cluster and outlive it.
 
@@ -24,12 +24,12 @@ class SlurmOnHosts(LoopbackSlurm):
     hosts
         One named ``login``, for the controller and the client commands, and one per node: ``node01``, ``node02``, …
     **settings
-        Of `LoopbackSlurm`, without ``nodes``.
+        Settings of `LoopbackSlurm`, except ``nodes``.
 
     Raises
     ------
     InvalidSettings
-        The hosts have other names.
+        The hosts have the wrong names.
     """
 
     _CONTROLLER = "login"

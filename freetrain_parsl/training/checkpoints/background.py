@@ -1,4 +1,4 @@
-"""One piece of work at a time beside the training."""
+"""One background task at a time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
-    """How a piece of work ended.
+    """The outcome of a background task.
 
     Parameters
     ----------
     value
-        What it returned; ``None`` if it failed.
+        Its return value; ``None`` if it failed.
     error
-        Why it failed.
+        Its exception, if it failed.
     processor_seconds
-        Time that its thread took from the processors.
+        CPU time of its thread.
     """
 
     value: T | None
@@ -34,29 +34,29 @@ class Done(Generic[T]):
 
 
 class Background(Generic[T]):
-    """Runs a function in a thread; the interpreter waits for it when it exits, so that nothing is cut off."""
+    """Runs a function in a thread; the interpreter waits for it at exit, so that a write is not cut off."""
 
     def __init__(self) -> None:
         self._running: Future[Done[T]] | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether there is work whose end has not been taken."""
+        """Whether there is a task whose outcome has not been taken."""
         return self._running is not None
 
     @property
     def done(self) -> bool:
-        """Whether there is work that has ended, and whose end has not been taken."""
+        """Whether there is a completed task whose outcome has not been taken."""
         return self._running is not None and self._running.done()
 
     def start(self, work: Callable[[], T]) -> None:
-        """Begin a piece of work; the one before must have been taken."""
-        assert self._running is None, "never two at a time"
+        """Start a task; the outcome of the previous one must have been taken."""
+        assert self._running is None, "one task at a time"
         self._running = Future()
         threading.Thread(target=_run, args=(work, self._running), name="freetrain-checkpoint").start()
 
     def take(self, *, wait: bool) -> Done[T] | None:
-        """Return how the work ended; ``None`` if there is none, or it is not done and `wait` is false."""
+        """Return the outcome of the task; ``None`` if there is no task, or it is not done and `wait` is false."""
         if self._running is None or (not wait and not self._running.done()):
             return None
         done = self._running.result()
@@ -69,6 +69,6 @@ def _run(work: Callable[[], T], outcome: Future[Done[T]]) -> None:
     value, problem = None, None
     try:
         value = work()
-    except Exception as error:  # noqa: BLE001 - it is raised where the training can see it
+    except Exception as error:  # noqa: BLE001 - it is reported to the training
         problem = error
     outcome.set_result(Done(value, problem, time.thread_time() - begun))

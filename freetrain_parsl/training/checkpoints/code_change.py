@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint that other code wrote: never gone on from without a word."""
+"""Handling of checkpoints written by other code: a training never resumes from them silently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES_SHOWN = 4
 
 
 def code_facts(code: Code | None) -> dict[str, Any]:
-    """Return what a manifest tells of a training's code."""
+    """Return the manifest fields that describe a training's code."""
     if code is None:
         return {}
     return {"code": code.identity, "code_parts": dict(code.parts), "code_python": code.python}
@@ -29,55 +29,55 @@ def code_facts(code: Code | None) -> dict[str, Any]:
 def accept_code(
     restored: Restored, options: SessionOptions, directory: CheckpointDirectory
 ) -> tuple[Restored | None, str]:
-    """Decide whether a training goes on from a checkpoint, by the code that wrote it.
+    """Decide whether a training resumes from a checkpoint, by the code that wrote it.
 
     Parameters
     ----------
     restored
         The newest intact checkpoint.
     options
-        The training's code, and what to do on a change.
+        Contains the training's code, and what to do if it has changed.
     directory
-        The training's, open for writing.
+        The training's checkpoint directory, open for writing.
 
     Returns
     -------
     restored, note
-        The checkpoint, or ``None`` to begin anew; and what the user should know, empty for nothing.
+        The checkpoint, or ``None`` to start over; and a note for the user, or an empty string.
 
     Raises
     ------
     CodeChanged
-        The code has changed, and nobody has said what to do.
+        The code has changed, and `on_code_change` does not allow it.
     CheckpointError
-        The old checkpoints cannot be set aside.
+        The old checkpoints cannot be moved away.
     """
     before = _code_in(restored.manifest)
     if options.code is None or before is None:
         return restored, ""
     if options.code.python != before.python:
         return restored, (
-            f"checkpoint {restored.entry.path} was written under Python {before.python}, this is "
-            f"{options.code.python}: whether the code has changed since cannot be said; going on from it"
+            f"checkpoint {restored.entry.path} was written with Python {before.python}, this is "
+            f"{options.code.python}: cannot determine whether the code has changed since; resuming from it"
         )
     changes = options.code.changes_since(before)
     if not changes:
         return restored, ""
     what = f"checkpoint {restored.entry.path} was written by other code (changed: {_listed(changes)})"
     if options.on_code_change == "resume":
-        return restored, f"{what}; going on from it, as on_code_change='resume' says"
+        return restored, f"{what}; resuming from it (on_code_change='resume')"
     if options.on_code_change == "restart":
         aside = directory.set_aside()
-        return None, f"{what}; beginning anew, as on_code_change='restart' says; the old checkpoints are in {aside}"
+        return None, f"{what}; starting over (on_code_change='restart'); the old checkpoints are in {aside}"
     raise CodeChanged(
-        f"training {options.name!r}: {what}; undo the change, go on from the checkpoint with on_code_change='resume', "
-        "or begin anew with on_code_change='restart' (an option of the app and of a campaign's trainings; on the "
+        f"training {options.name!r}: {what}; undo the change, resume from the checkpoint with on_code_change='resume', "
+        "or start over with on_code_change='restart' (an option of the app and of a campaign's trainings; on the "
         "command line: freetrain resume --on-code-change resume)"
     )
 
 
 def other_code_of_this_call(options: SessionOptions, directory: CheckpointDirectory) -> str:
-    """Say whether the same call has checkpoints of other code, under another name that was derived from it."""
+    """Return a note if the same call has checkpoints of other code, under another name derived from the call."""
     if not options.call:
         return ""
     others = []
@@ -89,8 +89,8 @@ def other_code_of_this_call(options: SessionOptions, directory: CheckpointDirect
         return ""
     _, name, step = max(others)
     return (
-        f"beginning anew: its code has changed since {name}, which has a checkpoint of step {step}; to go on from "
-        f"that: options(name={name!r}, on_code_change='resume')"
+        f"starting over: its code has changed since {name}, which has a checkpoint of step {step}; to resume from "
+        f"it: options(name={name!r}, on_code_change='resume')"
     )
 
 

@@ -1,9 +1,9 @@
-"""Which code a training runs, so that a checkpoint can tell that it comes from other code.
+"""The identity of a training's code, to detect that a checkpoint was written by other code.
 
-What counts is the training function and what it refers to in files of the user's own, in scripts and in notebooks:
-functions, classes, constants, defaults and closures. Libraries, that is what lies in the directories of Python and its
-packages, do not count. The digests are of the instructions that run, not of their text: comments, docstrings,
-formatting and line numbers do not change them, and they are the same in every process of one minor version of Python.
+The identity covers the training function and everything it refers to in the user's own files, scripts and notebooks:
+functions, classes, constants, defaults and closures. Libraries (modules in the directories of Python and its packages)
+are not included. The digests are of the bytecode, not of its source text: comments, docstrings, formatting and line
+numbers do not change them, and they are the same in every process of one minor version of Python.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _BY_REPR = {
     "fractions",
     "numpy",
     "uuid",
-}  # modules whose objects are values, told whole by their repr
-_MOST_ITEMS = 4096  # up to so many, a global list or tensor is a constant; beyond, it is data
+}  # modules whose objects are values, fully described by their repr
+_MOST_ITEMS = 4096  # up to this size a global list or tensor is a constant; above, it is data
 _NOT_CODE = {
     "__module__", "__doc__", "__dict__", "__weakref__", "__qualname__", "__firstlineno__", "__static_attributes__",
     "__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__", "__parameters__", "__orig_bases__",
@@ -49,7 +49,7 @@ _NOT_CODE = {
 
 
 def code_of(function: Callable[..., Any]) -> Code:
-    """Return the code of a training function; wrappers made with `functools.wraps` are looked through.
+    """Return the code of a training function; wrappers made with `functools.wraps` are unwrapped.
 
     Parameters
     ----------
@@ -64,15 +64,15 @@ def code_of(function: Callable[..., Any]) -> Code:
 
 
 class _Walk:
-    """Goes from a function to all that it refers to in code of the user's own."""
+    """Traverses everything that a function refers to in the user's own code."""
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
-        self._seen: dict[int, Any] = {}  # functions and classes; kept alive, so that no id comes twice
-        self._open: set[int] = set()  # values that are being told: one may hold itself
+        self._seen: dict[int, Any] = {}  # functions and classes; kept alive so that ids stay unique
+        self._open: set[int] = set()  # values being described: one may contain itself
 
     def add(self, value: Any) -> str:
-        """Add a function or class, if it counts; return what stands for it where it is referred to."""
+        """Add a function or class if it is the user's own; return the text that represents a reference to it."""
         value = inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
         if not isinstance(value, (type, types.FunctionType)):
             return self._object(value)
@@ -81,7 +81,7 @@ class _Walk:
             return label
         self._seen[id(value)] = value
         digest = self._class(value) if isinstance(value, type) else self._function(value)
-        # Two things of one name, such as lambdas: both count.
+        # Two objects with one name, such as lambdas: both are included.
         self.parts[label] = digest if label not in self.parts else digest_of(sorted([self.parts[label], digest]))
         return label
 
@@ -89,7 +89,7 @@ class _Walk:
         self._globals(function.__code__, function.__globals__)
         closure = []
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__":  # the class that the function is in
+            if name != "__class__":  # the class that contains the function
                 closure.append(f"{name}={self._cell(cell)}")
         defaults = [self.value(function.__defaults__), self.value(function.__kwdefaults__)]
         return digest_of([*self._code(function.__code__), *defaults, *closure])
@@ -117,7 +117,7 @@ class _Walk:
         return self.value(value)
 
     def _globals(self, code: types.CodeType, names: Mapping[str, Any]) -> None:
-        """Add what a code object, and those inside it, refers to by global names."""
+        """Add what a code object and its nested code objects refer to by global names."""
         owner: types.ModuleType | None = None
         for instruction in dis.get_instructions(code):
             if instruction.opname in _SKIPPED:
@@ -141,11 +141,11 @@ class _Walk:
         if isinstance(inspect.unwrap(value) if callable(value) else value, (type, types.FunctionType)):
             self.add(value)
         elif label not in self.parts:
-            self.parts[label] = ""  # while it is looked at, which may lead here again
+            self.parts[label] = ""  # while it is processed, which may lead here again
             self.parts[label] = digest_of([self.value(value)])
 
     def value(self, value: Any) -> str:
-        """Return a text that tells a value from others and is the same in every process."""
+        """Return a text that distinguishes a value from others and is the same in every process."""
         if isinstance(value, Enum):
             return f"{self.add(type(value))}.{value.name}"
         if isinstance(value, _SIMPLE):
@@ -174,7 +174,7 @@ class _Walk:
             self._open.discard(id(value))
 
     def _object(self, value: Any) -> str:
-        """Tell an object by its type and, if the type is the user's own or a plain record, by its attributes."""
+        """Describe an object by its type and, if the type is the user's own or a plain record, by its attributes."""
         cls = type(value)
         label = f"{cls.__module__}.{cls.__qualname__}"
         if isinstance(value, types.MethodType):
@@ -192,7 +192,7 @@ class _Walk:
         return label
 
     def _code(self, code: types.CodeType) -> Iterator[str]:
-        """Yield what a code object does, without where it stands in a file."""
+        """Yield what a code object does, without its position in a file."""
         yield f"{code.co_name} {code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"
         arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         yield repr(code.co_varnames[: arguments + bool(code.co_flags & inspect.CO_VARKEYWORDS)])
@@ -213,9 +213,9 @@ class _Walk:
 
 
 class _Flow:
-    """Where jumps lead, in instructions that count.
+    """Jump targets, in numbers of relevant instructions.
 
-    A jump to a jump leads on: whether the compiler has seen that depends on the lines on which the source stands.
+    Jumps to jumps are followed: whether the compiler did so depends on the line numbers of the source.
     """
 
     def __init__(self, instructions: list[dis.Instruction]) -> None:
@@ -227,41 +227,41 @@ class _Flow:
             place += one.opname not in _SKIPPED
 
     def place(self, offset: int) -> int:
-        """Return the number of the instruction at an offset, or of the next one that counts."""
+        """Return the number of the instruction at an offset, or of the next relevant one."""
         return self._places.get(offset, len(self._counting))
 
     def jump(self, instruction: dis.Instruction) -> str:
-        """Tell what a jump does and where it leads in the end."""
+        """Describe a jump and its final target."""
         way, place = _way(instruction), self.place(instruction.argval)
-        for _ in self._counting:  # at most: jumps may go round in a circle
+        for _ in self._counting:  # upper bound: jumps may form a cycle
             if place >= len(self._counting):
                 break
             target = self._counting[place]
             onward = _way(target)
             if onward == "JUMP":
                 place = self.place(target.argval)
-            elif way.endswith("_OR_POP") and onward in (way, _popping(way)):  # taken here, so taken there
+            elif way.endswith("_OR_POP") and onward in (way, _popping(way)):  # taken here implies taken there
                 way, place = onward, self.place(target.argval)
             elif way.endswith("_OR_POP") and onward.removesuffix("_OR_POP").endswith(("IF_TRUE", "IF_FALSE")):
-                way, place = _popping(way), place + 1  # taken here, so not taken there
+                way, place = _popping(way), place + 1  # taken here implies not taken there
             else:
                 break
         return f"{way} {place}"
 
 
 def _way(instruction: dis.Instruction) -> str:
-    """Name a jump without its direction."""
+    """Return the name of a jump without its direction."""
     name = instruction.opname.replace("FORWARD_", "").replace("BACKWARD_", "")
     return "JUMP" if instruction.opname in _JUMPS else name
 
 
 def _popping(way: str) -> str:
-    """Name the jump that takes its condition from the stack in any case."""
+    """Return the name of the jump that always pops its condition."""
     return f"POP_{way.removesuffix('_OR_POP')}"
 
 
 def _elements(array: Any) -> str:
-    """Tell a global tensor or array: by its elements if it is small and can be read, else by its shape."""
+    """Describe a global tensor or array: by its elements if it is small and readable, else by its shape."""
     shape = f"{tuple(array.shape)} {array.dtype}"
     count = 1
     for size in array.shape:
@@ -270,20 +270,20 @@ def _elements(array: Any) -> str:
         return shape
     try:
         return f"{shape} {array.tolist()!r}"
-    except Exception:  # noqa: BLE001 - meta, sparse, quantized, … tensors: each refuses in its own way
+    except Exception:  # noqa: BLE001 - meta, sparse, quantized, … tensors raise different errors
         return shape
 
 
 @functools.cache
 def _is_own(module: str | None) -> bool:
-    """Whether a module is the user's own: a script, a notebook, or a file outside of where packages are installed."""
+    """Return whether a module is the user's own: a script, a notebook, or a file outside the package directories."""
     if module in (None, "__main__", "__mp_main__"):
         return True
-    assert module is not None, "just looked at"
+    assert module is not None, "checked above"
     if module.partition(".")[0] == "freetrain_parsl" or module in sys.builtin_module_names:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:  # made by exec, or not imported here any more
+    if file is None:  # created by exec, or no longer imported
         return module.partition(".")[0] not in sys.stdlib_module_names
     return not any(Path(file).resolve().is_relative_to(place) for place in _library_places())
 

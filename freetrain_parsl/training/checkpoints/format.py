@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a training: torch's format on top of the store's guarantees."""
+"""Saving and restoring the state of a training: torch's file format on top of durable checkpoint directories."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
-"""Tensors, numbers, strings, lists and dictionaries: what ``weights_only=True`` reads back."""
+"""Tensors, numbers, strings, lists and dictionaries: what ``weights_only=True`` can load."""
 
-_SAFETY = 1.5  # a write may take that much longer than the slowest of the last few
-_ASSUMED_BYTES_PER_SECOND = 50e6  # before the first write is measured; a third of what a slow disk gave
+_SAFETY = 1.5  # a write may take this factor longer than the slowest of the last few
+_ASSUMED_BYTES_PER_SECOND = 50e6  # before the first write is measured; a third of a slow disk's measured rate
 _ASSUMED_OVERHEAD = 0.2  # seconds; fsync and renames
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a manifest tells of a checkpoint, for people and for later versions.
+    """Manifest fields of a checkpoint, for users and for later versions.
 
     Parameters
     ----------
     step, epoch
-        How far the training was.
+        Progress of the training.
     reason
-        Why it was saved then.
+        Why it was saved.
     world_size, generation
         Of the group that saved it.
     code
-        The training's code, if it is known.
+        The training's code, if known.
     blocked_seconds
-        For which the training was stopped for it.
+        Time for which the save blocked the training.
     """
 
     step: int
@@ -65,7 +65,7 @@ class Facts:
     blocked_seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return them for a manifest."""
+        """Return the fields of the manifest."""
         facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "code"}
         return facts | code_facts(self.code)
 
@@ -77,13 +77,13 @@ class Restored:
     Parameters
     ----------
     state
-        What was saved, tensors on the CPU; of a sharded training, all but the tensors that are spread out.
+        The saved state, tensors on the CPU; of a sharded training, without the sharded tensors.
     entry
-        Where it was.
+        Its location.
     refused
-        Paths of newer checkpoints that were damaged.
+        Paths of newer, damaged checkpoints.
     manifest
-        What is told of it.
+        Its manifest.
     """
 
     state: State
@@ -93,18 +93,18 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one trainer, and what writing them costs.
+    """The checkpoints of one trainer, and the cost of writing them.
 
     Parameters
     ----------
     directory
-        Where they are.
+        Their directory.
     trainer
         The trainer's name, for messages and manifests.
     keep
-        How many stay.
+        How many checkpoints to keep.
     now
-        The time of day, for the manifests.
+        Returns the current time, for the manifests.
     """
 
     def __init__(
@@ -123,33 +123,33 @@ class Checkpoints:
 
     @property
     def write_seconds_estimate(self) -> float:
-        """Seconds that the next write may take: learned from earlier ones, in this process or before it."""
+        """Seconds that the next write may take: estimated from earlier writes, in this process or before it."""
         return _SAFETY * max(self._write_seconds) if self._write_seconds else self._assumed
 
     def assume_size(self, size: int) -> None:
-        """Say how many bytes a state will have, for the estimate before the first write."""
+        """Set the expected bytes of a state, for the estimate before the first write."""
         self._assumed = _ASSUMED_OVERHEAD + size / _ASSUMED_BYTES_PER_SECOND
 
     def save(self, state: State, facts: Facts, draft: Draft | None = None) -> Entry:
-        """Write a checkpoint, make it the newest, and prune.
+        """Write a checkpoint, make it the newest, and remove old ones.
 
         Parameters
         ----------
         state
-            What goes into the state's file.
+            Contents of the state file.
         facts
-            What the manifest tells.
+            Fields of the manifest.
         draft
-            With the other files, if there are any.
+            Contains the other files, if any.
 
         Raises
         ------
         CheckpointError
-            The file system refuses, or another process writes now; earlier checkpoints are untouched.
+            The file system operation failed, or another process is now the writer; earlier checkpoints are untouched.
         """
         draft = draft or self._directory.begin(facts.step)
         self._directory.write(draft, STATE, lambda sink: torch.save(state, cast("IO[bytes]", sink)))
-        told = {
+        fields_of_manifest = {
             "format": FORMAT,
             "trainer": self._trainer,
             **facts.as_json(),
@@ -158,7 +158,7 @@ class Checkpoints:
             "freetrain": __version__,
             "python": platform.python_version(),
         }
-        entry, manifest = self._directory.complete(draft, told)
+        entry, manifest = self._directory.complete(draft, fields_of_manifest)
         self._write_seconds.append(manifest["write_seconds"])
         logger.info(
             "trainer %s: checkpoint %s (%s), %d bytes in %.3f s",
@@ -166,17 +166,17 @@ class Checkpoints:
         )  # fmt: skip
         try:
             self._directory.prune(entry, self._keep)
-        except CheckpointError as error:  # the new one is durable; the next save tries again
+        except CheckpointError as error:  # the new one is durable; the next save retries
             logger.warning("trainer %s: %s", self._trainer, error)
         return entry
 
     def make_room(self) -> bool:
-        """Remove all checkpoints but the newest intact one; whether there were any.
+        """Remove all checkpoints but the newest intact one; return whether any were removed.
 
         Raises
         ------
         CheckpointError
-            The file system refuses, or another process writes now.
+            The file system operation failed, or another process is now the writer.
         """
         entries = self._directory.entries()
         for entry in entries:
@@ -189,18 +189,18 @@ class Checkpoints:
         return False
 
     def newest(self) -> Restored | None:
-        """Restore the newest intact checkpoint; ``None`` if there never was one.
+        """Restore the newest intact checkpoint; return ``None`` if there are no checkpoints.
 
         Raises
         ------
         DamagedCheckpoint
             There are checkpoints, but none is intact.
         CheckpointMismatch
-            The newest intact one was written by another version of this package, with another format.
+            The newest intact one was written by a version of this package with another format.
         ForeignCheckpoint
             Another user owns it or could have changed it.
         StorageUnavailable
-            The file system refuses for now: what cannot be read today is not passed over.
+            The file system is temporarily unavailable: a checkpoint that cannot be read at present is not skipped.
         """
         refused: list[str] = []
         problems: list[DamagedCheckpoint] = []
@@ -208,7 +208,7 @@ class Checkpoints:
             try:
                 restored = self.load(entry)
             except DamagedCheckpoint as problem:  # noqa: PERF203 - falling back is what this loop is for
-                logger.warning("trainer %s: %s; going back to the one before", self._trainer, problem)
+                logger.warning("trainer %s: %s; falling back to the previous one", self._trainer, problem)
                 refused.append(str(entry.path))
                 problems.append(problem)
             else:
@@ -216,7 +216,7 @@ class Checkpoints:
         if problems:
             raise DamagedCheckpoint(
                 f"trainer {self._trainer!r}: none of {len(problems)} checkpoints is intact ({problems[0]}); "
-                f"put a good copy in place, or remove {self._directory.path} to start afresh"
+                f"restore a good copy, or remove {self._directory.path} to start over"
             ) from problems[0]
         return None
 
@@ -226,34 +226,34 @@ class Checkpoints:
         Parameters
         ----------
         entry
-            Which one.
+            The checkpoint.
         names
-            Only these of its files are held against their checksums; ``None``: all.
+            Files whose checksums are verified; ``None``: all.
 
         Raises
         ------
         DamagedCheckpoint
-            It is missing, or its bytes are not those that were written.
+            It is missing, or its bytes differ from those that were written.
         CheckpointMismatch
-            It was written by another version of this package, with another format.
+            It was written by a version of this package with another format.
         ForeignCheckpoint
             Another user owns it or could have changed it.
         StorageUnavailable
-            The file system refuses for now.
+            The file system is temporarily unavailable.
         """
         self._directory.check_owned(entry)
         path, manifest = entry.verify(names)
         if manifest.get("format") != FORMAT:
             raise CheckpointMismatch(
                 f"{entry.path} has format {manifest.get('format')!r}, this version reads {FORMAT}; "
-                f"go on with the version that wrote it (freetrain {manifest.get('freetrain')}), or begin afresh "
+                f"resume with the version that wrote it (freetrain {manifest.get('freetrain')}), or start over "
                 "in another checkpoint directory"
             )
         self.learn()
         return Restored(_read(path, entry), entry, manifest=manifest)
 
     def learn(self) -> None:
-        """Learn from the manifests how long earlier writes took."""
+        """Read the durations of earlier writes from the manifests."""
         measured = (self._measured_seconds(entry) for entry in reversed(self._directory.entries()))
         self._write_seconds.clear()
         self._write_seconds.extend(seconds for seconds in measured if seconds is not None)
@@ -262,17 +262,17 @@ class Checkpoints:
         try:
             seconds = entry.manifest().get("write_seconds")
         except CheckpointError:
-            return None  # reported when its state is asked for
+            return None  # reported when its state is loaded
         return seconds if isinstance(seconds, float) and 0.0 <= seconds < math.inf else None
 
 
 def check_restorable(what: str, state: object) -> None:
-    """Make sure that a state can be read back without running code from the file.
+    """Check that a state can be loaded without running code from the file.
 
     Raises
     ------
     CheckpointError
-        It holds objects other than tensors, numbers, strings, lists and dictionaries.
+        It contains objects other than tensors, numbers, strings, lists and dictionaries.
     """
     buffer = io.BytesIO()
     try:
@@ -281,7 +281,7 @@ def check_restorable(what: str, state: object) -> None:
         torch.load(buffer, map_location="cpu", weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"the state of {what} cannot be kept in a checkpoint; its state_dict() must hold only tensors, "
+            f"the state of {what} cannot be saved in a checkpoint; its state_dict() must contain only tensors, "
             f"numbers, strings, lists and dictionaries ({_first_line(error)})"
         ) from error
 
@@ -294,7 +294,7 @@ def _read(path: Path, entry: Entry) -> State:
             raise storage_error(f"cannot read {path}", entry.path.parent.parent, error) from error
         raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_first_line(error)}") from error
     if not isinstance(state, dict) or not isinstance(state.get("objects"), dict):
-        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not hold a training's state")
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not contain a training's state")
     return state
 
 

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, which the training cannot change any more while they are written."""
+"""Copies of a state in host memory, which the training does not change while they are written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, to
 
 
 class HostBuffers:
-    """Takes copies of states, each into the memory of the one before where shapes agree."""
+    """Copies states, reusing the memory of the previous copy where shapes match."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def copy(self, state: Any) -> Any:
-        """Return a state with all its tensors in host memory; the copy returned before is overwritten.
+        """Return a state with all its tensors in host memory; this overwrites the previous copy.
 
         Tensors that share their memory, such as tied weights, share it in the copy.
 
@@ -35,13 +35,13 @@ class HostBuffers:
             result = copying.copy(state, ())
         for device in copying.devices:
             torch.cuda.current_stream(device).synchronize()
-        self._buffers = copying.buffers  # of tensors that are no more, memory goes back now
+        self._buffers = copying.buffers  # releases the memory of tensors that no longer exist
         return result
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Copy with one thread: memory is the limit, and where cores are shared, threads waiting for each other are."""
+    """Copy with one thread: memory bandwidth is the limit or, on shared cores, threads that wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -51,7 +51,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Copying:
-    """One copy that is being taken."""
+    """A copy in progress."""
 
     def __init__(self, before: dict[tuple[Any, ...], torch.Tensor]) -> None:
         self._before = before
@@ -65,7 +65,7 @@ class _Copying:
         if isinstance(value, torch.Tensor):
             return self._tensor(value.detach(), path)
         if isinstance(value, dict):
-            result = copy.copy(value)  # keeps what torch hangs onto a model's state: versions of its modules
+            result = copy.copy(value)  # keeps the module versions that torch attaches to a model's state
             for key, item in value.items():
                 result[key] = self.copy(item, (*path, key))
             return result

@@ -1,4 +1,4 @@
-"""How often to save: as often as what is lost otherwise is worth.
+"""The checkpoint interval that minimizes the lost time.
 
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
 Systems 22(3), 2006, doi:10.1016/j.future.2004.11.016. Its first term is J. W. Young's rule sqrt(2·C·M), "A first order
@@ -11,20 +11,20 @@ import math
 from datetime import timedelta
 
 SHORTEST = timedelta(seconds=5)
-"""Below this, the shared file system would get more requests than a training is worth."""
+"""Lower bound, to limit the load on the shared file system."""
 LONGEST = timedelta(minutes=30)
-"""Above this, a rare loss would hurt more than rare losses on average suggest."""
+"""Upper bound, to limit the work that a single rare failure can destroy."""
 
-_WRITES = 2  # an interval is at least so many writes long
+_WRITES = 2  # minimum interval, in multiples of the write time
 
 
 def best_work_between(cost: float, mean_time_between_failures: float) -> float:
-    """Return how many seconds to work between two checkpoints, so that the least time is lost.
+    """Return the seconds of work between two checkpoints that minimize the lost time.
 
     Parameters
     ----------
     cost
-        Seconds that the training loses to a checkpoint.
+        Seconds that a checkpoint costs the training.
     mean_time_between_failures
         Seconds.
     """
@@ -36,16 +36,16 @@ def best_work_between(cost: float, mean_time_between_failures: float) -> float:
 
 
 def checkpoint_interval(cost: float, write: float, mean_time_between_failures: timedelta) -> timedelta:
-    """Return the time from the beginning of a checkpoint to that of the next.
+    """Return the time from the start of one checkpoint to the start of the next.
 
     Parameters
     ----------
     cost
-        Seconds that the training loses to a checkpoint: for which it is stopped, and by which it is slowed down.
+        Seconds that a checkpoint costs the training: time blocked, and slowdown.
     write
-        Seconds from a checkpoint's beginning until it is durable; writes never overlap.
+        Seconds from the start of a checkpoint until it is durable; writes never overlap.
     mean_time_between_failures
-        Of the losses after which a training has to go back to a checkpoint.
+        Mean time between the failures after which a training has to resume from a checkpoint.
     """
     best = cost + best_work_between(cost, mean_time_between_failures.total_seconds())
     clamped = min(max(best, SHORTEST.total_seconds()), LONGEST.total_seconds())

@@ -1,8 +1,8 @@
-"""Saving and restoring as a group: who writes, when, and what becomes of failures.
+"""Saving and restoring as a group: which member writes, when, and how failures are handled.
 
-A state that all members hold alike is written by the first of them alone, in the background: the training is stopped
-only while the state is copied to host memory. Of a sharded state each member writes its part in the same way, and
-the first publishes the whole, see `joint`.
+A replicated state is written by the first member alone, in the background: the training is blocked only while the state
+is copied to host memory. Of a sharded state each member writes its part in the same way, and the first member publishes
+the checkpoint, see `JointSave`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between the tries to save the last state of a training
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between attempts to save the last state of a training
 
 
 class CheckpointManager:
@@ -51,11 +51,11 @@ class CheckpointManager:
     Parameters
     ----------
     options
-        Where they are, how many stay, how often.
+        Directory, number and interval of the checkpoints.
     group_of
-        Returns the present group; it changes in place.
+        Returns the current group, which changes when the training is rescaled in place.
     clock
-        Seconds on a clock that never goes back.
+        Monotonic time in seconds.
     """
 
     def __init__(self, options: SessionOptions, group_of: Callable[[], Group], clock: Clock = time.monotonic) -> None:
@@ -68,18 +68,18 @@ class CheckpointManager:
         self._schedule = Schedule(options)
         self._buffers = HostBuffers()
         self._background: Background[Any] = Background()
-        self._joint: JointSave | None = None  # the sharded state that is being written
-        self._began = 0.0  # when the write in the background did
+        self._joint: JointSave | None = None  # the sharded state being written
+        self._began = 0.0  # start of the background write
         self._writes_for: int | None = None  # generation for which this process became the writer
-        self._mark: Hashable = None  # of the state saved last, or being saved
+        self._mark: Hashable = None  # of the state saved last or being saved
         self.sharded = False
-        """Whether the members hold different parts of the state, see `is_sharded`; to be set once it is known."""
+        """Whether the members hold different parts of the state, see `is_sharded`; set once it is known."""
         self.storage_problem = ""
-        """Why the last attempt to save failed, if its directory could not be used; empty once one has succeeded."""
+        """Why the last save failed, if its directory was unavailable; empty once a save has succeeded."""
         self.code_note = ""
-        """What the user should know about a change of the training's code; the first member learns it at its start."""
+        """A note for the user about a change of the training's code; set on the first member at its start."""
         self.newest: Entry | None = None
-        """The newest durable checkpoint, as far as this member knows: the first one learns from its own writes."""
+        """The newest durable checkpoint that this member knows of; only the first member sees later writes."""
 
     @property
     def path(self) -> Path:
@@ -90,38 +90,38 @@ class CheckpointManager:
 
     @property
     def interval(self) -> timedelta:
-        """Time from the beginning of a periodic save to that of the next; grows while saving fails."""
+        """Time from the start of a periodic save to the start of the next; grows while saves fail."""
         return self._schedule.interval(self._checkpoints.write_seconds_estimate)
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a periodic save; the time before the first call does not count.
+        """Return whether a periodic save is due; the time before the first call does not count.
 
         Parameters
         ----------
         now
-            Seconds on a clock that never goes back.
+            Monotonic time in seconds.
         """
         return self._schedule.due(now, self.interval) and not self.busy
 
     def due_in(self, now: float) -> float:
-        """Seconds until the next periodic save is due, as for `due`."""
+        """Return the seconds until the next periodic save is due, see `due`."""
         return self._schedule.due_in(now, self.interval)
 
     @property
     def busy(self) -> bool:
-        """Whether a state is being written in the background, or `poll` has yet to tell how that went."""
+        """Whether a state is being written in the background, or `poll` has not yet taken the outcome."""
         return self._background.busy or self._joint is not None
 
     @property
     def write_seconds_estimate(self) -> float:
-        """Seconds after which a save that begins now is durable; only the first member learns from its writes."""
+        """Seconds after which a save that starts now is durable; only the first member measures its writes."""
         estimate = self._checkpoints.write_seconds_estimate
         if not self.busy:
             return estimate
         return estimate + max(0.0, estimate - (self._clock() - self._began))
 
     def assume_size(self, size: int) -> None:
-        """Say how many bytes a state will have, for the estimates before the first write."""
+        """Set the expected bytes of a state, for the estimates before the first write."""
         self._checkpoints.assume_size(size)
         self._schedule.assume_size(size)
 
@@ -137,32 +137,32 @@ class CheckpointManager:
         wait: bool,
         mark: Hashable = None,
     ) -> None:
-        """Save a state, on all members. Of a state that is not sharded, the first writes; nobody communicates.
+        """Save a state; called on all members. A replicated state is written by the first, without communication.
 
-        Of a sharded state each member writes its part; it counts once all have come through `advance` twice.
+        Of a sharded state each member writes its part; the save is complete once all have passed `advance` twice.
 
-        A periodic save that fails is told in a warning, once for each cause, and tried again, less and less often.
+        A failed periodic save is logged as a warning, once for each cause, and retried with growing intervals.
 
         Parameters
         ----------
         make_state
-            Returns the state; called only where and when it is needed.
+            Returns the state; called only where and when needed.
         step, epoch, reason
             For the manifest.
         wait
-            Return when it is durable. Otherwise return once the state is copied, and skip this save if the one
-            before is still being written.
+            Return when the state is durable. Otherwise return once it is copied, and skip this save if the
+            previous one is still being written.
         mark
-            Tells this state from others: one that is saved already, or being saved, is not written again.
+            Identifies this state: one that is saved already, or being saved, is not written again.
 
         Raises
         ------
         CheckpointError
             It could not be written, with `wait`.
         TrainingError
-            As from `poll`.
+            See `poll`.
         PeerFailed
-            The state is sharded and a member is gone.
+            The state is sharded and a member has failed.
         """
         group = self._group_of()
         if not group.is_first and not self.sharded:
@@ -201,22 +201,22 @@ class CheckpointManager:
         self._succeeded(entry)
 
     def save_last(self, make_state: Callable[[], State], *, patiently: bool, **facts: Any) -> None:
-        """Save the state with which this fragment ends, on all members, or tell that it could not be saved.
+        """Save the state with which this fragment ends, on all members; log a warning if it could not be saved.
 
-        A directory that cannot be used is not the training's fault: the fragment ends as it would have, and the
-        checkpoint before remains.
+        An unavailable directory is not the training's fault: the fragment ends normally, and the previous checkpoint
+        remains.
 
         Parameters
         ----------
         make_state, **facts
-            As for `save`.
+            See `save`.
         patiently
-            Whether to try again for half a minute: nobody waits for the node.
+            Whether to retry for half a minute, if the node is not about to be released.
 
         Raises
         ------
         CheckpointError, PeerFailed
-            As from `save`, except that the directory cannot be used.
+            See `save`, except for an unavailable directory.
         """
         for pause in (*(_PAUSES if patiently else ()), None):
             try:
@@ -227,33 +227,33 @@ class CheckpointManager:
                 return
             if pause is not None:
                 time.sleep(pause)
-        newest = "there is none" if self.newest is None else f"the newest is {self.newest.path}"
+        newest = "no checkpoint exists" if self.newest is None else f"the newest is {self.newest.path}"
         logger.warning("trainer %s: ends without a checkpoint of step %d; %s", self._trainer, facts["step"], newest)
 
     def _make_room(self, error: StorageUnavailable) -> bool:
-        """Give up all checkpoints but the newest intact one for a state that has to be saved; whether that was any."""
+        """Remove all checkpoints but the newest intact one to free space; return whether any were removed."""
         if getattr(error.__cause__, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
             return False
         return self._checkpoints.make_room()
 
     def mark_saved(self, mark: Hashable) -> None:
-        """Say that the state with this mark is the one that was restored: it need not be saved again."""
+        """Note that the state with this mark was restored and need not be saved again."""
         self._mark = mark
 
     def poll(self) -> None:
-        """Look after the write in the background; to be called at boundaries.
+        """Take the outcome of the background write, if it has ended; called at boundaries.
 
         Raises
         ------
         TrainingError
-            It failed, as have all before it: there will never be a checkpoint.
+            This write and all before it have failed: no checkpoint can be written.
         """
         self._look_after(wait=False)
 
     def close(self) -> None:
-        """Wait for the write in the background, and cease to be the writer; a failure is told in a warning.
+        """Wait for the background write, and stop being the writer; a failure is logged as a warning.
 
-        A sharded state that is still being written is given up: the others may be gone.
+        A sharded state that is still being written is dropped, since other members may have left.
         """
         if self._joint is not None:
             self._drop_joint()
@@ -262,25 +262,25 @@ class CheckpointManager:
         self._writes_for = None
 
     def rejoin(self) -> None:
-        """Take over the writing, or hand it over, after the group has changed in place. Nobody communicates.
+        """Take over or hand over the writing after the group has changed in place, without communication.
 
-        What another first member left half written is cleared away; if it is stopped, not dead, it is shut out.
+        Remains of the previous first member are removed; if it is stopped, not dead, it is fenced off.
         """
         if not self._group_of().is_first:
             self.close()
         elif (
             not self._background.busy
-        ):  # else it was the writer before; it claims the directory anew with its next save
+        ):  # else this member was the writer before; it claims the directory again with its next save
             try:
                 self._claim()
                 entries = self._directory.entries()
                 self.newest = entries[0] if entries else None
                 self._checkpoints.learn()
             except CheckpointError as error:
-                logger.warning("%s; training goes on, next try with the next checkpoint", error)
+                logger.warning("%s; training continues, next attempt with the next checkpoint", error)
 
     def _claim(self) -> None:
-        """Become the writer, once in each generation: who is shut out in it must not push its way in again."""
+        """Become the writer, once in each generation: a member that was fenced off must not claim it again."""
         generation = self._group_of().generation
         if self._writes_for != generation:
             if self._options.root_identity:
@@ -293,7 +293,7 @@ class CheckpointManager:
         return self._checkpoints.save(state, facts)
 
     def _settle(self) -> None:
-        """Wait for the write in the background; if there is no hope, whoever saves next will be told."""
+        """Wait for the background write; a permanent failure is raised by the next save."""
         try:
             self._look_after(wait=True)
         except TrainingError as error:
@@ -307,7 +307,7 @@ class CheckpointManager:
             return
         self._schedule.measured(slowdown=done.processor_seconds / torch.get_num_threads())
         if done.error is None:
-            assert done.value is not None, "it returned, so there is a checkpoint"
+            assert done.value is not None, "no error, so there is a checkpoint"
             self._succeeded(done.value)
             return
         if not isinstance(done.error, CheckpointError):
@@ -320,22 +320,22 @@ class CheckpointManager:
         self.newest = entry
 
     def _failed(self, error: CheckpointError) -> None:
-        """Put up with a save that has failed, unless there is no hope: a directory may become usable again."""
+        """Handle a failed save: continue, since the directory may recover, unless no save has ever succeeded."""
         self._mark = None
-        told_before = self._schedule.failed(error)
+        known_cause = self._schedule.failed(error)
         failures = self._schedule.failures
         if isinstance(error, StorageUnavailable):
             self.storage_problem = error.condition
             if getattr(error.__cause__, "errno", None) == errno.ENOENT:
-                self._writes_for = None  # the directory is gone, and with it the place that this writer had in it
+                self._writes_for = None  # the directory is missing, and with it the staging directory
         elif self.newest is None and failures >= TRIES:
             raise TrainingError(
                 f"trainer {self._trainer!r}: none of {failures} checkpoints could be written ({error}); "
-                "make room there, or give another checkpoint directory"
+                "free space there, or use another checkpoint directory"
             ) from error
         logger.log(
-            logging.INFO if told_before else logging.WARNING,
-            "trainer %s: %s; training goes on, next try in %s",
+            logging.INFO if known_cause else logging.WARNING,
+            "trainer %s: %s; training continues, next attempt in %s",
             self._trainer, error, self.interval,
         )  # fmt: skip
 
@@ -343,20 +343,20 @@ class CheckpointManager:
 
     @property
     def ready(self) -> bool:
-        """Whether this member has done its part of what all do to write a sharded state: once all have, `advance`."""
+        """Whether this member has written its part of a sharded state; once all members have, call `advance`."""
         if self._joint is None:
             return False
         return self._background.done if self._background.busy else True
 
     def advance(self) -> None:
-        """Go on with a sharded state that is being written, on all members together.
+        """Continue the save of a sharded state, on all members together.
 
         Raises
         ------
         TrainingError
-            It failed, as have all before it: there will never be a checkpoint.
+            This write and all before it have failed: no checkpoint can be written.
         PeerFailed
-            A member is gone.
+            A member has failed.
         """
         try:
             self._advance()
@@ -364,7 +364,7 @@ class CheckpointManager:
             self._failed(error)
 
     def _save_together(self, make_state: Callable[[], State], facts: Facts, mark: Hashable, *, wait: bool) -> None:
-        """Save a sharded state; all members decide the same, since all know how each save before has ended."""
+        """Save a sharded state; all members decide the same, since all know the outcome of each previous save."""
         if wait:
             self._end_joint()
         if self._joint is not None or (mark is not None and mark == self._mark):
@@ -374,8 +374,8 @@ class CheckpointManager:
         try:
             self._begin_together(make_state, facts, wait=wait)
             if wait:
-                self._advance()  # all have written
-                self._advance()  # the first has published
+                self._advance()  # all members have written
+                self._advance()  # the first member has published
         except CheckpointError as error:
             if wait:
                 self._mark = None
@@ -383,7 +383,7 @@ class CheckpointManager:
             self._failed(error)
 
     def _end_joint(self) -> None:
-        """Wait for what is being written, on all members; if there is no hope, whoever saves next will be told."""
+        """Wait for the current write, on all members; a permanent failure is raised by the next save."""
         try:
             while self._joint is not None:
                 self.advance()
@@ -391,7 +391,7 @@ class CheckpointManager:
             logger.warning("%s", error)
 
     def _begin_together(self, make_state: Callable[[], State], facts: Facts, *, wait: bool) -> None:
-        """Plan a checkpoint, and begin to write this member's part of it."""
+        """Plan a checkpoint and start to write this member's part of it."""
         group = self._group_of()
         begun = time.monotonic()
         draft: Draft | None = None
@@ -405,7 +405,7 @@ class CheckpointManager:
         problem, where = sharded.agree_on((problem, None if draft is None else draft.path), group)
         if problem is not None:
             raise problem
-        assert where is not None, "the first member begins one, or tells why not"
+        assert where is not None, "the first member creates it or raises an error"
         try:
             plain, shards = sharded.split(make_state())
             kept = (plain if group.is_first else {}), sharded.local_parts(shards)
@@ -422,15 +422,15 @@ class CheckpointManager:
         self._background.start(write.write)
 
     def _advance(self) -> None:
-        """Wait for this member's part, and take the next step together with the others."""
+        """Wait for this member's part, and carry out the next step together with the others."""
         group, joint = self._group_of(), self._joint
-        assert joint is not None, "somebody began"
+        assert joint is not None, "a save was started"
         done = self._background.take(wait=True)
         if done is not None and done.error is not None and not isinstance(done.error, CheckpointError):
             raise done.error
         if joint.parts is None:
             assert done is not None, "every member writes"
-            assert done.value is not None, "what went wrong is told in it"
+            assert done.value is not None, "problems are part of the value"
             self._schedule.measured(slowdown=done.processor_seconds / torch.get_num_threads())
             try:
                 joint.parts = joint.write.collect(done.value)
@@ -445,13 +445,13 @@ class CheckpointManager:
         problem, entry = sharded.agree_on(mine, group)
         if problem is not None:
             raise problem
-        assert entry is not None, "the first publishes it, or tells why not"
+        assert entry is not None, "the first member publishes it or raises an error"
         self._succeeded(entry)
 
     def _publish(self, joint: JointSave) -> Entry:
-        """Make a checkpoint count whose parts are written, on the first member."""
-        assert joint.draft is not None, "it is the first"
-        assert joint.parts is not None, "they are written"
+        """Publish a checkpoint whose parts are written, on the first member."""
+        assert joint.draft is not None, "this is the first member"
+        assert joint.parts is not None, "all parts are written"
         try:
             joint.draft.files.update(joint.write.finish(joint.parts))
         except CheckpointError:
@@ -460,7 +460,7 @@ class CheckpointManager:
         return self._checkpoints.save(joint.plain, joint.facts, joint.draft)
 
     def _drop_joint(self) -> None:
-        """Give up what is being written; nobody communicates."""
+        """Drop the current write, without communication."""
         joint, self._joint = self._joint, None
         self._background.take(wait=True)
         if joint is not None and joint.draft is not None:
@@ -469,12 +469,12 @@ class CheckpointManager:
     # ── restoring ─────────────────────────────────────────────────────────────────────────────────
 
     def restore(self) -> Restored | None:
-        """Read the newest intact checkpoint, the same one on all members; ``None`` if there never was one.
+        """Read the newest intact checkpoint, the same one on all members; return ``None`` if there are no checkpoints.
 
         Raises
         ------
         DamagedCheckpoint, CheckpointMismatch, CodeChanged, ForeignCheckpoint, StorageUnavailable, CheckpointError
-            There are checkpoints, but none can be used; raised on all members.
+            There are checkpoints, but none is usable; raised on all members.
         """
         group = self._group_of()
         found: Restored | None = None
@@ -489,14 +489,14 @@ class CheckpointManager:
         problem, place = sharded.agree_on((problem, place), group)
         if problem is not None:
             raise problem
-        if place is not None and found is None:  # the first member has held all files against their checksums
+        if place is not None and found is None:  # the first member has verified the checksums of all files
             found = self._checkpoints.load(self._directory.entry(*place), names=[STATE])
         if found is not None:
             self.newest = found.entry
         return found
 
     def _find(self) -> Restored | None:
-        """Read the newest intact checkpoint, if it is one to go on from."""
+        """Read the newest intact checkpoint, if the training may resume from it."""
         found = self._checkpoints.newest()
         if found is None:
             self.code_note = other_code_of_this_call(self._options, self._directory)
@@ -507,23 +507,23 @@ class CheckpointManager:
         return found
 
     def load_into(self, objects: Mapping[str, Stateful], restored: Restored) -> None:
-        """Put a checkpoint's objects in place, whether they were, or are, sharded or not. Nobody communicates.
+        """Load a checkpoint into objects; either may be sharded or not. Members do not communicate.
 
         Parameters
         ----------
         objects
-            Name -> object, in the order in which they were saved.
+            Name -> object, in the order of saving.
         restored
             From `restore`.
 
         Raises
         ------
         CheckpointMismatch
-            It is of other objects.
+            The checkpoint contains other objects.
         """
         states = restored.state["objects"]
         if list(states) != list(objects):
-            self._mismatch(restored, f"it holds {', '.join(states)}, but session.prepare got {', '.join(objects)}")
+            self._mismatch(restored, f"it contains {', '.join(states)}, but session.prepare got {', '.join(objects)}")
         for name, target in objects.items():
             self._load(name, target, restored)
 
@@ -535,6 +535,6 @@ class CheckpointManager:
 
     def _mismatch(self, restored: Restored, difference: str, cause: Exception | None = None) -> NoReturn:
         raise CheckpointMismatch(
-            f"checkpoint {restored.entry.path} is of another training: {difference}; "
+            f"checkpoint {restored.entry.path} belongs to another training: {difference}; "
             "undo the change, or use another trainer name or checkpoint directory"
         ) from cause

@@ -1,4 +1,4 @@
-"""When the next periodic save is due, and how long to put up with saves that fail."""
+"""When the next periodic save is due, and how many failed saves are tolerated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import SessionOptions
 
 TRIES = 5
-"""Periodic saves that fail before it is clear that there will never be a checkpoint, if there is none yet."""
+"""Failed periodic saves after which a training without any checkpoint ends."""
 
 _ASSUMED_COPY_BYTES_PER_SECOND = 2e9  # before the first copy to host memory is measured
 _MOST_DOUBLINGS = 6
@@ -24,7 +24,7 @@ class Schedule:
     Parameters
     ----------
     options
-        Of the training: the interval, or what it follows from.
+        Options of the training: the interval, or the quantities that determine it.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -36,32 +36,32 @@ class Schedule:
         self._anchor: float | None = None
         self._causes: set[tuple[object, ...]] = set()
         self.failures = 0
-        """Saves that have failed since the last that succeeded."""
+        """Failed saves since the last successful one."""
 
     def assume_size(self, size: int) -> None:
-        """Say how many bytes a state will have, before a copy of one is measured."""
+        """Set the expected bytes of a state, until a copy has been measured."""
         self._blocked = size / _ASSUMED_COPY_BYTES_PER_SECOND
 
     def measured(self, *, blocked: float | None = None, slowdown: float | None = None) -> None:
-        """Learn what a save costs the training.
+        """Record the measured cost of a save.
 
         Parameters
         ----------
         blocked
-            Seconds for which it was stopped.
+            Seconds for which the training was blocked.
         slowdown
-            Seconds by which the write in the background has made it longer.
+            Seconds by which the background write has slowed the training.
         """
         self._blocked = self._blocked if blocked is None else blocked
         self._slowdown = self._slowdown if slowdown is None else slowdown
 
     def interval(self, write_seconds: float) -> timedelta:
-        """Return the time from the beginning of a save to that of the next.
+        """Return the time from the start of one save to the start of the next.
 
         Parameters
         ----------
         write_seconds
-            From the beginning of a save until it is durable.
+            From the start of a save until it is durable.
         """
         interval = self._fixed
         if interval is None:
@@ -73,18 +73,18 @@ class Schedule:
         return interval
 
     def due(self, now: float, interval: timedelta) -> bool:
-        """Whether the interval is over; it begins with the first call or, once there is one, with the last save."""
+        """Return whether the interval is over; it starts with the last save or, before any save, the first call."""
         self._asked = now
         if self._anchor is None:
             self._anchor = now
         return now - self._anchor >= interval.total_seconds()
 
     def due_in(self, now: float, interval: timedelta) -> float:
-        """Seconds until the next save is due."""
+        """Return the seconds until the next save is due."""
         return 0.0 if self._anchor is None else max(0.0, self._anchor + interval.total_seconds() - now)
 
     def saving(self) -> None:
-        """Note that a save begins, at the time at which `due` was asked last."""
+        """Note that a save starts, at the time of the last call of `due`."""
         self._anchor = self._asked
 
     def succeeded(self) -> None:
@@ -98,7 +98,7 @@ class Schedule:
         Returns
         -------
         known
-            Whether one before had the same cause, with no success in between.
+            Whether an earlier one had the same cause, with no success in between.
         """
         self.failures += 1
         cause = error.__cause__

@@ -1,8 +1,8 @@
-"""States that are spread over the members (FSDP2 and other DTensors): saved together, loaded by any number of ranks.
+"""Sharded states (FSDP2 and other DTensors): saved by all members together, loaded by any number of ranks.
 
-`torch.distributed.checkpoint` writes the spread tensors into the checkpoint's folder ``shards``; all else goes into the
-state's own file, with a mark in place of each of them. Its index of the folder is a pickle: it is read with a list of
-what may be in it, so that a checkpoint from outside cannot run code.
+`torch.distributed.checkpoint` writes the sharded tensors into the checkpoint's folder ``shards``; everything else goes
+into the state file, with a placeholder for each of them. The folder's index is a pickle: it is read with a list of
+permitted types, so that an untrusted checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from freetrain_parsl.errors import DamagedCheckpoint, UsageError
 from freetrain_parsl.storage.entry import SHARDS
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
 
-if TYPE_CHECKING:  # half a second to import: only where a state is sharded
+if TYPE_CHECKING:  # takes half a second to import: only if a state is sharded
     from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # half a second to import: only where a state is sharded
 T = TypeVar("T")
 
 INDEX = ".metadata"
-"""Its index, in that folder."""
+"""The index file in that folder."""
 
 _MARK = "freetrain.sharded"
 _ALLOWED = {
@@ -52,17 +52,17 @@ _ALLOWED = {
 
 
 def is_sharded(objects: Mapping[str, Stateful]) -> bool:
-    """Whether the members hold different parts of the objects' state."""
+    """Return whether the members hold different parts of the objects' state."""
     return any(is_spread(leaf) for target in objects.values() for leaf in _leaves(target.state_dict()))
 
 
 def check_meshes(objects: Mapping[str, Stateful], mesh: DeviceMesh) -> None:
-    """Make sure that all that is spread is spread over the session's mesh.
+    """Check that everything sharded is sharded over the session's mesh.
 
     Raises
     ------
     UsageError
-        Something is spread over another one.
+        A tensor is sharded over another mesh.
     """
     for name, target in objects.items():
         for leaf in filter(is_spread, _leaves(target.state_dict())):
@@ -74,12 +74,12 @@ def check_meshes(objects: Mapping[str, Stateful], mesh: DeviceMesh) -> None:
 
 
 def split(state: Any) -> tuple[Any, dict[str, DTensor]]:
-    """Take the spread tensors out of a state.
+    """Separate the sharded tensors from a state.
 
     Returns
     -------
     plain, shards
-        The state with a mark in place of each of them; name -> tensor.
+        The state with a placeholder for each of them; name -> tensor.
     """
     shards: dict[str, DTensor] = {}
 
@@ -94,17 +94,17 @@ def split(state: Any) -> tuple[Any, dict[str, DTensor]]:
 
 
 def local_parts(shards: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
-    """Return what this member has of each tensor."""
+    """Return this member's part of each tensor."""
     return {name: shard.to_local() for name, shard in shards.items()}
 
 
 def agree_on(mine: T, group: Group) -> T:
-    """Return what the first member gives, on all members.
+    """Return the first member's value on all members.
 
     Raises
     ------
     PeerFailed
-        A member is gone.
+        A member has failed.
     """
     if group.size == 1:
         return mine
@@ -115,23 +115,23 @@ def agree_on(mine: T, group: Group) -> T:
 
 
 def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:
-    """Make a state that `target` can load, spread over the members as the target's own is.
+    """Return a state that `target` can load, sharded over the members in the same way as the target's own.
 
     Parameters
     ----------
     saved
-        One object's state as it was saved, with marks or whole tensors, on any number of members.
+        One object's state as it was saved, with placeholders or whole tensors, by any number of members.
     target
-        The object; its spread tensors are filled in place.
+        The object; its sharded tensors are filled in place.
     checkpoint
         The checkpoint's directory.
 
     Raises
     ------
     DamagedCheckpoint
-        What was spread out cannot be read.
+        The sharded tensors cannot be read.
     KeyError
-        The target has no place for a tensor.
+        The target has no matching tensor.
     """
     places = _Places(target)
     if not places.any_spread and not any(_mark_of(leaf) for leaf in _leaves(saved)):
@@ -154,7 +154,7 @@ def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:
 
 
 class _Places:
-    """Where the tensors of an object go: those it has, and those that an optimizer will have for its parameters."""
+    """The tensors of an object to load into: its own, and those that an optimizer will create for its parameters."""
 
     def __init__(self, target: Stateful) -> None:
         self._present: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -164,7 +164,7 @@ class _Places:
         self.any_spread = any(map(is_spread, [*self._present.values(), *self._parameters]))
 
     def find(self, path: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor to read a spread one into."""
+        """Return the tensor to read a sharded one into."""
         present = self._present.get(path)
         if present is not None and present.shape == shape:
             return present
@@ -177,7 +177,7 @@ class _Places:
         return _replicate(whole, parameter) if is_spread(parameter) else whole
 
     def spread(self, path: tuple[Any, ...], whole: torch.Tensor) -> torch.Tensor:
-        """Return a whole tensor as the target has it."""
+        """Return a whole tensor, sharded as in the target."""
         like = self._present.get(path)
         if like is None:
             like = self._parameter(path)
@@ -185,7 +185,7 @@ class _Places:
             return whole
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        assert isinstance(like, DTensor), "it is spread"
+        assert isinstance(like, DTensor), "it is sharded"
         mesh = like.device_mesh
         return distribute_tensor(whole.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
 
@@ -202,7 +202,7 @@ class _Places:
 
 
 def _read(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """Fill tensors, spread or not, from a folder; each member reads what it needs, nobody communicates."""
+    """Fill tensors, sharded or not, from a folder; each member reads its own parts, without communication."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -210,7 +210,7 @@ def _read(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
     index = read_index(folder)
 
     class Reader(FileSystemReader):
-        """Takes the index that was read with care."""
+        """Uses the index that was read safely."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:
             return index
@@ -226,12 +226,12 @@ def _read(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of a folder that `torch.distributed.checkpoint` wrote, and nothing but an index.
+    """Read the index that `torch.distributed.checkpoint` wrote for a folder, and reject any other content.
 
     Raises
     ------
     DamagedCheckpoint
-        It is missing, or holds something else, or leads out of the folder.
+        It is missing, contains something else, or refers to files outside the folder.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -258,7 +258,7 @@ def read_index(folder: Path) -> Metadata:
         raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{INDEX} is not an index")
     for name in names:
         if Path(name).name != name:
-            raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{INDEX} leads to {name}")
+            raise DamagedCheckpoint(f"damaged checkpoint {folder.parent}: {SHARDS}/{INDEX} refers to {name}")
     return index
 
 
@@ -273,14 +273,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Keep torch from warning that it does without a group."""
+    """Suppress torch's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
 def _first_failure(error: BaseException) -> BaseException:
-    """Return what the first member that failed ran into."""
+    """Return the error of the first member that failed."""
     failures = getattr(error, "failures", {})
     return next(iter(failures.values()))[0] if failures else error
 
@@ -291,8 +291,8 @@ def _reason(error: BaseException) -> str:
 
 
 def is_spread(leaf: Any) -> bool:
-    """Whether the members hold different parts of a tensor."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # not there: nobody has made one
+    """Return whether the members hold different parts of a tensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
     return tensors is not None and isinstance(leaf, tensors.DTensor)
 
 
@@ -307,9 +307,9 @@ def _mark_of(leaf: Any) -> str | None:
 
 
 def _map(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return a nested state with its leaves changed; marks are leaves."""
+    """Return a nested state with its leaves changed; placeholders are leaves."""
     if isinstance(value, dict) and _MARK not in value:
-        result = copy.copy(value)  # keeps what torch hangs onto a model's state: versions of its modules
+        result = copy.copy(value)  # keeps the module versions that torch attaches to a model's state
         for key, item in value.items():
             result[key] = _map(item, change, (*path, key))
         return result

@@ -1,7 +1,7 @@
-"""One checkpoint of a sharded state, written by all members: planned together, written apart, published by the first.
+"""A checkpoint of a sharded state: planned by all members together, written separately, published by the first.
 
-Members communicate when they plan and when all have written, at boundaries and in their main threads; what takes time,
-the writing, goes on beside the training and needs nobody. `torch.distributed.checkpoint` does the parts of the work.
+Members communicate to plan and once all have written, at boundaries and in their main threads; the writing itself runs
+in the background without communication. `torch.distributed.checkpoint` is used for each of these steps.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _PRIVATE, _PRIVATE_FOLDER = 0o600, 0o700
 
 @dataclass(frozen=True)
 class Part:
-    """What one member has written.
+    """The result of one member's write.
 
     Parameters
     ----------
     problem
-        Why it could not; ``None`` if it could.
+        The error; ``None`` if the write succeeded.
     files
         Path in the checkpoint -> ``bytes`` and ``sha256``.
     results
-        For the index.
+        Write results for the index.
     """
 
     problem: OSError | None = None
@@ -52,7 +52,7 @@ class Part:
 
 
 class JointWrite:
-    """The spread tensors of one checkpoint; all members make one of these together.
+    """The sharded tensors of one checkpoint; all members construct this together.
 
     Parameters
     ----------
@@ -61,18 +61,18 @@ class JointWrite:
     shards
         Name -> tensor.
     local
-        Name -> this member's part of that tensor, which nothing changes until `write` has returned.
+        Name -> this member's part of the tensor, which must not change until `write` has returned.
     group
         The members.
     where
-        Directory to tell in errors.
+        Directory to name in errors.
 
     Raises
     ------
     CheckpointError
-        The file system refuses one of them; raised on all members.
+        The file system operation failed on one member; raised on all members.
     PeerFailed
-        A member is gone.
+        A member has failed.
     """
 
     def __init__(
@@ -92,47 +92,47 @@ class JointWrite:
             problem = error
         told = _gather((problem, plan), group)
         self._raise_first([problem for problem, _ in told])
-        # Each member makes all plans of what all have told, and takes its own: nobody has to hand them out.
+        # Each member computes all plans from all members' data and takes its own: no plans are sent.
         plans, self._metadata = self._planner.create_global_plan([plan for _, plan in told])
         self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[group.rank])
 
     def write(self) -> Part:
-        """Write this member's part, durably; in any thread."""
+        """Write this member's part durably; in any thread."""
         try:
             results = self._writer.write_data(self._plan, self._planner).wait()
             mine = list(self._folder.glob(f"__{self._group.rank}_*"))
             for file in mine:
-                file.chmod(_PRIVATE)  # torch leaves that to the umask
+                file.chmod(_PRIVATE)  # torch uses the umask
             return Part(files={f"{SHARDS}/{file.name}": checksum(file) for file in mine}, results=results)
         except OSError as error:
             return Part(error)
 
     def collect(self, part: Part) -> list[Part]:
-        """Tell all members what each has written.
+        """Exchange the results of all members.
 
         Raises
         ------
         CheckpointError
-            One of them could not; raised on all members.
+            A write failed on one member; raised on all members.
         PeerFailed
-            A member is gone.
+            A member has failed.
         """
         parts = _gather(part, self._group)
         self._raise_first([part.problem for part in parts])
         return parts
 
     def finish(self, parts: list[Part]) -> dict[str, dict[str, Any]]:
-        """Write the index, durably, on the first member; in any thread.
+        """Write the index durably, on the first member; in any thread.
 
         Returns
         -------
         files
-            All of the folder: path in the checkpoint -> ``bytes`` and ``sha256``.
+            All files of the folder: path in the checkpoint -> ``bytes`` and ``sha256``.
 
         Raises
         ------
         CheckpointError
-            The file system refuses.
+            The file system operation failed.
         """
         try:
             self._writer.finish(self._metadata, [part.results for part in parts])
@@ -153,20 +153,20 @@ class JointWrite:
 
 @dataclass
 class JointSave:
-    """A save of a sharded state on its way: the members write their parts, then the first publishes it.
+    """A save of a sharded state in progress: the members write their parts, then the first publishes it.
 
     Parameters
     ----------
     write
-        Of the spread tensors.
+        The write of the sharded tensors.
     plain
-        All else, on the first member.
+        The rest of the state, on the first member.
     facts
         For the manifest.
     draft
-        The first member's.
+        The draft, on the first member.
     parts
-        What each member has written, once all have.
+        The results of all members, once all have written.
     """
 
     write: JointWrite
@@ -192,13 +192,13 @@ def _torch_writes(folder: Path, local: Mapping[str, torch.Tensor]) -> tuple[Any,
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
     class Planner(DefaultSavePlanner):
-        """Takes the tensors from `local`: those of the state go on changing."""
+        """Takes the tensors from `local`: those of the state continue to change."""
 
         def lookup_object(self, index: MetadataIndex) -> Any:
             return local[index.fqn]
 
     class Writer(FileSystemWriter):
-        """Keeps the path, which changes, out of the index."""
+        """Omits the path, which changes, from the index."""
 
         def storage_meta(self) -> StorageMeta:
             return StorageMeta()

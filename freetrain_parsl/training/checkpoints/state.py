@@ -1,4 +1,4 @@
-"""The state of a training: what a checkpoint holds, and what newcomers get from the others."""
+"""The state of a training: the contents of a checkpoint, which newcomers receive from other members."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """Anything that can be saved: models, optimizers, schedulers, gradient scalers, averages."""
+    """Objects with a state to save: models, optimizers, schedulers, gradient scalers, averaged models."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state over."""
+        """Load a state."""
 
 
 class TrainingState:
-    """Where a training is, what it has counted, and the user's objects.
+    """A training's position in its data, its metrics, and the user's objects.
 
     Parameters
     ----------
     seed
-        The training's.
+        The training's seed.
     source
-        Gives the path of the checkpoint that states come from, for messages.
+        Returns the path of the checkpoint that states come from, for messages.
     """
 
     def __init__(self, seed: int, source: Callable[[], Path]) -> None:
         self.training_metrics = TrainingMetrics()
         self.cursor = Cursor()
         self.objects: dict[str, Stateful] = {}
-        """What the user gave, by name, in the order in which it is restored."""
+        """The user's objects by name, in the order in which they are restored."""
         self.order: Order | None = None
         self.scaling: LinearScaling | None = None
         self._seed = seed
         self._source = source
 
     def use(self, order: Order, ramp: int) -> None:
-        """Train on a dataset in that order; `ramp` as for `LinearScaling`."""
+        """Train on a dataset in this order; `ramp` as for `LinearScaling`."""
         self.order = order
         self.training_metrics.keep_ledger(order.length)
         if order.scaled:
             self.scaling = LinearScaling(ramp)
 
     def whole(self) -> dict[str, Any]:
-        """Return all of it, as tensors and plain values."""
+        """Return the whole state, as tensors and plain values."""
         return {
             "seed": self._seed,
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
@@ -67,19 +67,19 @@ class TrainingState:
         }
 
     def adopt(self, state: Mapping[str, Any]) -> None:
-        """Take all of a state over."""
+        """Load a whole state."""
         self.take_counts(state)
         self.take_order(state)
         for name, target in self.objects.items():
             target.load_state_dict(state["objects"][name])
 
     def take_counts(self, state: Mapping[str, Any]) -> None:
-        """Take over where the training is and what it has counted.
+        """Load the position in the data and the metrics.
 
         Raises
         ------
         CheckpointMismatch
-            It is of another seed.
+            The state has another seed.
         """
         if state["seed"] != self._seed:
             self._mismatch(f"it was trained with seed {state['seed']}, now it is {self._seed}")
@@ -87,12 +87,12 @@ class TrainingState:
         self.cursor.load(state["cursor"])
 
     def take_order(self, state: Mapping[str, Any]) -> None:
-        """Take over what belongs to the order in use.
+        """Load the parts of a state that depend on the order of the data.
 
         Raises
         ------
         CheckpointMismatch
-            It is of another dataset or batch size.
+            The state belongs to another dataset or batch size.
         """
         if state["order"] is None or self.order is None:
             return
@@ -105,6 +105,6 @@ class TrainingState:
 
     def _mismatch(self, difference: str) -> NoReturn:
         raise CheckpointMismatch(
-            f"checkpoint {self._source()} is of another training: {difference}; "
+            f"checkpoint {self._source()} belongs to another training: {difference}; "
             "undo the change, or use another trainer name or checkpoint directory"
         )

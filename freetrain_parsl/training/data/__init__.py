@@ -1,1 +1,1 @@
-"""Which samples, in which order, each exactly once."""
+"""The data of a training: the order of the samples, each exactly once per epoch."""

@@ -1,8 +1,8 @@
-"""The ledger of samples: exactly once an epoch is counted, not assumed.
+"""Sample counts, to verify that each sample is trained on exactly once per epoch.
 
-Each member counts the samples of every batch that the group has trained on, so that the loss of a member loses no
-counts. That the members together trained on those very samples is checked step by step by a checksum that travels
-with the gradients (`checksum`).
+Each member counts the samples of every batch that the group has trained on, so no counts are lost when a member fails.
+A checksum that is summed with the gradients (`checksum`) verifies at each step that the members together trained on
+exactly these samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Audit:
     samples_seen
         Samples trained on, repetitions included.
     samples_lost
-        Samples that an epoch should have had and had not.
+        Samples missing from an epoch.
     duplicate_samples
         Repetitions within an epoch.
     """
@@ -42,7 +42,7 @@ class Audit:
 
 
 class Ledger:
-    """How often the group has trained on each sample in the current epoch.
+    """Counts of how often the group has trained on each sample in the current epoch.
 
     Parameters
     ----------
@@ -63,17 +63,17 @@ class Ledger:
 
 
 def checksum(positions: torch.Tensor) -> int:
-    """Return a sum over `positions` (int64) that tells sets of samples apart; it adds up over disjoint sets."""
+    """Return a checksum of `positions` (int64) that distinguishes sets of samples; additive over disjoint sets."""
     return int(((positions + 1) * _SPREAD % _MODULUS).sum())
 
 
 def audit(counts: torch.Tensor, expected: torch.Tensor) -> Audit:
-    """Compare what an epoch had with what it should have had.
+    """Compare the sample counts of an epoch with the expected ones.
 
     Parameters
     ----------
     counts
-        Steps on each sample, of the dataset's length.
+        Steps on each sample, one element per sample of the dataset.
     expected
         Positions of the samples of a whole epoch, each once.
     """

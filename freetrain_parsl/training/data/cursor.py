@@ -1,4 +1,4 @@
-"""Where a training is in its data."""
+"""The position of a training in its data."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Place = tuple[int, bool, int, int]
-"""Epoch, whether its batches are all done, position, steps; later places are greater."""
+"""Epoch, whether all its batches are done, position, steps; later places are greater."""
 
 
 @dataclass
 class Cursor:
-    """A place between two steps; the same on all members.
+    """A position between two steps; the same on all members.
 
     Parameters
     ----------
     epoch
         Number of the current epoch, from 0.
     position
-        Samples of this epoch that are behind us.
+        Samples of this epoch already processed.
     pass_ended
         Whether this epoch has had all its batches.
     steps
-        Optimizer steps done on the batch at `position`, where a batch has several.
+        Optimizer steps done on the batch at `position`, if a batch has several.
     """
 
     epoch: int = 0
@@ -35,11 +35,11 @@ class Cursor:
 
     @property
     def place(self) -> Place:
-        """To compare members by."""
+        """The position as a tuple, to compare members."""
         return self.epoch, self.pass_ended, self.position, self.steps
 
     def pass_by(self, samples: int) -> None:
-        """Leave a batch behind."""
+        """Advance past a batch."""
         self.position += samples
         self.steps = 0
 
@@ -48,10 +48,10 @@ class Cursor:
         self.epoch, self.position, self.pass_ended, self.steps = self.epoch + 1, 0, False, 0
 
     def state(self) -> dict[str, int | bool]:
-        """Return it as plain values."""
+        """Return the position as plain values."""
         return asdict(self)
 
     def load(self, state: Mapping[str, int | bool]) -> None:
-        """Take over a state."""
+        """Load a state."""
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self.pass_ended, self.steps = bool(state["pass_ended"]), int(state["steps"])

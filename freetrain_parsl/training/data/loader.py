@@ -1,4 +1,4 @@
-"""The training data: every sample exactly once an epoch, in an order that no number of processes changes."""
+"""The training data: each sample exactly once per epoch, in an order independent of the number of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MapDataset(Protocol):
-    """A dataset with positions, such as ``torch.utils.data.Dataset`` or a list."""
+    """A map-style dataset, such as ``torch.utils.data.Dataset`` or a list."""
 
     def __len__(self) -> int: ...
 
@@ -28,7 +28,7 @@ class MapDataset(Protocol):
 class SessionLoader:
     """Batches of a dataset, on the session's device; made by ``session.loader``.
 
-    Iterate over it once in each of ``session.epochs``. After a pause, iteration goes on in the middle of the
+    Iterate over it once in each of ``session.epochs``. After a pause, iteration resumes in the middle of the
     epoch. ``len(loader)`` is the number of batches in a whole epoch.
     """
 
@@ -72,12 +72,12 @@ class SessionLoader:
                 runtime.boundary()
             first = False
             if runtime.cursor.position >= len(positions):
-                break  # taken over, at the boundary, from a member that was ahead
+                break  # the boundary loaded the state of a member that was ahead
             if fetched is None or runtime.group is not group or self._plan.next != runtime.cursor.position:
-                # In another group, or after a step that was cut off: what was fetched is not our part any more.
+                # In another group, or after an interrupted step, the fetched samples are no longer this member's part.
                 group = runtime.group
                 self._plan.start(positions, runtime.cursor.position)
-                # A generator of its own: torch draws the workers' seed at each start; the global one must not move.
+                # A separate generator: torch draws the workers' seed at each start; the global one must not advance.
                 self._generator.manual_seed(mix(self.order.seed, runtime.cursor.epoch, runtime.cursor.position))
                 fetched = iter(self._loader)
             yield from self._batch(positions, fetched)
@@ -86,7 +86,7 @@ class SessionLoader:
         runtime.boundary()
 
     def _batch(self, positions: torch.Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Give this member's pieces of the batch where the training is; stop at once if it is cut off."""
+        """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
         runtime = self._runtime
         batch = self.order.batch(positions, runtime.cursor.position, runtime.group.rank, runtime.group.size)
         self._plan.next = runtime.cursor.position + batch.samples
@@ -104,7 +104,7 @@ class SessionLoader:
 
 
 class _Plan:
-    """Batch sampler of this process: its pieces of each batch from a given place on, as (epoch, position) pairs."""
+    """Batch sampler of this process: its pieces of each batch from a given position on, as (epoch, position) pairs."""
 
     def __init__(self, runtime: Runtime, order: Order) -> None:
         self._runtime = runtime
@@ -112,10 +112,10 @@ class _Plan:
         self._positions = torch.empty(0, dtype=torch.int64)
         self._begin = 0
         self.next = 0
-        """Where the batch begins whose pieces come next."""
+        """Start of the batch whose pieces come next."""
 
     def start(self, positions: torch.Tensor, begin: int) -> None:
-        """Begin at sample `begin` of an epoch with these positions, in the present group."""
+        """Start at sample `begin` of an epoch with these positions, in the current group."""
         self._positions, self._begin, self.next = positions, begin, begin
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -128,14 +128,14 @@ class _Plan:
 
 
 def _with_places(dataset: MapDataset | Stream, seed: int, *, seed_samples: bool) -> Any:
-    """Return what fetches the samples of a list of (epoch, position); torch's Dataset class is not needed for that."""
+    """Return an object that fetches samples by (epoch, position); it need not be a torch Dataset."""
     if isinstance(dataset, Stream):
         return _Streamed(dataset, seed)
     return _Seeded(dataset, seed) if seed_samples else _Plain(dataset)
 
 
 class _Plain:
-    """A dataset whose positions come with the epoch, which it does not need."""
+    """A dataset that ignores the epoch of a position."""
 
     def __init__(self, dataset: MapDataset) -> None:
         self._dataset = dataset
@@ -148,7 +148,7 @@ class _Plain:
 
 
 class _Seeded:
-    """A dataset whose samples draw the same random numbers in an epoch, whoever fetches them and when."""
+    """A dataset whose samples draw the same random numbers in an epoch, whichever process fetches them, and when."""
 
     def __init__(self, dataset: MapDataset, seed: int) -> None:
         self._dataset = dataset
@@ -163,7 +163,7 @@ class _Seeded:
 
 
 class _Streamed:
-    """A stream; it seeds on its own, what it drops included."""
+    """A stream, which seeds each sample itself, including those it drops."""
 
     def __init__(self, stream: Stream, seed: int) -> None:
         self._stream = stream
@@ -174,19 +174,19 @@ class _Streamed:
 
 
 def check_dataset(dataset: object, batch_size: int, *, shuffle: bool, drop_last: bool) -> None:
-    """Refuse what cannot be shared out exactly.
+    """Reject data that cannot be divided exactly.
 
     Raises
     ------
     UsageError
-        The dataset has no positions or no samples, a stream is to be shuffled, or the batch size is not positive.
+        The dataset is not map-style or is empty, a stream is to be shuffled, or the batch size is not positive.
     """
     if isinstance(dataset, Stream):
         if shuffle:
-            raise UsageError("session.loader: a stream has one order; give shuffle=False, and shuffle in its source")
+            raise UsageError("session.loader: a stream has one order; use shuffle=False, and shuffle in its source")
     elif isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
-            f"session.loader needs a dataset with len() and positions, got {type(dataset).__name__}; "
+            f"session.loader needs a dataset with len() and indexing, got {type(dataset).__name__}; "
             "for a stream: session.loader(session.stream(source, samples=…), …)"
         )
     if len(dataset) == 0:

@@ -1,7 +1,7 @@
-"""Which samples are in which batch, and who trains on which of them; pure arithmetic.
+"""The assignment of samples to batches and of batches to members; pure arithmetic.
 
-The order of an epoch depends on seed and epoch only. A batch is the next run of positions in it, whoever trains; the
-members of the group share it out. What one member runs through the model at a time is a *piece*.
+The order of an epoch depends only on seed and epoch. A batch is the next range of positions in this order, whatever the
+group; the members of the group divide it. What one member runs through the model at a time is a *piece*.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from freetrain_parsl.training.data.random_streams import mix
 
 @dataclass(frozen=True)
 class Piece:
-    """What a member runs through the model at a time.
+    """The samples that a member runs through the model at a time.
 
     Parameters
     ----------
     positions
         Positions in the dataset, int64, shape (samples,), never empty.
     weight
-        How many of them count: all, or none where this member has less to do than others. It then trains on one sample
-        with weight zero, because it must take part in the collectives.
+        How many of them count: all, or none if this member has no samples left. It then trains on one sample with
+        weight zero, because it must take part in the collectives.
     shard
-        Number of the share of the batch that it belongs to; seeds its random numbers.
+        Number of the shard of the batch that it belongs to; seeds its random numbers.
     last_of_shard, last
         Whether it is the last of its shard, and of this member's part of the batch.
     """
@@ -44,11 +44,11 @@ class Batch:
     Parameters
     ----------
     positions
-        Of all its samples, int64, shape (samples,).
+        Positions of all its samples, int64, shape (samples,).
     pieces
-        This member's, in order; never empty, and as many as the others have, unless there is a fixed number of shares.
+        This member's pieces, in order; never empty, and as many as on other members, unless `Order.shards` is fixed.
     shards
-        Number of shares that have samples.
+        Number of shards that have samples.
     """
 
     positions: torch.Tensor
@@ -63,25 +63,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class Order:
-    """Which positions are in which batch, and how a batch is shared out.
+    """Which positions are in which batch, and how a batch is divided.
 
     Parameters
     ----------
     length
         Samples in the dataset.
     batch_size
-        Samples in a global batch; of one member, if `scaled`.
+        Samples in a global batch; per member if `scaled`.
     seed
         The training's seed.
     shuffle
-        Whether each epoch has its own permutation; else the order of the dataset.
+        Whether each epoch has its own permutation; otherwise the order of the dataset is used.
     drop_last
-        Whether to leave out a last batch that is not full.
+        Whether to drop an incomplete last batch.
     micro_batch
-        Most samples in a piece; ``None``: no limit.
+        Maximum samples in a piece; ``None``: no limit.
     shards
-        A batch is always cut into so many shares, whatever the number of members, each with pieces of its own;
-        ``None``: into one share a member.
+        Number of shards into which each batch is divided, whatever the number of members, each with its own pieces;
+        ``None``: one shard per member.
     scaled
         Whether the batch grows with the number of members.
     """
@@ -138,7 +138,7 @@ class Order:
 
 
 def _part(total: int, index: int, count: int) -> range:
-    """Return the `index`-th of `count` parts of `total` things; the first ones have one more if it does not divide."""
+    """Return the `index`-th of `count` parts of `total` items; if `total` is not divisible, first parts are larger."""
     base, extra = divmod(total, count)
     begin = index * base + min(index, extra)
     return range(begin, begin + base + (1 if index < extra else 0))

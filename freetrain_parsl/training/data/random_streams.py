@@ -1,7 +1,7 @@
-"""Random numbers of a training: every stream is seeded by where the training is, never carried along.
+"""Random numbers of a training: every stream is seeded by the position in the training, never saved.
 
-What is drawn depends on the seed, the epoch, the position in it and the share of the batch; so a batch that is done
-again draws the same numbers, and a newcomer or a restored training needs no generator's state.
+Random numbers depend on the seed, the epoch, the position in it and the shard of the batch; so a repeated batch draws
+the same numbers, and newcomers and restored trainings need no generator state.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """Make one 63-bit seed of several non-negative numbers; equal for equal parts, unrelated for others.
+    """Return a 63-bit seed from several non-negative numbers; equal for equal parts, unrelated for others.
 
-    The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), once for each part: it runs for every sample, and
-    takes a microsecond where numpy's seed sequence takes ten.
+    Uses the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), once for each part: it runs for every sample and
+    takes a microsecond; numpy's seed sequence takes ten.
     """
     state = len(parts)
     for part in parts:
@@ -30,19 +30,19 @@ def mix(*parts: int) -> int:
 
 
 def seed_all(*parts: int) -> None:
-    """Seed torch (CPU and GPU), numpy's and Python's global generators."""
+    """Seed the global generators of torch (CPU and GPU), numpy and Python."""
     seed = mix(*parts)
     torch.manual_seed(seed)
     _seed_others(seed)
 
 
 def seed_cpu(*parts: int) -> None:
-    """Seed all but the GPU's generators, for what fetches samples; it may run in a forked process."""
+    """Seed all but the GPU generators, for code that fetches samples, possibly in a forked process."""
     seed = mix(*parts)
     torch.default_generator.manual_seed(seed)
     _seed_others(seed)
 
 
 def _seed_others(seed: int) -> None:
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is the one that user code draws from
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from the global generator
     random.seed(seed)

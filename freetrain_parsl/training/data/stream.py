@@ -1,8 +1,8 @@
-"""Streams: data that can only be read from the front, shared out as exactly as data with positions.
+"""Streams: data that can only be read sequentially, divided as exactly as map-style data.
 
-Every process reads the stream, keeps its own part of each batch and drops the rest. So it does not matter how many
-processes there are, and who comes or goes; the price is that each of them reads everything. A stream that can tell its
-state and go on from one is not read again from its front after a move.
+Every process reads the stream, keeps its own part of each batch and drops the rest. Processes may therefore join and
+leave, at the cost that each of them reads everything. A stream with ``state_dict`` and ``load_state_dict`` is not read
+from its start again after a move.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from freetrain_parsl.training.data.random_streams import seed_cpu
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-_MARK_EVERY = 4096  # samples; a batch that is done again is read again from the last mark
+_MARK_EVERY = 4096  # samples; a repeated batch is read again from the last mark
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """A place in the stream, and the source's state there."""
+    """A position in the stream, and the source's state there."""
 
     epoch: int
     next: int
@@ -30,12 +30,12 @@ class _Mark:
 
 
 class Stream:
-    """A stream of samples, by their positions in an epoch; made by ``session.stream``.
+    """A stream whose samples are accessed by their positions in an epoch; created by ``session.stream``.
 
     Parameters
     ----------
     source
-        Gives the samples of an epoch, one by one, each time it is iterated over.
+        Yields the samples of an epoch each time it is iterated over.
     samples
         Samples in an epoch.
     """
@@ -54,12 +54,12 @@ class Stream:
         return self._samples
 
     def fetch(self, seed: int, epoch: int, positions: Sequence[int]) -> list[Any]:
-        """Return the samples at these positions, ascending, of an epoch.
+        """Return the samples of an epoch at these positions, which must be ascending.
 
         Raises
         ------
         UsageError
-            The stream ended before.
+            The stream has ended before the last position.
         """
         if self._iterator is None or (self._epoch, self._next) > (epoch, positions[0]) or self._epoch != epoch:
             self._go_back(seed, epoch, positions[0])
@@ -68,14 +68,14 @@ class Stream:
         return [self._read(seed, position) for position in positions]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is; the front, if the source cannot tell."""
+        """Return the position in the stream; its start, if the source has no state."""
         mark = self._here() if self._iterator is not None and self._has_state else None
         if mark is None:
             mark = self._marks[-1] if self._marks else _Mark(0, 0, None)
         return {"epoch": mark.epoch, "next": mark.next, "source": copy.deepcopy(mark.source)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self._iterator = None
         self._marks = []
         if self._has_state and state["source"] is not None:
@@ -85,17 +85,17 @@ class Stream:
         return _Mark(self._epoch, self._next, copy.deepcopy(self._source.state_dict()))
 
     def _go_back(self, seed: int, epoch: int, position: int) -> None:
-        """Open the source at the last mark before a position, or at its front."""
+        """Open the source at the last mark before a position, or at its start."""
         if self._has_state and self._front is None:
             self._front = copy.deepcopy(self._source.state_dict())
         self._marks = [mark for mark in self._marks if mark.epoch == epoch and mark.next <= position]
         self._epoch, self._next = epoch, self._marks[-1].next if self._marks else 0
         seed_cpu(seed, epoch)
         if self._marks:
-            self._tell_epoch(epoch)  # first: some go to their front when told
+            self._tell_epoch(epoch)  # first: set_epoch resets some sources
             self._source.load_state_dict(copy.deepcopy(self._marks[-1].source))
         else:
-            if self._has_state:  # some go on from where they are, even when they are iterated over anew
+            if self._has_state:  # some continue from their position even in a new iteration
                 self._source.load_state_dict(copy.deepcopy(self._front))
             self._tell_epoch(epoch)
         self._iterator = iter(self._source)
@@ -105,7 +105,7 @@ class Stream:
             self._source.set_epoch(epoch)
 
     def _read(self, seed: int, position: int) -> Any:
-        """Read up to a position; what the source draws for a sample is the same whoever reads it."""
+        """Read up to a position; the source draws the same random numbers for a sample in every process."""
         assert self._iterator is not None, "opened by fetch"
         while True:
             seed_cpu(seed, self._epoch, self._next)
@@ -114,7 +114,7 @@ class Stream:
             except StopIteration:
                 raise UsageError(
                     f"session.stream: {type(self._source).__name__} ended after {self._next} samples, "
-                    f"but samples={self._samples} was stated"
+                    f"but samples={self._samples} was given"
                 ) from None
             self._next += 1
             if self._next > position:

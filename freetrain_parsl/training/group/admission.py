@@ -1,9 +1,9 @@
-"""Checks that each connection of a new process group leads to a member, and not to somebody who took its place.
+"""Checks that each connection of a new process group leads to a member, not to an impostor.
 
-gloo's listeners take anybody: the first eight bytes of a connection say for which member it is. So the members share
-a secret of their group over the rendezvous store, whose channel is encrypted and authenticated, and send each other a
-proof over every connection before anything else. A proof is good for one sender, one receiver and one group. It
-does not encrypt what follows.
+gloo's listeners accept any connection: its first eight bytes state for which member it is. Therefore the members share
+a secret of their group over the rendezvous store, whose channel is encrypted and authenticated, and first exchange
+proofs over every connection. A proof is valid for one sender, one receiver and one group. Later traffic is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Admission:
     rank, size
         This member's number, and how many there are.
     timeout
-        How long to wait for the others' proofs.
+        Maximum wait for the others' proofs.
     secret
         See `share`.
     """
@@ -46,19 +46,19 @@ class Admission:
 
     @classmethod
     def share(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Admission:
-        """Make a secret, or get it from the first member.
+        """Create a secret, or get it from the first member.
 
         Parameters
         ----------
         store
-            Of this group only, over an encrypted channel.
+            The store of this group only, over an encrypted channel.
         rank, size, timeout
             See the class.
 
         Raises
         ------
         TimeoutError
-            The first member did not come in time.
+            The first member did not connect in time.
         """
         if rank:
             return cls(rank, size, timeout, store.get(_KEY))
@@ -77,28 +77,28 @@ class Admission:
         Raises
         ------
         PeerFailed
-            A connection does not lead to a member, or gives no proof in time.
+            A connection does not lead to a member, or no proof arrived in time.
         RuntimeError
-            A member is gone.
+            A member has failed.
         """
         others = range(self._size)
         sent = torch.cat([self._proof(self._rank, other) for other in others])
         received = torch.empty_like(sent)
-        dist.distributed_c10d._set_pg_timeout(self._timeout, group)  # noqa: SLF001 - torch has no public way
+        dist.distributed_c10d._set_pg_timeout(self._timeout, group)  # noqa: SLF001 - no public API
         try:
             dist.all_to_all_single(received, sent, group=group)
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
             raise PeerFailed(
-                f"a connection in a group of {self._size} gave no proof of membership within "
-                f"{self._timeout.total_seconds():g} s: a process hangs, or another one on the network took its place"
+                f"no proof of membership arrived on a connection in a group of {self._size} within "
+                f"{self._timeout.total_seconds():g} s: a process hangs, or an impostor on the network took its place"
             ) from error
         for other, proof in zip(others, torch.split(received, _PROOF_BYTES), strict=True):
             if not hmac.compare_digest(bytes(proof.tolist()), bytes(self._proof(other, self._rank).tolist())):
                 raise PeerFailed(
-                    f"what connected as rank {other} of {self._size} gave a wrong proof of membership: another process "
-                    "on the network may have taken its place"
+                    f"the process connected as rank {other} of {self._size} sent a wrong proof of membership: "
+                    "it may be an impostor on the network"
                 )
 
     def _proof(self, sender: int, receiver: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Process groups that come and go: who trains together, and how they find and leave each other.
+"""Process groups: how the members of a training form a group and leave it.
 
-The members of a group meet under the prefix ``<trainer>/<generation>`` of a store and leave it when nodes come or go;
-the processes stay. Collectives that carry decisions run on CPU tensors over gloo; gradients go over NCCL where there
-are GPUs. A group of one needs no store and no network.
+The members of a group meet under the prefix ``<trainer>/<generation>`` of a store and leave the group when nodes join
+or leave; the processes stay. Collectives for decisions run on CPU tensors over gloo; gradients use NCCL on GPUs. A
+group of one needs no store and no network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
 from freetrain_parsl.training.group.reachability import check_reachable
 
-if TYPE_CHECKING:  # torch.distributed does not declare these among its exports
+if TYPE_CHECKING:  # torch.distributed does not export these
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
@@ -45,33 +45,33 @@ _LOOPBACK = "lo"
 
 
 class KeyValue(Protocol):
-    """Where the members of a group meet: a small shared dictionary, blocking on what is not there yet."""
+    """A small shared dictionary in which the members of a group meet; reads wait for missing keys."""
 
     def set(self, key: str, value: bytes) -> None:
         """Store `value`."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Return the value of `key`; wait for it up to `timeout` seconds, then raise TimeoutError."""
+        """Return the value of `key`; wait for it for up to `timeout` seconds, then raise TimeoutError."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the decimal number under `key` (0 if absent) atomically, and return the sum."""
+        """Atomically add to the decimal number under `key` (0 if absent) and return the sum."""
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are there."""
+        """Return whether all `keys` exist."""
 
     def delete(self, key: str) -> bool:
-        """Remove `key`; whether it was there."""
+        """Remove `key`; return whether it existed."""
 
 
 class RendezvousStore(Store):
-    """torch's store on top of any `KeyValue`, so that a rendezvous can use an authenticated channel.
+    """A torch store on top of any `KeyValue`, so that a rendezvous can use an authenticated channel.
 
     Parameters
     ----------
     backend
-        What carries the keys.
+        Stores the keys.
     timeout
-        How long to wait for a key that no member has set yet.
+        Maximum wait for a key that has not been set yet.
     """
 
     def __init__(self, backend: KeyValue, timeout: timedelta = timedelta(minutes=1)) -> None:
@@ -92,7 +92,7 @@ class RendezvousStore(Store):
         return self._backend.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys exist."""
         return self._backend.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -100,31 +100,31 @@ class RendezvousStore(Store):
         for key in keys:
             self._backend.get(key, (timeout or self._timeout).total_seconds())
 
-    def deleteKey(self, key: str) -> bool:  # noqa: N802 - the name by which torch's C++ calls it
+    def deleteKey(self, key: str) -> bool:  # noqa: N802 - called by this name from torch's C++ code
         """Remove a key."""
         return self._backend.delete(key)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long `get` and `wait` wait."""
+        """Set the timeout of `get` and `wait`."""
         self._timeout = timeout
 
     @property
     def timeout(self) -> timedelta:
-        """How long `get` and `wait` wait."""
+        """Timeout of `get` and `wait`."""
         return self._timeout
 
 
 class Group:
-    """The members that train together at present, and the few things that they do together.
+    """The members that currently train together, and their collective operations.
 
     Parameters
     ----------
     rank, size
         This member's number, and how many there are.
     generation
-        Of its `Membership`.
+        Generation of its `Membership`.
     mailbox
-        Is told when this process does nothing but wait for the others.
+        Is notified while this process only waits for other members.
     trainer
         Name of the training.
     """
@@ -141,28 +141,28 @@ class Group:
         self.size = size
         self.generation = generation
         self.gradients: dist.ProcessGroup | None = None
-        """The torch process group for gradients; ``None``: the default one."""
+        """The torch process group for gradients; ``None``: the default group."""
         self.over_gpus = False
-        """Whether tensors on GPUs travel directly."""
+        """Whether GPU tensors are sent directly."""
         self._waiting: Callable[[], AbstractContextManager[None]] = mailbox.waiting if mailbox else nullcontext
         self._others_sockets = _sockets().keys()
-        self._sockets: frozenset[str] | None = None  # while the group forms: all new ones
+        self._sockets: frozenset[str] | None = None  # while the group is forming: all new sockets
         self._joined = False
         self._trainer = trainer
         self._mesh: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the member that writes and reports."""
+        """Whether this is the member that saves and reports."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a CPU tensor over all members; `values` itself is left alone.
+        """Return the sum of a CPU tensor over all members; `values` is not changed.
 
         Raises
         ------
         PeerFailed
-            A member is gone.
+            A member has failed.
         """
         if self.size == 1:
             return values
@@ -172,12 +172,12 @@ class Group:
         return total
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors (of one shape) of all members, in order of rank.
+        """Return the tensors (of equal shape) of all members, by rank.
 
         Raises
         ------
         PeerFailed
-            A member is gone.
+            A member has failed.
         """
         if self.size == 1:
             return [values]
@@ -187,12 +187,12 @@ class Group:
         return parts
 
     def begin_sum(self, values: torch.Tensor) -> dist.Work:
-        """Begin to replace a tensor by its sum over all members; to be waited for in `waits`.
+        """Start to replace a tensor by its sum over all members; wait for it inside `waits`.
 
         Raises
         ------
         PeerFailed
-            A member is gone.
+            A member has failed.
         """
         with self._peers_expected():
             work: dist.Work | None = dist.all_reduce(
@@ -203,7 +203,7 @@ class Group:
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Mark a wait for the other members, and turn its failure into `PeerFailed`.
+        """Mark a wait for the other members, and convert its failure to `PeerFailed`.
 
         Raises
         ------
@@ -214,12 +214,12 @@ class Group:
             yield
 
     def formed(self, backend: str, timeout: timedelta, admission: Admission) -> None:
-        """Take the process group that has just formed into use; `join` calls this.
+        """Start to use a process group that has just formed; called by `join`.
 
         Raises
         ------
         PeerFailed
-            A member is gone, or something else has taken its place.
+            A member has failed, or an impostor has taken its place.
         """
         self._joined = True
         try:
@@ -234,19 +234,19 @@ class Group:
         except PeerFailed:
             self.leave()
             raise
-        dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 - torch has no public way
+        dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 - no public API
         self._sockets = frozenset(_sockets().keys() - self._others_sockets)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the members as a device mesh, to shard models over; a group of one becomes a process group for that.
+        """Return the members as a device mesh for sharded models; for this a group of one becomes a process group.
 
-        It has a name of its own: torch takes meshes of one size and name for the same, and what it remembers of the
-        mesh of an earlier group, in which this process had another rank, would be wrong in this one.
+        The mesh has a unique name: torch identifies meshes by size and name, and its cached data of the mesh of an
+        earlier group, in which this process had another rank, would be wrong in this one.
 
         Parameters
         ----------
         device
-            This member's.
+            This member's device.
 
         Raises
         ------
@@ -255,7 +255,7 @@ class Group:
         """
         if self._mesh is None:
             if self.gradients is not None:
-                raise UsageError("session.mesh: processes that share a GPU cannot shard a model; give each its own")
+                raise UsageError("session.mesh: processes that share a GPU cannot shard a model; use one GPU each")
             from torch.distributed.device_mesh import init_device_mesh
 
             if not self._joined:
@@ -267,22 +267,22 @@ class Group:
         return self._mesh
 
     def abort(self) -> None:
-        """Break the collectives that the members wait in; from any thread.
+        """Abort the collectives in which members wait; from any thread.
 
-        gloo's own abort does not wake a collective that waits (torch 2.13), the end of its connections does.
+        gloo's own abort does not wake a waiting collective (torch 2.13); closing its connections does.
         """
         for name, descriptor in _sockets().items():
             ours = name not in self._others_sockets if self._sockets is None else name in self._sockets
             if ours:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.getpeername()  # raises for the one that listens: without it gloo ends the process
+                    connection.getpeername()  # raises for the listening socket: its shutdown would end the process
                     connection.shutdown(socket.SHUT_RDWR)
         if self.over_gpus and self._joined:
-            group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - torch has no public way
+            group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - no public API
             group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - the same
 
     def leave(self) -> None:
-        """Leave the process group; the process stays. Harmless if it has left already."""
+        """Leave the process group; the process stays. Has no effect if it has left already."""
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
@@ -292,37 +292,37 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise PeerFailed(f"lost a member of a group of {self.size} ({gist(error)})") from error
+            raise PeerFailed(f"a member of a group of {self.size} failed ({gist(error)})") from error
 
 
 def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | None = None) -> Group:
-    """Become a member of a process group.
+    """Join a process group.
 
     Parameters
     ----------
     membership
-        This process's place.
+        This process's membership.
     store
-        Where the members meet; not used by a group of one.
+        The store in which the members meet; not used by a group of one.
     mailbox
-        Is told when this process only waits, and can abort the group, from before it has formed.
+        Is notified while this process only waits, and can abort the group, even before it has formed.
 
     Raises
     ------
     PeerFailed
-        The others did not come in time, or left.
+        Other members did not connect in time, or left.
     """
     group = Group(membership.rank, membership.world_size, membership.generation, mailbox, membership.trainer)
     if membership.world_size == 1:
         return group
     if store is None:
-        raise ValueError(f"a group of {membership.world_size} needs a store to meet in")
+        raise ValueError(f"a group of {membership.world_size} needs a store")
     backend = _backend()
     store.set_timeout(membership.meeting)
     if mailbox is not None:
         mailbox.on_abort = group.abort
         mailbox.blocked = BlockedThread(threading.get_ident(), time.monotonic).seconds
-    # A name of its own: torch finds the Python store behind a PrefixStore only as long as somebody else holds it.
+    # A separate variable: torch finds the Python store behind a PrefixStore only while it is referenced elsewhere.
     own_store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
     with _network_interface(membership.interface), group.waits():
         try:
@@ -336,11 +336,11 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
                 world_size=membership.world_size,
                 timeout=membership.meeting,
             )
-        except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
-            # torch numbers its groups, and the number is in the keys by which they meet: those to come count from 0.
-            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - torch has no public way
+        except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch raises RuntimeErrors
+            # torch numbers its groups, and the number is part of the rendezvous keys: newcomers count from 0.
+            dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public API
             raise PeerFailed(
-                f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all meet "
+                f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all connect "
                 f"({gist(error)})"
             ) from error
     group.formed(backend, membership.timeout, admission)
@@ -352,9 +352,9 @@ def _backend() -> str:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error out of user code comes from a collective of its own that lost a member.
+    """Return whether an error from user code was caused by a failed member in a collective.
 
-    There torch raises plain RuntimeErrors: their text is all there is to go by.
+    Collectives called by user code raise plain RuntimeErrors, which only differ in their text.
     """
     if isinstance(error, (PeerFailed, dist.DistError)):
         return True
@@ -362,16 +362,16 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def gist(error: BaseException) -> str:
-    """Return the first sentence of one of torch's long messages, without the place in torch's source."""
+    """Return the first sentence of a long torch message, without the location in torch's source."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error).strip())
     return re.split(r"\. |\n", text, maxsplit=1)[0] or type(error).__name__
 
 
 def _sockets() -> dict[str, int]:
-    """Return the sockets of this process: their unique names, and their descriptors."""
+    """Return the sockets of this process: unique names and descriptors."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             name = str(entry.readlink())
             if name.startswith("socket:"):
                 found[name] = int(entry.name)
@@ -379,7 +379,7 @@ def _sockets() -> dict[str, int]:
 
 
 def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:
-    """Return a gloo group where several members share one GPU, which NCCL refuses; else ``None``."""
+    """Return a gloo group if members share a GPU, which NCCL does not support; else ``None``."""
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     mark = torch.tensor([int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "big")])
     distinct = {int(other) for other in group.gather(mark)}
@@ -388,7 +388,7 @@ def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:
 
 @contextmanager
 def _network_interface(name: str | None) -> Iterator[None]:
-    """Let gloo and NCCL use that interface; they read it from the environment only."""
+    """Make gloo and NCCL use this interface, which they read only from the environment."""
     if name is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""Whether the members of a group reach each other over the network, found out before the group forms.
+"""Check before a group forms that its members reach each other over the network.
 
-A member may reach the driver and not the others: a link or a switch of the second network is down. gloo then waits for
-as long as members may take to come, and its error does not name the culprit. Here every member listens on a port and
-connects to all members of lower rank. Then all learn which pairs failed.
+A member may reach the driver but not other members, if a link or a switch of the second network is down. gloo then
+waits for its full timeout, and its error does not identify the failed link. Here every member listens on a port and
+connects to all members of lower rank. Then all members receive the list of failed pairs.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ if TYPE_CHECKING:
 
 __all__ = ["check_reachable"]
 
-_PATIENCE = 5.0  # seconds for a connection: two lost packets are sent again after one and three
-_DONE = (0, errno.EISCONN, errno.ECONNREFUSED)  # refused: the host is reached, the process has left
+_PATIENCE = 5.0  # seconds for a connection: covers two retransmissions, after 1 s and 3 s
+_DONE = (0, errno.EISCONN, errno.ECONNREFUSED)  # refused: the host is reachable, the process has left
 
 
 def check_reachable(store: Store, rank: int, world_size: int, address: str) -> None:
-    """Check that every two members reach each other; all members call it, and all get the same answer.
+    """Check that all members reach each other; all members call this, and all get the same result.
 
     Parameters
     ----------
     store
-        Of this group alone.
+        The store of this group.
     rank, world_size
         This member's number, and how many there are.
     address
-        This member's IP address, at which the others reach it.
+        This member's IP address for connections from the others.
 
     Raises
     ------
     PeerFailed
-        Some do not; `PeerFailed.unreachable` has the pairs of ranks.
+        Some members do not reach each other; `PeerFailed.unreachable` contains the pairs of ranks.
     TimeoutError
-        A member did not come in time.
+        A member did not connect in time.
     """
     with ExitStack() as sockets:
         try:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = sockets.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
             place = listener.getsockname()[:2]
-        except OSError:  # the address has gone: nobody reaches this member
+        except OSError:  # the address no longer exists: this member is unreachable
             place = None
         store.set(f"reachable/{rank}", json.dumps(place))
         others = {other: json.loads(store.get(f"reachable/{other}")) for other in range(rank)}
-        failed = sorted(_unreached({other: tuple(told) if told else None for other, told in others.items()}))
+        failed = sorted(_unreached({other: tuple(sent) if sent else None for other, sent in others.items()}))
         store.set(f"unreached/{rank}", json.dumps(failed))
         if rank == 0:
             answers = {member: json.loads(store.get(f"unreached/{member}")) for member in range(1, world_size)}
             store.set("unreached", json.dumps([[member, other] for member in answers for other in answers[member]]))
         pairs = tuple((int(member), int(other)) for member, other in json.loads(store.get("unreached")))
     if pairs:
-        told = ", ".join(f"{member} does not reach {other}" for member, other in pairs)
-        raise PeerFailed(f"in a group of {world_size}, rank {told} at its network interface", unreachable=pairs)
+        failures = ", ".join(f"{member} does not reach {other}" for member, other in pairs)
+        raise PeerFailed(f"in a group of {world_size}, rank {failures} at its network interface", unreachable=pairs)
 
 
 def _unreached(places: Mapping[int, tuple[str, int] | None]) -> set[int]:
-    """Connect to all of these at once, and return those to which no connection came about."""
+    """Connect to all of these at once, and return those that could not be reached."""
     waiting = set(places)
     deadline = time.monotonic() + _PATIENCE
     with ExitStack() as sockets, selectors.DefaultSelector() as selector:
@@ -76,7 +76,7 @@ def _unreached(places: Mapping[int, tuple[str, int] | None]) -> set[int]:
             if place is None:
                 continue
             link = sockets.enter_context(socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET))
-            link.setblocking(False)  # noqa: FBT003 - the socket's own signature
+            link.setblocking(False)  # noqa: FBT003 - signature of socket
             code = link.connect_ex(place)
             if code in _DONE:
                 waiting.discard(other)

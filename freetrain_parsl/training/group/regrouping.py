@@ -1,4 +1,4 @@
-"""The changing circle of those who train together: orders taken, groups left and formed, states passed on."""
+"""Changes of a training's group: taking commands, leaving and forming groups, transferring states."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FINGERPRINT = -1  # in a place: not a measure of how far a member is
-_BEGUN = 0  # in a place: whether the member has a state
+_FINGERPRINT = -1  # index in a place: not part of a member's progress
+_BEGUN = 0  # index in a place: whether the member has a state
 
 
 class GroupMember:
-    """One member's view of the group that it is in at present.
+    """One member's view of its current group.
 
     Parameters
     ----------
     membership
-        Its place at first; ``None``: it comes as a newcomer, and waits for the order that takes it in.
+        Its initial membership; ``None``: it is a newcomer and waits for a command to join a group.
     meet
-        Gives the store in which the members of a membership meet.
+        Returns the store in which the members of a group meet.
     mailbox
-        Brings the orders.
+        Contains the commands.
     report
-        Gets what happens to the group.
+        Receives the changes of the group.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class GroupMember:
         self._report = report
         self.group = Group()
         self.is_newcomer = membership is None
-        """Whether it waits for a state."""
+        """Whether this member waits for a state."""
         self.state: Callable[[], dict[str, Any]] = dict
-        """Set by the engine: gives the whole state."""
+        """Set by the runtime: returns the whole state."""
         self.adopt: Callable[[dict[str, Any]], None] = lambda _state: None
-        """Set by the engine: takes a whole state over."""
+        """Set by the runtime: loads a whole state."""
         self._transferred = 0.0
-        self._generation = 0  # of the group, or of the one that is being formed
+        self._generation = 0  # of the group, or of the one being formed
         if membership is not None:
             self._enter(membership)
 
@@ -69,34 +69,34 @@ class GroupMember:
         self._mailbox.on_abort = lambda: None
         self._mailbox.blocked = lambda: 0.0
 
-    # ── orders ────────────────────────────────────────────────────────────────────────────────────
+    # ── commands ──────────────────────────────────────────────────────────────────────────────────
 
     def has_order(self) -> bool:
-        """Whether there is an order to be carried out at a boundary that all agree on.
+        """Return whether there is a command to carry out at a boundary that all members agree on.
 
         Raises
         ------
         PeerFailed
-            The order is to leave the group at once.
+            The command is to leave the group at once.
         """
         order = self._mailbox.pending
         if order is not None and order.abort and self.group.size > 1:
-            raise PeerFailed("a member is lost")
+            raise PeerFailed("a member has failed")
         return order is not None
 
     def take_order(self) -> Regroup:
-        """Take the order that all have agreed to carry out."""
+        """Take the command that all members have agreed to carry out."""
         order = self._mailbox.take_order()
-        assert order is not None, "it was there when all agreed"
+        assert order is not None, "it was present when all members agreed"
         return order
 
     def await_order(self) -> Regroup:
-        """Wait, as a newcomer with all but the state, to be taken in."""
+        """Wait, as a newcomer that is ready except for its state, to join the group."""
         self._report(Ready())
         return self._next_order()
 
     def strand(self, reason: str, unreachable: tuple[tuple[int, int], ...] = ()) -> Regroup:
-        """Leave a group that has lost a member, and wait for the order to go on in another.
+        """Leave a group in which a member has failed, and wait for the command to continue in another.
 
         Parameters
         ----------
@@ -106,17 +106,17 @@ class GroupMember:
         Raises
         ------
         PeerFailed
-            There will be no order.
+            No command will come.
         """
         if self.group.size > 1:
-            self.group.abort()  # else gloo waits for what the lost member owes: others for this one, or leaving itself
+            self.group.abort()  # otherwise gloo waits for the failed member, in other members or while leaving
         self.leave()
         pending = self._mailbox.pending
         if pending is None or not pending.abort:
             self._report(GroupFailed(self._generation, reason, unreachable))
         while True:
             order = self._next_order(reason)
-            if order.abort or self.is_newcomer:  # else it was given before the loss, to a group that is no more
+            if order.abort or self.is_newcomer:  # otherwise the command is older than the failure
                 return order
 
     def _next_order(self, reason: str = "the training has ended") -> Regroup:
@@ -128,24 +128,24 @@ class GroupMember:
     # ── groups ────────────────────────────────────────────────────────────────────────────────────
 
     def move(self, first_order: Callable[[], Regroup], place: Callable[[], tuple[int, ...]]) -> bool:
-        """Leave the group and go on in the one that is ordered, or in a later one if that does not come about.
+        """Leave the group and continue in the one given by a command, or in a later one if that does not form.
 
         Parameters
         ----------
         first_order
-            Gets the order.
+            Returns the command.
         place
             See `exchange`.
 
         Returns
         -------
         left
-            Whether the others go on without this member.
+            Whether the others continue without this member.
 
         Raises
         ------
         PeerFailed
-            There will be no order, or the others are where this member cannot follow.
+            No command will come, or this member cannot take over the others' state.
         """
         order = first_order()
         while True:
@@ -165,22 +165,22 @@ class GroupMember:
         return False
 
     def exchange(self, place: Callable[[], tuple[int, ...]]) -> None:
-        """Make sure that all members are at the same place with the same parameters.
+        """Make sure that all members are at the same position with the same parameters.
 
         Parameters
         ----------
         place
-            Gives where this member is, later places greater, and last a fingerprint of its parameters.
+            Returns this member's position, later ones greater, followed by a fingerprint of its parameters.
 
         Raises
         ------
         PeerFailed
-            A member is gone.
+            A member has failed.
         """
         self._follow(self._agree_on_state(place()))
 
     def tell_regrouped(self, paused: float) -> None:
-        """Report that this member goes on in its new group, after so many seconds."""
+        """Report that this member continues in its new group after a pause in seconds."""
         self._report(Joined(self.group.generation, paused, self._transferred))
 
     def _enter(self, membership: Membership) -> None:
@@ -188,17 +188,17 @@ class GroupMember:
         store = self._meet(membership) if membership.world_size > 1 else None
         self.group = join(membership, store, self._mailbox)
         if (order := self._mailbox.pending) is not None and order.abort:
-            raise PeerFailed("a member was lost while the group formed")
+            raise PeerFailed("a member failed while the group was forming")
 
     def _agree_on_state(self, place: tuple[int, ...]) -> dict[str, Any] | None:
-        """Compare places, and pass the state of those who are ahead to the others; return it if this is one of them."""
+        """Compare positions, and send the state of the members that are ahead to the others; return it if received."""
         places = [tuple(other.tolist()) for other in self.group.gather(torch.tensor(place))]
         foremost = max(other[:_FINGERPRINT] for other in places)
         first = next(other for other in places if other[:_FINGERPRINT] == foremost)
         sources = [rank for rank, other in enumerate(places) if other == first]
         receivers = [rank for rank, other in enumerate(places) if other != first]
         if first[_BEGUN] and any(p[:_FINGERPRINT] == foremost for p in places if p != first):
-            logger.warning("the members' parameters had come to differ; all take those of rank %d", sources[0])
+            logger.warning("the members' parameters differed; all members take those of rank %d", sources[0])
         if not receivers:
             return None
         state = self.state() if self.group.rank in sources else None

@@ -1,4 +1,4 @@
-"""Passing a training's state from the members that have it to those that need it, over their process group."""
+"""Transfer of a training's state from members that have it to members that need it, over their process group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.group.process_group import Group
 
-_MARK = "\0tensor"  # stands for a tensor in the skeleton of a state
-_PACK = 1 << 20  # smaller tensors travel together
+_MARK = "\0tensor"  # placeholder for a tensor in the skeleton of a state
+_PACK = 1 << 20  # smaller tensors are sent together
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who sends to whom: receivers are dealt out to the sources in turn."""
+    """Assignment of receivers to sources, round-robin."""
 
     sources: Sequence[int]
     receivers: Sequence[int]
@@ -44,24 +44,24 @@ def pass_on(group: Group, sources: Sequence[int], receivers: Sequence[int], stat
     sources, receivers
         Their ranks. All sources have the same state.
     state
-        A source's: tensors in nested dictionaries, lists and tuples, and what ``torch.load(weights_only=True)`` takes.
+        On a source: nested dictionaries, lists and tuples of tensors and of what ``weights_only=True`` accepts.
 
     Returns
     -------
     state
-        On a receiver: the state, its tensors on the device where the sender has them if they can travel directly,
-        else on the CPU. ``None`` on others.
+        On a receiver: the state, its tensors on the sender's device type if they can be sent directly, otherwise on the
+        CPU. ``None`` on others.
 
     Raises
     ------
     PeerFailed
-        A member is gone.
+        A member has failed.
     """
     plan = _Plan(sources, receivers)
     if group.rank in plan.receivers:
         return _receive(group, plan.source_of(group.rank))
     if targets := plan.receivers_of(group.rank):
-        assert state is not None, "a source has a state"
+        assert state is not None, "sources have a state"
         _send(group, targets, state)
     return None
 
@@ -114,7 +114,7 @@ def _packets(tensors: Sequence[torch.Tensor], facts: Sequence[tuple[Any, ...]]) 
 def _landing(
     tensors: Sequence[torch.Tensor], facts: Sequence[tuple[Any, ...]]
 ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Return what to receive into, with the tensors that are to be filled from it if it is not a tensor's own bytes."""
+    """Return the receive buffers, each with the tensors to fill from it unless it is a tensor's own memory."""
     landing: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for run in _runs(tensors, facts):
         parts = [tensor for tensor, _ in run]
@@ -129,7 +129,7 @@ def _landing(
 def _runs(
     tensors: Sequence[torch.Tensor], facts: Sequence[tuple[Any, ...]]
 ) -> list[list[tuple[torch.Tensor, tuple[Any, ...]]]]:
-    """Group tensors that travel together: small neighbours; empty ones do not travel."""
+    """Group small neighboring tensors, which are sent together; empty ones are not sent."""
     runs: list[list[tuple[torch.Tensor, tuple[Any, ...]]]] = []
     room = 0
     for tensor, fact in zip(tensors, facts, strict=True):
@@ -155,7 +155,7 @@ def _lift_out(node: Any, tensors: list[torch.Tensor]) -> Any:
         return (_MARK, len(tensors) - 1)
     if isinstance(node, dict):
         lifted = type(node)((key, _lift_out(value, tensors)) for key, value in node.items())
-        if hasattr(node, "_metadata"):  # a module's state has its versions there
+        if hasattr(node, "_metadata"):  # contains the versions of a module's state
             lifted._metadata = node._metadata  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own way
         return lifted
     if type(node) in (list, tuple):

@@ -1,4 +1,4 @@
-"""One batch: gradients of its pieces, their sum over the members, the optimizers' steps."""
+"""Training on one batch: gradients of its pieces, their sum over the members, optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from freetrain_parsl.training.checkpoints.sharded import is_spread
 from freetrain_parsl.training.metrics import Tally
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
+from freetrain_parsl.training.step.once_per_step import guard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _WORD = (1 << 63) - 1
 
-# What users call once a step, with its gradients or after it, by the method they call.
+# Methods that users call once per step.
 _CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
     (LRScheduler, "step"),
     (AveragedModel, "update_parameters"),
@@ -44,28 +45,28 @@ class BatchRunner:
     model
         The network.
     objects
-        All that `session.prepare` got: optimizers, a gradient scaler and further models are found among them.
+        All arguments of `session.prepare`: optimizers, a gradient scaler and further models are found among them.
     sharded
-        The model shares its parameters out over the members, and averages their gradients itself (FSDP2).
+        The model shards its parameters over the members and averages their gradients itself (FSDP2).
     """
 
     def __init__(self, model: nn.Module, objects: Sequence[object], *, sharded: bool) -> None:
         self.batch: Batch
         self.tally: Tally
         self.cut_off = False
-        """Whether the batch in hand lost a member."""
+        """Whether a member failed during the current batch."""
         self.one_step = False
-        """Whether a batch may be cut into pieces, so that it can have one step only."""
+        """Whether a batch may be divided into pieces, so that it can have only one step."""
         self.batch_loss: torch.Tensor | None = None
-        """Mean loss over the last batch that was stepped, a scalar, the same on all members."""
+        """Mean loss over the last batch with a step, a scalar, the same on all members."""
         modules = dict.fromkeys([model, *(thing for thing in objects if isinstance(thing, nn.Module))])
         self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
         self._sharded = sharded
         self.parameters = self._all_parameters()
-        """The models' parameters, then those that only an optimizer knows; each once."""
-        # Of sharded parameters the gradients are averaged by the model itself.
+        """The parameters of the models, then those only in an optimizer; each once."""
+        # The gradients of sharded parameters are averaged by the model itself.
         self._summed = [parameter for parameter in self.parameters if not is_spread(parameter)]
         self._sum: GradientSum = OverlappedSum(self._summed)
         self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
@@ -76,21 +77,27 @@ class BatchRunner:
         self._calls = 0
         self._done = 0
         self._held: list[torch.Tensor | None] | None = None
+        self._releases: list[Callable[[], None]] = []
         for thing in objects:
             self._guard(thing)
 
+    def close(self) -> None:
+        """Leave the classes of the user's objects as they were."""
+        for release in self._releases:
+            release()
+
     def fix_order(self) -> None:
-        """Add up share by share from now on."""
+        """Sum shard by shard in a fixed order from now on."""
         self._sum = OrderedSum([parameter for parameter in self.parameters if parameter.requires_grad])
         self._statistics = RunningStatistics(self._models, by_share=True)
 
     @property
     def has_piece(self) -> bool:
-        """Whether the user's code has a piece in hand."""
+        """Whether the user's code has a current piece."""
         return self._piece is not None
 
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
-        """Begin with a batch, of which `done` steps are made already."""
+        """Begin a batch, of which `done` steps have been made already."""
         self._group, self.batch = group, batch
         self.tally = Tally(batch, device)
         self.cut_off = self._complete = False
@@ -98,7 +105,7 @@ class BatchRunner:
         self._statistics.open_batch(group)
 
     def hand_out(self, piece: Piece) -> None:
-        """Note what the user's code is going to train on."""
+        """Note the piece that the user's code trains on next."""
         self._piece, self._has_gradients = piece, False
         self._statistics.open_piece(piece)
 
@@ -107,12 +114,12 @@ class BatchRunner:
         self._piece = None
 
     def leave_batch(self) -> None:
-        """Note that the user's code asks for no more of this batch: its loop has ended, perhaps early."""
+        """Note that the user's loop over this batch has ended, perhaps early."""
         self.take_back()
         self.cut_off = False
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a piece to those of the batch.
+        """Add the gradients of a piece to the gradients of the batch.
 
         Parameters
         ----------
@@ -122,16 +129,16 @@ class BatchRunner:
         Raises
         ------
         PeerFailed
-            A member is gone.
+            A member has failed.
         """
         if self.cut_off:
             return
         piece = self._piece
-        assert piece is not None, "the engine has looked"
+        assert piece is not None, "checked by the runtime"
         if self._has_gradients:
-            raise UsageError("session.backward() goes once with each step; add several losses up before it")
+            raise UsageError("session.backward() can be called once with each step; sum several losses before it")
         if self._calls and self.one_step:
-            raise UsageError("several steps in a batch do not go with micro_batch or deterministic=True")
+            raise UsageError("several steps in a batch cannot be combined with micro_batch or deterministic=True")
         self._has_gradients, self._complete = True, False
         again = self._calls > 0
         tally_work = None if again else self._tell(loss, piece)
@@ -158,7 +165,7 @@ class BatchRunner:
         self._complete = True
 
     def step(self, optimizer: Optimizer | None, scaling: LinearScaling | None) -> bool:
-        """Make the step of one optimizer, or of all; whether it was made."""
+        """Make the step of one optimizer or of all; return whether it was made."""
         if self.cut_off:
             return False
         if not self._has_gradients:
@@ -169,7 +176,7 @@ class BatchRunner:
             raise UsageError("session.step: that optimizer was not given to session.prepare")
         self._has_gradients = False
         self._calls += 1
-        if self._calls <= self._done:  # of a batch that was cut off after this step
+        if self._calls <= self._done:  # of a batch that was interrupted after this step
             self._zero()
             return False
         optimizers = self._optimizers if optimizer is None else [optimizer]
@@ -187,7 +194,7 @@ class BatchRunner:
         return True
 
     def cut(self) -> None:
-        """Drop the batch in hand: a member was lost."""
+        """Drop the current batch after a member has failed."""
         self.cut_off = True
         self._held = None
         self._sum.cancel()
@@ -195,11 +202,11 @@ class BatchRunner:
         self._statistics.cancel()
 
     def average_statistics(self, group: Group) -> None:
-        """Take the mean of the model's running statistics over the members; PeerFailed if one is gone."""
+        """Average the model's running statistics over the members; raises PeerFailed if one has failed."""
         self._statistics.average(group)
 
     def fingerprint(self) -> int:
-        """Return a number that tells the parameters of members apart; the same bits give the same number."""
+        """Return a hash of the parameters, to detect differences between members; equal bits give equal hashes."""
         if self._sharded:
             return 0
         total = 0
@@ -210,16 +217,16 @@ class BatchRunner:
         return total & _WORD
 
     def _tell(self, loss: torch.Tensor, piece: Piece) -> dist.Work | None:
-        """Note the loss; with the last piece, begin to tell the others."""
+        """Add the loss to the tally; with the last piece, start to sum the tally over the members."""
         self.tally.add(loss, piece)
         return self._group.begin_sum(self.tally.values) if piece.last and self._group.size > 1 else None
 
     def _weight(self, piece: Piece) -> float:
-        # Sharded gradients are averaged over the members; those that we add up are divided afterwards, too.
+        # Sharded gradients are averaged over the members; summed gradients are divided afterwards, too.
         return (self._group.size if self._sharded else 1) * piece.weight / self.batch.samples
 
     def _hold(self) -> None:
-        """Keep the gradients so far out of reach of what user code does between backward and step."""
+        """Hide the gradients so far from user code that runs between backward and step."""
         self._held = [parameter.grad for parameter in self.parameters]
         self._zero()
 
@@ -240,16 +247,11 @@ class BatchRunner:
         return list(known)
 
     def _guard(self, thing: Any) -> None:
-        """Let what is called once a step do nothing where none is made: micro-batches, a batch that is cut off."""
+        """Make a once-per-step method do nothing if no step is made: micro-batches, interrupted batches."""
         for kind, method in _CALLED_ONCE_A_STEP:
             if isinstance(thing, kind):
-                plain = type(thing)
-                thing.__class__ = type(plain.__name__, (plain,), {method: self._guarded(plain, method)})
+                self._releases.append(guard(thing, method, self._makes_steps))
 
-    def _guarded(self, plain: type, method: str) -> Any:
-        def only_after_steps(thing: Any, *args: Any, **options: Any) -> Any:
-            if self.cut_off or (self._piece is not None and not self._piece.last):
-                return None
-            return getattr(plain, method)(thing, *args, **options)
+    def _makes_steps(self) -> bool:
+        return not self.cut_off and (self._piece is None or self._piece.last)
 
-        return only_after_steps

@@ -1,7 +1,7 @@
-"""Running statistics of a model (BatchNorm's buffers): each share of a batch updates them on its own.
+"""Running statistics of a model (BatchNorm buffers): each shard of a batch updates them separately.
 
-A member's normalisation sees its own samples only, as with DistributedDataParallel. What the buffers then hold is the
-mean over the members (or, with a fixed number of shares, over the shares, in their order).
+A member normalizes over its own samples only, as with DistributedDataParallel. The buffers then contain the mean over
+the members (or, with a fixed number of shards, over the shards, in their order).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class RunningStatistics:
-    """The buffers of a model that change while it trains.
+    """The buffers of a model that change during training.
 
     Parameters
     ----------
     model
         The network.
     by_share
-        Whether every share of a batch begins with the same values, and the mean is taken at every step.
+        Whether every shard of a batch starts with the same values, and the mean is computed at every step.
     """
 
     def __init__(self, model: nn.Module, *, by_share: bool) -> None:
@@ -38,18 +38,18 @@ class RunningStatistics:
         self._rows: list[torch.Tensor] = []
 
     def open_batch(self, group: Group) -> None:
-        """Remember the values at the beginning of a batch, if they may be needed: nobody cuts a member off alone."""
+        """Save the values at the start of a batch, if it may be interrupted: a single member is never interrupted."""
         self._rows = []
         if self._by_share or group.size > 1:
             self._begin = [buffer.detach().clone() for buffer in self._buffers]
 
     def open_piece(self, piece: Piece) -> None:
-        """Remember the values before a piece that is to leave them alone."""
+        """Save the values before a piece that must not change them."""
         if not piece.weight:
             self._spared = [buffer.detach().clone() for buffer in self._buffers]
 
     def close_piece(self, piece: Piece) -> None:
-        """Note what a piece has made of them; one without weight leaves them alone."""
+        """Add the values after a piece; a piece without weight does not change them."""
         if not self._buffers:
             return
         if not piece.weight:
@@ -59,18 +59,18 @@ class RunningStatistics:
             self._put(self._begin)
 
     def complete(self, group: Group, shards: int) -> None:
-        """Take the mean over the shares; PeerFailed if a member is gone."""
+        """Average over the shards; raises PeerFailed if a member has failed."""
         if self._by_share and self._buffers:
             mean = fold(group, self._rows, shards, torch.zeros_like(self._flat())) / shards
             self._put_flat(mean)
 
     def cancel(self) -> None:
-        """Undo what a batch that is cut off has made of them."""
+        """Restore the values from before an interrupted batch."""
         if self._begin:
             self._put(self._begin)
 
     def average(self, group: Group) -> None:
-        """Take the mean over the members; PeerFailed if one is gone."""
+        """Average over the members; raises PeerFailed if one has failed."""
         if self._buffers and not self._by_share and group.size > 1:
             self._put_flat(group.sum(self._flat()) / group.size)
 
@@ -79,7 +79,7 @@ class RunningStatistics:
 
     def _put_flat(self, flat: torch.Tensor) -> None:
         parts = torch.split(flat, [buffer.numel() for buffer in self._buffers])
-        # Counts of batches may differ between members by a fraction in the mean.
+        # Batch counts may differ between members, so that their mean is not an integer.
         self._put(
             [
                 (part if buffer.is_floating_point() else part.round()).view_as(buffer)

@@ -1,9 +1,9 @@
-"""Finds training that goes past the session: steps that other processes and the books do not know of.
+"""Detects training that bypasses the session: steps without synchronization and metrics.
 
-A plain ``loss.backward(); optimizer.step()`` runs without an error in each process, but every process then trains a
-model of its own, and nothing is counted or saved. An optimizer that steps a prepared parameter outside `session.step`
-is refused at that call. What is no mistake by itself (a backward pass for adversarial examples, an optimizer for a
-linear probe) is counted, and refused where training is over that had no step of the session.
+A plain ``loss.backward(); optimizer.step()`` runs without an error in each process, but every process then trains its
+own model, and nothing is counted or saved. An optimizer that steps a prepared parameter outside `session.step` raises
+an error at that call. What may be correct (a backward pass for adversarial examples, an optimizer for a linear probe)
+is counted, and raises an error if the training ends without a step of the session.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "replace loss.backward(), optimizer.step() and optimizer.zero_grad() with session.step(loss)"
 _OTHER_LOOPS = "the training loop of a library, such as Trainer.train(), cannot run in a session"
-_UNPREPARED_STEPS = 100  # of an optimizer before `session.prepare`; a loop that never calls it must not run for hours
+_UNPREPARED_STEPS = 100  # maximum before `session.prepare`, so that a loop that never calls it does not run for hours
 
 
 class BypassCheck:
@@ -39,8 +39,8 @@ class BypassCheck:
         self._session_acts = False
         self._optimizer_steps = 0  # of optimizers without prepared parameters
         self._optimizer = ""  # the last of those
-        self._passes = 0  # gradients accumulated outside the session in this epoch
-        self._passes_before = 0  # in earlier epochs
+        self._passes = 0  # backward passes outside the session in this epoch
+        self._passes_before = 0  # the same in earlier epochs
         self._in_batch = False
         self._passes_in_batch = 0
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
@@ -54,13 +54,13 @@ class BypassCheck:
         """Watch these parameters from now on."""
         self._parameters = {id(parameter): parameter for parameter in parameters}
         for parameter in self._parameters.values():
-            if parameter.requires_grad and not is_spread(parameter):  # FSDP2 sets the gradients of those itself
+            if parameter.requires_grad and not is_spread(parameter):  # FSDP2 sets the gradients of these itself
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
                 self._hooks.append(hook)
 
     @contextmanager
     def session_acts(self) -> Iterator[None]:
-        """Mark what the session does itself."""
+        """Mark steps and backward passes of the session itself."""
         self._session_acts = True
         try:
             yield
@@ -68,7 +68,7 @@ class BypassCheck:
             self._session_acts = False
 
     def before_backward(self) -> None:
-        """Check that the session's backward pass adds to no gradients of the user's own.
+        """Check that the session's backward pass does not add to gradients of the user's code.
 
         Raises
         ------
@@ -78,7 +78,7 @@ class BypassCheck:
         if self._passes_in_batch and self._has_gradients():
             raise UsageError(
                 "loss.backward() was called before session.step(loss) in the same batch: its gradients would be added "
-                "without the other processes; add the losses up and give their sum to session.step(), or set the "
+                "without the other processes; sum the losses and pass the sum to session.step(), or set the "
                 "gradients to zero in between"
             )
         self._passes_in_batch = 0
@@ -88,12 +88,12 @@ class BypassCheck:
         self._passes_in_batch = 0
 
     def end_batch(self) -> None:
-        """Check, when the next batch is asked for, how this one was trained on.
+        """Check how a batch was trained on, when the next one is requested.
 
         Raises
         ------
         UsageError
-            With a plain ``loss.backward()``.
+            It was trained on with a plain ``loss.backward()``.
         """
         if self._passes_in_batch and self._has_gradients():
             raise UsageError(
@@ -102,7 +102,7 @@ class BypassCheck:
             )
 
     def end_pass(self, epoch: int, batches: int, *, trained: bool) -> None:
-        """Check an epoch that has had all its batches.
+        """Check an epoch after its last batch.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class BypassCheck:
         Raises
         ------
         UsageError
-            There were backward passes, but none of the session.
+            There were backward passes, but not by the session.
         """
         if self._passes and not trained:
             raise UsageError(
@@ -136,13 +136,13 @@ class BypassCheck:
         Raises
         ------
         UsageError
-            There were steps or backward passes, but none of the session.
+            There were steps or backward passes, but not by the session.
         """
         if steps == 0 and (self._optimizer_steps or self._passes or self._passes_before):
             seen = f"{self._optimizer}.step()" if self._optimizer_steps else "loss.backward()"
             raise UsageError(
-                f"the training function called {seen}, but session.step() never: each process would have trained by "
-                f"itself; give model and optimizer to session.prepare(), and {_REPLACEMENT}; {_OTHER_LOOPS}"
+                f"the training function called {seen}, but never session.step(): each process would have trained by "
+                f"itself; pass model and optimizer to session.prepare(), and {_REPLACEMENT}; {_OTHER_LOOPS}"
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
@@ -150,7 +150,7 @@ class BypassCheck:
             return
         name = type(optimizer).__name__
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
-        if any(parameter.grad is not None for parameter in own):  # else it has no effect, and some warm up with it
+        if any(parameter.grad is not None for parameter in own):  # without gradients the step has no effect
             raise UsageError(
                 f"{name}.step() was called outside session.step(): each process would train by itself; "
                 f"{_REPLACEMENT}; {_OTHER_LOOPS}"
@@ -161,7 +161,7 @@ class BypassCheck:
             if self._optimizer_steps >= _UNPREPARED_STEPS and not self._parameters:
                 raise UsageError(
                     f"{self._optimizer_steps} steps of {name} were made before session.prepare(): each process would "
-                    f"train by itself; give model and optimizer to session.prepare(), and {_REPLACEMENT}; "
+                    f"train by itself; pass model and optimizer to session.prepare(), and {_REPLACEMENT}; "
                     f"{_OTHER_LOOPS}"
                 )
 

@@ -1,9 +1,9 @@
-"""Adding up the gradients of a group's members.
+"""Summing the gradients of a group's members.
 
-Two ways, with one face. `OverlappedSum` sends gradients in buckets while ``backward`` still runs, as
-DistributedDataParallel does; unlike that, it hangs on the parameters and not around the model, so that the user's
-model stays the very same object in any group and a change of group costs nothing here. `OrderedSum` adds up the
-shares of a batch one by one in a fixed order, so that the result has the same bits for any number of members.
+Two implementations of one interface. `OverlappedSum` sends gradients in buckets while ``backward`` still runs, as
+DistributedDataParallel does; but it uses hooks on the parameters instead of wrapping the model, so the user's model
+stays the same object in any group and a change of group has no cost here. `OrderedSum` sums the shards of a batch one
+by one in a fixed order, so the result has the same bits for any number of members.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Piece
     from freetrain_parsl.training.group.process_group import Group
 
-_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
-_BLOCK = 4 << 20  # elements that are gathered at a time
+_BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
+_BLOCK = 4 << 20  # elements gathered at a time
 
 
 class GradientSum(Protocol):
-    """Makes ``.grad`` of all parameters the sum over all shares of a batch, on all members."""
+    """Sets ``.grad`` of all parameters to the sum over all shards of a batch, on all members."""
 
     def before_backward(self, group: Group, piece: Piece) -> None:
-        """Get ready for the gradients of a piece."""
+        """Prepare for the gradients of a piece."""
 
     def after_backward(self, group: Group, piece: Piece) -> None:
         """Take the gradients of a piece."""
 
     def complete(self, group: Group, shards: int) -> None:
-        """After the last piece: wait until ``.grad`` holds the sums; PeerFailed if a member is gone."""
+        """Wait, after the last piece, until ``.grad`` contains the sums; raises PeerFailed if a member has failed."""
 
     def cancel(self) -> None:
-        """Forget what was collected of a batch that is cut off."""
+        """Discard the gradients of an interrupted batch."""
 
 
 class _Bucket:
-    """Gradients that travel together: one flat tensor, with a mark for each parameter that has a gradient."""
+    """Gradients that are sent together: one flat tensor, with a flag for each parameter that has a gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -68,17 +68,17 @@ class _Bucket:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             if parameter.grad is not None:
                 parameter.grad.copy_(view.view_as(parameter))
-            elif self.used[index] > 0:  # by another member
+            elif self.used[index] > 0:  # on another member
                 parameter.grad = view.view_as(parameter).clone()
 
 
 class OverlappedSum:
-    """Sums in buckets, sent as soon as the last piece's ``backward`` has filled them.
+    """Sums in buckets, which are sent as soon as the ``backward`` of the last piece has filled them.
 
     Parameters
     ----------
     parameters
-        All that may get a gradient.
+        All parameters that may get a gradient.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -103,16 +103,16 @@ class OverlappedSum:
         self._group = group
 
     def after_backward(self, group: Group, piece: Piece) -> None:
-        """See `GradientSum`: the hooks have done it."""
+        """See `GradientSum`: done by the hooks."""
 
-    def complete(self, group: Group, shards: int) -> None:  # noqa: ARG002 - the sum needs no number
+    def complete(self, group: Group, shards: int) -> None:  # noqa: ARG002 - not needed for the sum
         """See `GradientSum`."""
         if group.size == 1:
             return
-        self._launch(upto=len(self._buckets))  # those with parameters that had no part in this backward
+        self._launch(upto=len(self._buckets))  # buckets with parameters that were not part of this backward
         self._group = None
         for bucket in self._buckets:
-            assert bucket.work is not None, "all are launched"
+            assert bucket.work is not None, "all buckets are launched"
             with group.waits():
                 bucket.work.wait()
             bucket.unpack()
@@ -124,7 +124,7 @@ class OverlappedSum:
             bucket.work = None
 
     def _lay_out(self, layout: tuple[bool, ...]) -> None:
-        """Put the parameters into buckets, last ones first: the order in which ``backward`` reaches them."""
+        """Assign the parameters to buckets, last ones first: the order in which ``backward`` reaches them."""
         self._layout = layout
         runs: list[list[nn.Parameter]] = []
         room = 0
@@ -148,7 +148,7 @@ class OverlappedSum:
         if self._group is None:
             return
         self._bucket_of[parameter].missing -= 1  # type: ignore[index]  # hooks are on parameters only
-        # In the order of the buckets on all members, whatever the order in which their gradients come.
+        # In the order of the buckets on all members, whatever the order of the gradients.
         ready = self._launched
         while ready < len(self._buckets) and self._buckets[ready].missing <= 0:
             ready += 1
@@ -163,14 +163,14 @@ class OverlappedSum:
 
 
 class OrderedSum:
-    """Sums share by share, in the order of the shares, whoever had which.
+    """Sums shard by shard, in the order of the shards, whichever member had them.
 
-    The members gather each other's shares, so a step moves the gradients once for every share: the price of equal bits.
+    The members gather all shards, so each step sends the gradients once per shard: the cost of bitwise equal results.
 
     Parameters
     ----------
     parameters
-        All that may get a gradient.
+        All parameters that may get a gradient.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -206,7 +206,7 @@ class OrderedSum:
         self._rows = []
 
     def _take(self) -> torch.Tensor:
-        """Take the gradients out: one flat tensor, with a mark for each parameter that has one."""
+        """Remove the gradients from the parameters; return one flat tensor, with a flag for each existing gradient."""
         row = self._empty()
         *parts, used = self._cut(row)
         for index, (parameter, part) in enumerate(zip(self._parameters, parts, strict=True)):
@@ -218,34 +218,34 @@ class OrderedSum:
         return row
 
     def _cut(self, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Give the parts of a row: a gradient for each parameter, and the marks."""
+        """Return the parts of a row: a gradient for each parameter, and the flags."""
         return torch.split(row, [*(parameter.numel() for parameter in self._parameters), len(self._parameters)])
 
     def _empty(self) -> torch.Tensor:
-        # One type for all: gradients of lower precision are exact in it.
+        # One dtype for all: gradients of lower precision are exact in it.
         size = sum(parameter.numel() for parameter in self._parameters) + len(self._parameters)
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self._parameters) else torch.float32
         return torch.zeros(size, dtype=dtype, device=self._parameters[0].device)
 
 
 def fold(group: Group, rows: Sequence[torch.Tensor], shards: int, empty: torch.Tensor) -> torch.Tensor:
-    """Add up the rows of all members, one after the other in the order of the shares.
+    """Sum the rows of all members, one after the other in the order of the shards.
 
     Parameters
     ----------
     group
         All members call this.
     rows
-        This member's, one a share, in order; the shares of a member follow each other, as `Order.batch` gives them.
+        This member's rows, one per shard, in order; the shards of a member are consecutive, as from `Order.batch`.
     shards
-        Shares in all.
+        Total number of shards.
     empty
-        A row of zeros, for what a member has less than others; overwritten with the result.
+        A row of zeros, for members with fewer shards; overwritten with the result.
 
     Raises
     ------
     PeerFailed
-        A member is gone.
+        A member has failed.
     """
     most = -(-shards // group.size)
     base, extra = divmod(shards, group.size)
@@ -263,13 +263,13 @@ def fold(group: Group, rows: Sequence[torch.Tensor], shards: int, empty: torch.T
 
 
 def dense_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a parameter's gradient, if it has one.
+    """Return a parameter's gradient, or ``None``.
 
     Raises
     ------
     UsageError
-        It is sparse.
+        The gradient is sparse.
     """
     if parameter.grad is not None and parameter.grad.is_sparse:
-        raise UsageError("session.step: sparse gradients cannot be added up over processes; use sparse=False")
+        raise UsageError("session.step: sparse gradients cannot be summed over processes; use sparse=False")
     return parameter.grad

@@ -1,17 +1,17 @@
-"""How fast a fragment goes: recent throughput, and the longest recent step."""
+"""The speed of a fragment: recent throughput, and the longest recent step."""
 
 from __future__ import annotations
 
 import math
 
 _MEMORY_SECONDS = 5.0
-_LONGEST_STEP_DECAY = 0.95  # an unusually long step is forgotten after some tens of steps
+_LONGEST_STEP_DECAY = 0.95  # an unusually long step is forgotten after some dozens of steps
 
 
 class Pace:
     """Exponentially weighted throughput over the last seconds.
 
-    The first step of a fragment is left out: it pays for lazy initialisation.
+    The first step of a fragment is excluded, since it includes lazy initialization.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Pace:
         self._seconds = 0.0
         self._steps = 0
         self.longest_step = 0.0
-        """Seconds of the longest of the recent steps, the first one included."""
+        """Seconds of the longest recent step, the first step included."""
 
     def add(self, samples: int, seconds: float) -> None:
         """Count a step."""
@@ -32,11 +32,11 @@ class Pace:
         self._seconds = decay * self._seconds + seconds
 
     def restart(self) -> None:
-        """Forget the throughput, which is another in another group; the longest step stays a warning."""
+        """Reset the throughput, which differs between groups, but keep the longest step."""
         self._samples = self._seconds = 0.0
         self._steps = 0
 
     @property
     def rate(self) -> float | None:
-        """Samples a second; ``None`` before the second step."""
+        """Samples per second; ``None`` before the second step."""
         return self._samples / self._seconds if self._seconds > 0 else None

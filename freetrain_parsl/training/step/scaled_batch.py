@@ -1,4 +1,4 @@
-"""Batches that grow with the slots, and the learning rate that goes with them."""
+"""Batches that grow with the number of slots, with scaling of the learning rate."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class LinearScaling:
     def __init__(self, ramp: int) -> None:
         self._ramp = ramp
         self.factor = 1.0
-        """By which the learning rate is multiplied now."""
+        """The current factor of the learning rate."""
         self._target = 1.0
         self._stride = 0.0
 
     def aim(self, members: int) -> None:
-        """Begin to move towards another number of members."""
+        """Start the ramp to another number of members."""
         if members != self._target:
             self._target = float(members)
             self._stride = (self._target - self.factor) / self._ramp
 
     @contextmanager
     def applied(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """Scale the learning rates for one step; schedulers see them as they were."""
+        """Scale the learning rates for one step; schedulers see the unscaled rates."""
         left = self._target - self.factor
         self.factor = self._target if abs(left) <= abs(self._stride) else self.factor + self._stride
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]

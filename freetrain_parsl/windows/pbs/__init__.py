@@ -1,1 +1,1 @@
-"""Windows of PBS."""
+"""Windows on PBS."""

@@ -1,4 +1,4 @@
-"""What PBS tells of jobs: ``qstat -f -F json`` as running and pending jobs, and as the states of our own."""
+"""PBS jobs: ``qstat -f -F json`` as running and pending jobs, and as states of our own jobs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Capacity", "block_status", "constraints", "jobs_of", "least_nodes", "pending_job", "running_job"]
 
-_TOP_JOB = 4096.0  # beyond any Priority: the scheduler puts its top jobs first, whatever their priority
+_TOP_JOB = 4096.0  # above any Priority: the scheduler puts its top jobs first, whatever their priority
 _COUNTED = re.compile(r"-?[\d.]+([kmgtp]?[bw])?|\d+(:\d+)+", re.IGNORECASE)
 _PLACES = frozenset(("host", "vnode"))
 
 
 class Capacity(NamedTuple):
-    """What the largest node has; memory in MiB."""
+    """Resources of the largest node; memory in MiB."""
 
     cpus: int
     gpus: int
@@ -38,16 +38,16 @@ class Capacity(NamedTuple):
 
 
 def jobs_of(content: Mapping[str, Any], command: str) -> dict[str, Mapping[str, Any]]:
-    """Get the jobs of an answer, id -> attributes; none if the queue is empty."""
+    """Return the jobs of an answer, id -> attributes; empty if the queue is empty."""
     jobs = mapping(content.get("Jobs", {}), command)
     return {job: mapping(attributes, f"{command}, job {job}") for job, attributes in jobs.items()}
 
 
 def constraints(resources: Mapping[str, str]) -> frozenset[str]:
-    """Turn what a chunk asks, or a node or a queue's chunks have, into words: ``name=value`` of what is not counted.
+    """Convert the resources of a chunk, node or queue to constraints: ``name=value`` of non-countable resources.
 
-    A resource of several values, such as ``Qlist=main,debug``, is several words. Of what is counted, only whether
-    there are GPUs is a word.
+    A resource with several values, such as ``Qlist=main,debug``, becomes several constraints. Of the countable
+    resources, only the presence of GPUs is included.
     """
     words = set()
     for name, value in resources.items():
@@ -61,16 +61,16 @@ def constraints(resources: Mapping[str, str]) -> frozenset[str]:
 def pending_job(
     job: str, attributes: Mapping[str, Any], now: float, capacity: Capacity, stopped: Collection[str]
 ) -> PendingJob | None:
-    """Describe a job that waits; ``None`` for one that does not.
+    """Describe a pending job; ``None`` for other jobs.
 
     Parameters
     ----------
     job, attributes
-        As ``qstat`` tells them. An array is told as one job for all of its waiting subjobs.
+        As reported by ``qstat``. An array is reported as one job for all of its pending subjobs.
     now
         Seconds since the epoch.
     capacity
-        Of the largest node.
+        Resources of the largest node.
     stopped
         Queues whose jobs do not start.
     """
@@ -107,7 +107,7 @@ def pending_job(
 
 
 def running_job(job: str, attributes: Mapping[str, Any]) -> RunningJob | None:
-    """Describe a job that holds nodes; ``None`` for one that does not."""
+    """Describe a job that holds nodes; ``None`` for other jobs."""
     if as_text(attributes.get("job_state")) not in HOLDS_NODES:
         return None
     return RunningJob(
@@ -121,34 +121,34 @@ def running_job(job: str, attributes: Mapping[str, Any]) -> RunningJob | None:
 
 
 def block_status(attributes: Mapping[str, Any]) -> BlockStatus:
-    """Tell the state of a job of ours."""
+    """Return the status of one of our jobs."""
     state = as_text(attributes.get("job_state"))
     comment = as_text(attributes.get("comment"))
     runs = as_number(attributes.get("run_count"))
     if state in HOLDS_NODES:
         if runs > 1:
             return BlockStatus(
-                BlockState.PREEMPTED, reason="was put back into the queue and started again", lingers=True
+                BlockState.PREEMPTED, reason="was requeued and started again", lingers=True
             )
         return BlockStatus(BlockState.RUNNING, as_vnodes(as_text(attributes.get("exec_vnode"))), _ends(attributes))
     if state in ("F", "X"):
         return _finished(attributes, comment)
     if state in ("S", "U"):
-        # Suspended to let others run: its processes stand still, and what they had to save is not saved.
+        # Suspended to let others run: its processes are stopped and cannot save.
         return BlockStatus(BlockState.PREEMPTED, reason="was suspended for another job", lingers=True)
     if runs > 0 and state in WAITS:
-        return BlockStatus(BlockState.PREEMPTED, reason="was put back into the queue", lingers=True)
+        return BlockStatus(BlockState.PREEMPTED, reason="was requeued", lingers=True)
     if state == "H":
         return BlockStatus(BlockState.HELD, reason=describe_hold(as_text(attributes.get("Hold_Types")), comment))
     if state in WAITS:
         return BlockStatus(BlockState.PENDING, reason=explain_comment(comment)[1])
     if state == "M":
         return BlockStatus(BlockState.CANCELLED, reason="was moved to another PBS server")
-    return BlockStatus(BlockState.UNKNOWN, reason=f"PBS calls its state {state!r}")
+    return BlockStatus(BlockState.UNKNOWN, reason=f"has PBS state {state!r}")
 
 
 def least_nodes(chunks: list[tuple[int, dict[str, str]]], place: str, capacity: Capacity) -> int:
-    """Count the nodes that a job needs at least: chunks share nodes unless they are to be scattered."""
+    """Return the minimum number of nodes of a job: chunks share nodes unless they must be scattered."""
     if "scatter" in place:
         return max(1, sum(count for count, _ in chunks))
     if place.startswith("pack"):
@@ -162,8 +162,8 @@ def least_nodes(chunks: list[tuple[int, dict[str, str]]], place: str, capacity: 
 
 
 def _chunks(attributes: Mapping[str, Any], resources: Mapping[str, Any]) -> list[tuple[int, dict[str, str]]]:
-    """Read a select statement, ``2:ncpus=4:ngpus=1+1:ncpus=2``: number of chunks and what each asks."""
-    # schedselect has the defaults of queue and server filled in.
+    """Parse a select statement, ``2:ncpus=4:ngpus=1+1:ncpus=2``: number of chunks and resources of each."""
+    # schedselect includes the defaults of queue and server.
     select = as_text(attributes.get("schedselect")) or as_text(resources.get("select"))
     chunks = []
     for chunk in filter(None, select.split("+")):
@@ -176,10 +176,10 @@ def _chunks(attributes: Mapping[str, Any], resources: Mapping[str, Any]) -> list
 
 
 def _plan(attributes: Mapping[str, Any], now: float) -> tuple[float | None, tuple[str, ...]]:
-    """Read when and where the scheduler plans to start a job.
+    """Return when and where the scheduler plans to start a job.
 
-    PBS keeps the estimate of a job that is no top job any more, unless told to clear it: an old one that has passed
-    says nothing.
+    PBS keeps the estimate of a job that is no longer a top job unless configured to clear it; estimates in the past
+    are therefore ignored.
     """
     estimated = mapping(attributes.get("estimated", {}), "estimated")
     start = as_date(estimated.get("start_time"))
@@ -189,7 +189,7 @@ def _plan(attributes: Mapping[str, Any], now: float) -> tuple[float | None, tupl
 
 
 def _walltime_left(attributes: Mapping[str, Any], resources: Mapping[str, Any]) -> float:
-    # A job that shrinks to fit may start with the least that it takes.
+    # A shrink-to-fit job may start with its minimum walltime.
     walltime = as_duration(resources.get("min_walltime"))
     if walltime is None:
         walltime = as_duration(resources.get("walltime"))

@@ -1,7 +1,7 @@
-"""What PBS tells of nodes, queues, the server and reservations, and all of it together as one `BatchState`.
+"""Parsers of PBS nodes, queues, server and reservations, and their combination as a `BatchState`.
 
-Pure functions of what ``pbsnodes -av -F json``, ``qstat -f``, ``qstat -Qf``, ``qstat -Bf`` (each ``-F json``) and
-``pbs_rstat -f`` print. A node is a vnode; queues are partitions.
+Pure functions of the output of ``pbsnodes -av -F json``, ``qstat -f``, ``qstat -Qf``, ``qstat -Bf`` (each
+``-F json``) and ``pbs_rstat -f``. A node is a vnode; queues are partitions.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
 ]
 
 EXPRESS_PRIORITY = 150.0
-"""PBS's default of ``preempt_queue_prio``: jobs of queues of at least this priority drive out those of others."""
+"""PBS's default of ``preempt_queue_prio``: jobs of queues of at least this priority preempt those of other queues."""
 
 _CYCLE = 60.0  # s; see PbsServer
-_KILL_DELAY = 10.0  # s from SIGTERM to SIGKILL where the queue does not say
+_KILL_DELAY = 10.0  # s from SIGTERM to SIGKILL if the queue has no setting
 _TAKEN = frozenset(("busy", "job-busy", "job-exclusive", "resv-exclusive"))
 _DEFAULT_PARTITION = "pbs-default"
 _NO_HOLD = frozenset(("RESV_UNCONFIRMED", "RESV_FINISHED", "RESV_DELETED", "RESV_DELETING_JOBS", "RESV_NONE"))
@@ -56,20 +56,20 @@ _NO_HOLD = frozenset(("RESV_UNCONFIRMED", "RESV_FINISHED", "RESV_DELETED", "RESV
 
 @dataclass(frozen=True)
 class Vnode:
-    """A vnode, and what decides which queues it serves.
+    """A vnode and the attributes that determine which queues it serves.
 
     Parameters
     ----------
     node
-        Without its queues.
+        The node without its queues.
     queue
         The only queue that it serves; empty for all.
     partition
-        The scheduler that it belongs to.
+        The partition of its scheduler.
     jobs
         Ids of the jobs on it.
     changed
-        When its state changed last, s since the epoch.
+        When its state last changed, s since the epoch.
     """
 
     node: Node
@@ -81,19 +81,19 @@ class Vnode:
 
 @dataclass(frozen=True)
 class PbsServer:
-    """What the server says of itself.
+    """Attributes of the server.
 
     Parameters
     ----------
     version
-        Of PBS.
+        Version of PBS.
     default_queue
-        Where jobs without a queue go; empty if there is none.
+        Queue of jobs submitted without one; empty if there is none.
     cycle
-        How long a start may take, s. A submission itself begins a scheduling cycle, so this is how long the cycle
-        before it may last on a large machine, not ``scheduler_iteration``, unless that is less.
+        How long a start may take, s. A submission triggers a scheduling cycle, so this is how long the preceding cycle
+        may last on a large machine, not ``scheduler_iteration``, unless that is less.
     shows_others
-        Whether an ordinary user sees the jobs of others.
+        Whether an ordinary user sees other users' jobs.
     limits
         ``resources_max`` for jobs of all queues.
     """
@@ -106,12 +106,12 @@ class PbsServer:
 
 
 def parse_nodes(answer: Answer) -> dict[str, Vnode]:
-    """Read ``pbsnodes -av -F json``. Vnodes that can run nothing, having neither CPUs nor GPUs, are left out.
+    """Parse ``pbsnodes -av -F json``. Vnodes that have neither CPUs nor GPUs cannot run jobs and are omitted.
 
     Raises
     ------
     BatchSystemError
-        It is not what it should be.
+        The output is invalid.
     """
     found = {}
     for name, raw in mapping(answer.content.get("nodes", {}), "pbsnodes").items():
@@ -125,7 +125,7 @@ def parse_nodes(answer: Answer) -> dict[str, Vnode]:
         told = attributes.get("jobs", [])
         ids = (as_text(job).partition("/")[0] for job in (told if isinstance(told, list) else [told]))
         jobs = tuple(dict.fromkeys(ids))
-        # A node given as a whole counts as used up, whatever the job asked of it.
+        # An exclusively allocated node counts as fully used, whatever the job requested.
         whole = not _TAKEN.isdisjoint(word.strip().lower() for word in states.split(","))
         memory = as_mebibytes(has.get("mem"))
         idle = not jobs and not whole
@@ -154,22 +154,22 @@ def parse_nodes(answer: Answer) -> dict[str, Vnode]:
 
 
 def parse_queues(answer: Answer) -> dict[str, Mapping[str, Any]]:
-    """Read ``qstat -Qf -F json``: queue -> attributes."""
+    """Parse ``qstat -Qf -F json``: queue -> attributes."""
     queues = mapping(answer.content.get("Queue", {}), "qstat -Qf")
     return {name: mapping(attributes, f"qstat -Qf, queue {name}") for name, attributes in queues.items()}
 
 
 def parse_server(answer: Answer) -> PbsServer:
-    """Read ``qstat -Bf -F json``.
+    """Parse ``qstat -Bf -F json``.
 
     Raises
     ------
     BatchSystemError
-        It tells of no server.
+        The output contains no server.
     """
     servers = mapping(answer.content.get("Server", {}), "qstat -Bf")
     if not servers:
-        raise BatchSystemError("qstat -Bf answered nonsense: it tells of no server")
+        raise BatchSystemError("qstat -Bf returned invalid output: it contains no server")
     attributes = mapping(next(iter(servers.values())), "qstat -Bf")
     return PbsServer(
         version=as_text(attributes.get("pbs_version") or answer.content.get("pbs_version")),
@@ -181,9 +181,9 @@ def parse_server(answer: Answer) -> PbsServer:
 
 
 def parse_reservations(text: str) -> tuple[Reservation, ...]:
-    """Read ``pbs_rstat -f``: the reservations that have, or are going to have, nodes.
+    """Parse ``pbs_rstat -f``: the reservations that have or will have nodes.
 
-    Of a standing reservation PBS tells the next occurrence.
+    For a standing reservation, PBS reports the next occurrence.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
         start, end = as_date(record.get("reserve_start")), as_date(record.get("reserve_end"))
         name = record["Resv ID"].partition(".")[0]
         if start is None or end is None:
-            raise BatchSystemError(f"pbs_rstat answered nonsense: reservation {name} has no times")
+            raise BatchSystemError(f"pbs_rstat returned invalid output: reservation {name} has no times")
         given = record.get("Reserve_Name", "NULL")
         found.append(Reservation(name if given == "NULL" else given, nodes, start, end))
     return tuple(found)
@@ -212,17 +212,17 @@ def _records(text: str) -> list[dict[str, str]]:
             records.append({"Resv ID": line.partition(":")[2].strip()})
             last = "Resv ID"
         elif records and line.startswith("\t"):
-            records[-1][last] += line.strip()  # a long value goes on
+            records[-1][last] += line.strip()  # continuation of a long value
         elif records and " = " in line:
             last, _, value = line.strip().partition(" = ")
             records[-1][last] = value
     if text.strip() and not records and "Resv ID" not in text:
-        raise BatchSystemError(f"pbs_rstat answered nonsense: {text.strip()[:80]!r}")
+        raise BatchSystemError(f"pbs_rstat returned invalid output: {text.strip()[:80]!r}")
     return records
 
 
 def express_priority(text: str) -> float:
-    """Read ``preempt_queue_prio`` from what ``qmgr -c 'list sched'`` prints."""
+    """Parse ``preempt_queue_prio`` from the output of ``qmgr -c 'list sched'``."""
     for line in text.splitlines():
         name, _, value = line.partition("=")
         if name.strip() == "preempt_queue_prio":
@@ -231,7 +231,7 @@ def express_priority(text: str) -> float:
 
 
 def preempting_queue(queue: str, queues: Mapping[str, Mapping[str, Any]], express: float) -> str | None:
-    """Name a queue whose jobs may drive out those of `queue`; ``None`` if there is none."""
+    """Return a queue whose jobs may preempt those of `queue`; ``None`` if there is none."""
     if as_number(queues[queue].get("Priority")) >= express:
         return None
     rivals = (name for name, other in queues.items() if as_number(other.get("Priority")) >= express)
@@ -244,7 +244,7 @@ def partitions_of(
     server: PbsServer,
     preemptible: Collection[str] = (),
 ) -> dict[str, Partition]:
-    """Make partitions of queues, each with the nodes that it serves; a routing queue has those behind it."""
+    """Convert queues to partitions with the nodes that they serve; a routing queue has those of its destinations."""
     vnodes = list(vnodes)
     found = {
         name: _partition(name, attributes, vnodes, server, preemptible)
@@ -319,26 +319,26 @@ def parse_state(
     *,
     preemptible: Collection[str] = (),
 ) -> tuple[BatchState, dict[str, Mapping[str, Any]], tuple[str, ...]]:
-    """Put a round of answers together.
+    """Combine the output of a round of queries.
 
     Parameters
     ----------
     jobs_text, nodes_text
-        What ``qstat -f -F json`` and ``pbsnodes -av -F json`` printed.
+        Output of ``qstat -f -F json`` and ``pbsnodes -av -F json``.
     queues, server, reservations
-        As `parse_queues`, `parse_server` and `parse_reservations` read them.
+        Results of `parse_queues`, `parse_server` and `parse_reservations`.
     preemptible
-        Queues whose jobs may be driven out.
+        Queues whose jobs may be preempted.
 
     Returns
     -------
     BatchState, dict, tuple of str
-        The state; the jobs' attributes by id; what was mended or assumed, one line each.
+        The state; the jobs' attributes by id; repairs and assumptions, one line each.
 
     Raises
     ------
     BatchSystemError
-        An answer is not what it should be.
+        The output of a command is invalid.
     """
     answer, nodes_answer = read_answer(jobs_text, "qstat -f"), read_answer(nodes_text, "pbsnodes")
     now = answer.time
@@ -362,7 +362,7 @@ def parse_state(
     notes = [*answer.notes, *nodes_answer.notes]
     dedicated = [job for job, attributes in jobs.items() if "edicated time" in as_text(attributes.get("comment"))]
     if dedicated:
-        notes.append(f"the site has dedicated time ahead, which PBS shows to nobody: job {dedicated[0]} waits for it")
+        notes.append(f"the site has upcoming dedicated time, which PBS does not show: job {dedicated[0]} waits for it")
     state = BatchState(
         time=now,
         scheduling=Scheduling("pbs", server.version, cycle=server.cycle),
@@ -376,10 +376,10 @@ def parse_state(
 
 
 def _unlisted(vnodes: Mapping[str, Vnode], jobs: Mapping[str, Mapping[str, Any]], now: float) -> list[RunningJob]:
-    """Describe the jobs that nodes tell of and ``qstat`` does not: subjobs of arrays.
+    """Describe the jobs that are listed by nodes but not by ``qstat``: subjobs of arrays.
 
-    Listing every subjob could be tens of thousands. One that runs has its array's walltime, from when its node's state
-    changed.
+    Listing every subjob could mean tens of thousands. A running one has its array's walltime, counted from when its
+    node's state changed.
     """
     holds: dict[str, list[Vnode]] = {}
     for vnode in vnodes.values():

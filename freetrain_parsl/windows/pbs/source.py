@@ -1,7 +1,7 @@
-"""Windows on PBS Professional and OpenPBS, by what an ordinary user may ask.
+"""Windows on PBS Professional and OpenPBS, from queries available to an ordinary user.
 
-A round is two commands, ``qstat -f`` and ``pbsnodes -av``; queues, server and reservations are asked again after
-minutes only, and the history only when a job of ours has left the queue.
+A round is two commands, ``qstat -f`` and ``pbsnodes -av``; queues, server and reservations are queried only every few
+minutes, and the history only when one of our jobs has left the queue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PbsWindowSource", "pbs_walltime_request"]
 
-_SITE_SECONDS = 300.0  # queues and server change when an administrator changes them
+_SITE_SECONDS = 300.0  # queues and server change only when an administrator changes them
 _RESERVATION_SECONDS = 60.0
 _PREEMPTIBLE_NAME = re.compile(r"preempt", re.IGNORECASE)
 _GONE = re.compile(r"Unknown Job Id|Job has finished|already|in progress|invalid for state", re.IGNORECASE)
@@ -55,22 +55,22 @@ _JOB_ID = re.compile(r"\d+(?:\[\d*\])?(?:\.[\w.-]+)?")
 
 
 def pbs_walltime_request(least: float, most: float) -> str:
-    """Write a request for a walltime that shrinks to fit, for ``qsub -l``; seconds.
+    """Format a shrink-to-fit walltime request for ``qsub -l``; seconds.
 
-    PBS starts such a job as soon as `least` fits and gives it as much of `most` as there is room for, to the second.
+    PBS starts such a job as soon as `least` fits and gives it as much of `most` as fits, to the second.
 
     Raises
     ------
     InvalidSettings
-        `least` is under a second or beyond `most`.
+        `least` is less than a second or more than `most`.
     """
     if not 1 <= least <= most:
-        raise InvalidSettings(f"a walltime that shrinks to fit needs 1 s <= least <= most, got {least} and {most}")
+        raise InvalidSettings(f"a shrink-to-fit walltime needs 1 s <= least <= most, got {least} and {most}")
     return f"min_walltime={write_duration(least)},max_walltime={write_duration(most)}"
 
 
 class _Site(NamedTuple):
-    """What hardly ever changes."""
+    """Data that rarely changes."""
 
     queues: Mapping[str, Mapping[str, Any]]
     server: PbsServer
@@ -84,22 +84,22 @@ class PbsWindowSource(WindowSource):
     Parameters
     ----------
     queue
-        Where blocks are submitted; ``None`` for the server's default.
+        Queue to which blocks are submitted; ``None`` for the server's default.
     account
-        That blocks are charged to; PBS tells nobody which ones there are, so it is not checked.
+        Account to charge; PBS does not list the valid ones, so it is not checked.
     select_options
-        What a block asks of each node beside CPUs, as in ``PBSProProvider``: ``ngpus=4:system=polaris``.
+        Resources of each node besides CPUs, as in ``PBSProProvider``: ``ngpus=4:system=polaris``.
     cpus_per_node, gpus_per_node
-        What a block asks of each node.
+        Resources that a block requests on each node.
     user
-        Whose jobs are ours; ``None`` for the calling user.
+        Owner of our jobs; ``None`` for the calling user.
     preemptible
-        Whether jobs of `queue` may be driven out. ``None`` to go by the queues' priorities, and by a name such as
-        ``preemptable``; `Survey.notes` says what was found.
+        Whether jobs of `queue` may be preempted. ``None`` to determine it from the queues' priorities or a name such
+        as ``preemptable``; `Survey.notes` contains the result.
     run
-        Runs a command; ``None`` for the real ones.
+        Runs a command; ``None`` for the real commands.
     clock
-        Seconds; decides what is asked again.
+        Seconds; determines when data is queried again.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PbsWindowSource(WindowSource):
         self._ended: dict[str, BlockStatus] = {}
 
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
-        """Ask for the windows and our jobs."""
+        """Query the windows and our jobs."""
         site, state, jobs, notes = self._ask()
         listed = _match(job_ids, jobs)
         blocks = {job: block_status(jobs[name]) for job, name in listed.items()}
@@ -159,27 +159,27 @@ class PbsWindowSource(WindowSource):
         )
 
     def state(self) -> BatchState:
-        """Ask for everything that windows are made of."""
+        """Query all data needed for windows."""
         return self._ask()[1]
 
     def staircase(self, job_ids: Sequence[str] = ()) -> Staircase:
-        """Ask for windows, and why each other node is in none; `job_ids` are ours."""
+        """Query the windows, and why each other node is in none; `job_ids` are ours."""
         site, state, jobs, _ = self._ask()
         return self._stairs(site, state, list(_match(job_ids, jobs).values()))
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """Delete jobs, all in one command."""
+        """Delete jobs in one command."""
         if not job_ids:
             return
         try:
             self._run("qdel", *job_ids)
         except BatchSystemError as error:
-            # qdel goes through the whole list and complains of those that had ended.
+            # qdel processes the whole list and reports errors for jobs that had ended.
             if not _GONE.search(str(error)):
                 raise
 
     def find_jobs(self, prefix: str) -> dict[str, str]:
-        """Find our living jobs by how their names begin."""
+        """Find our live jobs whose names begin with `prefix`."""
         jobs = jobs_of(read_answer(self._run("qstat", "-f", "-F", "json"), "qstat -f").content, "qstat -f")
         names = {
             job: as_text(attributes.get("Job_Name")) for job, attributes in jobs.items() if self._is_ours(attributes)
@@ -187,30 +187,30 @@ class PbsWindowSource(WindowSource):
         return {job: name for job, name in names.items() if name.startswith(prefix)}
 
     def check(self, least_walltime: float) -> None:
-        """Refuse a queue that is unknown, closed, not ours to use, or too short."""
+        """Reject a queue that is unknown, closed, not permitted, or too short."""
         site = self._site_now()
         name = self._queue(site)
         attributes = site.queues[name]
         if as_text(attributes.get("enabled")).lower() != "true":
-            raise InvalidSettings(f"queue {name} takes no jobs (it is not enabled); name another, or ask the site")
+            raise InvalidSettings(f"queue {name} accepts no jobs (it is not enabled); use another one or ask the site")
         self._check_access(name, attributes)
         limit = partitions_of(site.queues, (), site.server)[name].max_walltime
         if limit < least_walltime:
             raise InvalidSettings(
-                f"queue {name} allows jobs of {limit:g} s at most, a useful block needs {least_walltime:g} s; "
-                f"name another queue"
+                f"queue {name} allows jobs of at most {limit:g} s, a useful block needs {least_walltime:g} s; "
+                f"use another queue"
             )
         if not site.server.shows_others and name not in site.preemptible:
             raise InvalidSettings(
-                f"PBS shows an ordinary user no jobs of others here, so nobody knows when the idle nodes of queue "
-                f"{name} are needed; use a queue whose jobs may be preempted (preemptible=True)"
+                f"PBS hides other users' jobs here, so it is unknown when the idle nodes of queue {name} are needed; "
+                f"use a queue whose jobs may be preempted (preemptible=True)"
             )
 
     def explain_refusal(self, complaint: str) -> Refusal:
-        """Translate what ``qsub`` printed."""
+        """Explain the output of ``qsub``."""
         return explain_complaint(complaint)
 
-    # -- asking ----------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------
 
     def _ask(self) -> tuple[_Site, BatchState, dict[str, Mapping[str, Any]], tuple[str, ...]]:
         try:
@@ -224,10 +224,10 @@ class PbsWindowSource(WindowSource):
                 preemptible=site.preemptible,
             )
         except BatchSystemError:
-            self._site = self._reservations = None  # a restarted server may be another one
+            self._site = self._reservations = None  # a restarted server may have changed
             raise
         if not site.server.shows_others:
-            notes = (*notes, "PBS shows no jobs of others here: when they need the idle nodes is not known")
+            notes = (*notes, "PBS hides other users' jobs here: it is unknown when they need the idle nodes")
         return site, state, jobs, (*site.notes, *notes)
 
     def _site_now(self) -> _Site:
@@ -244,12 +244,12 @@ class PbsWindowSource(WindowSource):
     def _preemptible(
         self, queues: Mapping[str, Mapping[str, Any]], server: PbsServer
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Find out whether jobs of our queue may be driven out, and by what we know it."""
+        """Determine whether jobs of our queue may be preempted, and on which evidence."""
         queue = self.queue or server.default_queue
         if self.preemptible is not None or queue not in queues:
             return ((queue,), ()) if self.preemptible else ((), ())
         if _PREEMPTIBLE_NAME.search(queue):
-            return (queue,), (f"jobs of queue {queue} are taken to be preempted, by its name",)
+            return (queue,), (f"jobs of queue {queue} are assumed to be preemptible, because of its name",)
         priorities = [as_number(attributes.get("Priority")) for attributes in queues.values()]
         if len(set(priorities)) == 1:
             return (), ()
@@ -258,13 +258,13 @@ class PbsWindowSource(WindowSource):
             express = express_priority(self._run("qmgr", "-c", "list sched"))
         except (BatchSystemError, CommandNotFound):
             express = EXPRESS_PRIORITY
-            notes = (f"qmgr does not tell preempt_queue_prio here: taken to be PBS's default, {EXPRESS_PRIORITY:g}",)
+            notes = (f"qmgr does not show preempt_queue_prio here: assumed to be PBS's default, {EXPRESS_PRIORITY:g}",)
         rival = preempting_queue(queue, queues, express)
         if rival is None:
             return (), notes
         found = (
-            f"jobs of queue {queue} are taken to be preempted by those of {rival}, by the queues' priorities; "
-            f"say preemptible=False if this site does not preempt"
+            f"jobs of queue {queue} are assumed to be preemptible by those of {rival}, because of the queues' "
+            f"priorities; set preemptible=False if this site does not preempt"
         )
         return (queue,), (*notes, found)
 
@@ -275,7 +275,7 @@ class PbsWindowSource(WindowSource):
         return self._reservations[1]
 
     def _history(self, job_ids: Sequence[str]) -> dict[str, BlockStatus]:
-        """Ask what became of jobs that have left the queue."""
+        """Query the states of jobs that have left the queue."""
         found: dict[str, BlockStatus] = {}
         left = list(job_ids)
         while left:
@@ -298,7 +298,7 @@ class PbsWindowSource(WindowSource):
             break
         return found
 
-    # -- our own ---------------------------------------------------------------------------------------------
+    # -- our queue -------------------------------------------------------------------------------------------
 
     def _stairs(self, site: _Site, state: BatchState, ours: Sequence[str]) -> Staircase:
         return find_windows(state, self._needs(self._queue(site)), ours)
@@ -306,7 +306,7 @@ class PbsWindowSource(WindowSource):
     def _queue(self, site: _Site) -> str:
         name = self.queue or site.server.default_queue
         if not name:
-            raise InvalidSettings("PBS has no default queue here; name one (`qstat -Q` lists them)")
+            raise InvalidSettings("PBS has no default queue here; specify one (`qstat -Q` lists them)")
         if name not in site.queues:
             hint = did_you_mean(name, site.queues)
             raise InvalidSettings(f"PBS has no queue {name!r}{hint}; `qstat -Q` lists them")
@@ -330,9 +330,9 @@ class PbsWindowSource(WindowSource):
         if as_text(attributes.get("acl_user_enable")).lower() != "true":
             return
         users = [entry.partition("@")[0] for entry in as_text(attributes.get("acl_users")).split(",")]
-        # An entry with a sign (+bob, -bob, +*@host) follows rules of its own: left to qsub.
+        # An entry with a sign (+bob, -bob, +*@host) follows its own rules: left to qsub.
         if self.user not in users and not any(entry[:1] in ("+", "-", "*") for entry in users):
-            raise InvalidSettings(f"user {self.user} may not use queue {name}; name another, or ask the site")
+            raise InvalidSettings(f"user {self.user} may not use queue {name}; use another one or ask the site")
 
 
 def _match(job_ids: Sequence[str], jobs: Mapping[str, Any]) -> dict[str, str]:
@@ -343,6 +343,6 @@ def _match(job_ids: Sequence[str], jobs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(complaint: str, job_ids: Sequence[str]) -> str | None:
-    """Find which of our jobs a complaint is about."""
+    """Find which of our jobs an error message is about."""
     numbers = {match.partition(".")[0] for match in _JOB_ID.findall(complaint)}
     return next((job for job in job_ids if job.partition(".")[0] in numbers), None)

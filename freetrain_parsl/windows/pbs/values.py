@@ -1,4 +1,4 @@
-"""How PBS writes its answers down: JSON that is not always JSON, sizes, durations, dates, lists of vnodes."""
+"""Formats of PBS output: JSON that may need repair, sizes, durations, dates, lists of vnodes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
     "write_duration",
 ]
 
-# One attribute a line, `"name":<tab>value` and perhaps a comma: so every version of PBS prints it.
+# One attribute per line, `"name":<tab>value` and possibly a comma, in every version of PBS.
 _PAIR = re.compile(r'(?P<name>\s*"[^"]*":\s*)(?P<value>.*?)(?P<comma>,?)\s*$')
 _BROKEN_ESCAPE = re.compile(r'\\(?!["\\/bfnrtu])')
 _SIZE = re.compile(r"(?P<number>[0-9]{1,18})(?P<unit>[kmgtp]?)(?P<kind>[bw]?)", re.IGNORECASE)
 _UNITS = {unit: 1024.0**power for power, unit in enumerate(("", "k", "m", "g", "t", "p"))}
 _END_OF_TIME = 1e11  # seconds since the epoch, the year 5138
-_WORD_BYTES = 8  # a `w` counts words of the server's machine
+_WORD_BYTES = 8  # the unit `w` is a word of the server's machine
 _CHUNK_VNODE = re.compile(r"[(+]\s*(?P<vnode>[^:+()\s]+)")
 
 
 class Answer(NamedTuple):
-    """A command's JSON: its content, when the server wrote it (s since the epoch), what had to be mended in it."""
+    """A command's JSON: its content, when the server wrote it (s since the epoch), and the repairs made."""
 
     content: Mapping[str, Any]
     time: float
@@ -46,41 +46,41 @@ class Answer(NamedTuple):
 
 
 def read_answer(text: str, command: str) -> Answer:
-    """Read what ``-F json`` printed.
+    """Parse the output of ``-F json``.
 
-    PBS does not always print JSON: values with quotes, backslashes or line ends of their own were not escaped by older
-    versions, and a word that looks like a number (``inf``, ``007``, ``1.``) is printed bare. Such lines are mended,
-    and `Answer.notes` says how many.
+    PBS does not always print valid JSON: older versions do not escape quotes, backslashes or line feeds in values, and
+    a string that looks like a number (``inf``, ``007``, ``1.``) is printed without quotes. Such lines are repaired,
+    and their number is reported in `Answer.notes`.
 
     Raises
     ------
     UnreadableAnswer
-        It cannot be mended; the message names the command and the line.
+        It cannot be repaired; the message contains the command and the line.
     """
     notes: tuple[str, ...] = ()
     try:
         content = json.loads(text, strict=False)
     except RecursionError:
-        raise UnreadableAnswer(f"{command} answered nonsense: it is nested too deeply") from None
+        raise UnreadableAnswer(f"{command} returned invalid output: it is nested too deeply") from None
     except ValueError:
         mended, lines = _mend(text)
         try:
             content = json.loads(mended, strict=False)
         except json.JSONDecodeError as error:
             line = (mended.splitlines() or [""])[error.lineno - 1].strip()
-            raise UnreadableAnswer(f"{command} answered nonsense in line {error.lineno}: {line[:80]!r}") from None
-        except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
-            raise UnreadableAnswer(f"{command} answered nonsense: a number or a list is out of range") from None
-        notes = (f"{command} printed {lines} lines that are not JSON; they were mended",)
+            raise UnreadableAnswer(f"{command} returned invalid output in line {error.lineno}: {line[:80]!r}") from None
+        except (ValueError, RecursionError):  # a number with thousands of digits, or nested too deeply
+            raise UnreadableAnswer(f"{command} returned invalid output: a number or a list is out of range") from None
+        notes = (f"{command} printed {lines} lines that are not valid JSON; they were repaired",)
     if not isinstance(content, dict) or not isinstance(content.get("timestamp"), (int, float)):
-        raise UnreadableAnswer(f"{command} answered nonsense: no timestamp in {text.strip()[:80]!r}")
+        raise UnreadableAnswer(f"{command} returned invalid output: no timestamp in {text.strip()[:80]!r}")
     if not 0 <= content["timestamp"] < _END_OF_TIME:
-        raise UnreadableAnswer(f"{command} answered nonsense: timestamp {str(content['timestamp'])[:80]}")
+        raise UnreadableAnswer(f"{command} returned invalid output: timestamp {str(content['timestamp'])[:80]}")
     return Answer(content, float(content["timestamp"]), notes)
 
 
 def _mend(text: str) -> tuple[str, int]:
-    """Make JSON of PBS's lines; also count those that were not."""
+    """Convert PBS's lines to JSON; also count the repaired ones."""
     lines, mended = [], 0
     for line in _join_broken(text):
         match = _PAIR.fullmatch(line)
@@ -99,7 +99,7 @@ def _mend(text: str) -> tuple[str, int]:
 
 
 def _join_broken(text: str) -> list[str]:
-    """Put values that hold line ends back onto one line: a line that opens no pair or bracket belongs to the last."""
+    """Join values that contain line feeds: a line that begins no pair or bracket belongs to the previous one."""
     joined: list[str] = []
     for line in text.splitlines():
         if joined and not re.match(r'\s*("[^"]*":\s|[{}\[\]])', line) and _PAIR.fullmatch(joined[-1]):
@@ -118,12 +118,12 @@ def _is_json(value: str) -> bool:
 
 
 def mapping(value: object, what: str) -> Mapping[str, Any]:
-    """Insist on a mapping.
+    """Check that a value is a mapping.
 
     Raises
     ------
     UnreadableAnswer
-        It is something else; `what` says where.
+        It is not; `what` is the location for the message.
     """
     if not isinstance(value, dict):
         raise UnreadableAnswer(f"{what}: expected attributes, got {str(value)[:80]!r}")
@@ -131,7 +131,7 @@ def mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def as_text(value: object) -> str:
-    """Give a value as the word that it was: PBS prints a name such as 1234 as a number."""
+    """Return a value as a string: PBS prints a name such as 1234 as a number."""
     if value is None:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -142,7 +142,7 @@ def as_text(value: object) -> str:
 
 
 def as_number(value: object, otherwise: float = 0.0) -> float:
-    """Read a count; what is not one, such as ``<various>`` or an indirect ``@vnode``, counts as `otherwise`."""
+    """Parse a count; return `otherwise` for other values, such as ``<various>`` or an indirect ``@vnode``."""
     try:
         number = float(as_text(value))
     except ValueError:
@@ -151,7 +151,7 @@ def as_number(value: object, otherwise: float = 0.0) -> float:
 
 
 def as_mebibytes(value: object) -> int:
-    """Read a size, MiB: ``16gb``, ``158900144kb``, ``4096`` (bytes), ``2mw`` (words). What is none counts as zero."""
+    """Parse a size, MiB: ``16gb``, ``158900144kb``, ``4096`` (bytes), ``2mw`` (words); zero for other values."""
     match = _SIZE.fullmatch(as_text(value).strip())
     if match is None:
         return 0
@@ -171,12 +171,12 @@ def _seconds(text: str) -> float | None:
 
 
 def as_duration(value: object) -> float | None:
-    """Read a duration, seconds: ``01:30:00``, ``90:00`` or a bare number; ``None`` if it is not given."""
+    """Parse a duration, seconds: ``01:30:00``, ``90:00`` or a bare number; ``None`` if missing."""
     return _seconds(as_text(value))
 
 
 def write_duration(seconds: float) -> str:
-    """Write a duration as PBS takes it, rounded down to whole seconds: ``HH:MM:SS``."""
+    """Format a duration for PBS, rounded down to whole seconds: ``HH:MM:SS``."""
     minutes, whole = divmod(int(seconds), 60)
     return f"{minutes // 60:02}:{minutes % 60:02}:{whole:02}"
 
@@ -192,16 +192,16 @@ def _epoch(text: str) -> float | None:
 
 
 def as_date(value: object) -> float | None:
-    """Read a date, seconds since the epoch: ``Sat Nov 21 02:37:25 2026``, in local time, or a bare number.
+    """Parse a date, seconds since the epoch: ``Sat Nov 21 02:37:25 2026``, in local time, or a bare number.
 
-    ``None`` if it is not given or cannot be read.
+    ``None`` if missing or malformed.
     """
     return _epoch(as_text(value).strip())
 
 
 @lru_cache(maxsize=16384)
 def as_vnodes(text: str) -> tuple[str, ...]:
-    """List the vnodes of an ``exec_vnode`` or ``resv_nodes``, each once: ``(a:ncpus=4+b:ncpus=2)+(c:ncpus=4)``."""
+    """List the distinct vnodes of an ``exec_vnode`` or ``resv_nodes``: ``(a:ncpus=4+b:ncpus=2)+(c:ncpus=4)``."""
     text = text.strip()
     if not text:
         return ()

@@ -1,7 +1,7 @@
-"""PBS's own words and what they mean: states, holds, comments, exit codes, complaints of qsub. Tables only.
+"""Tables of PBS terms and their meanings: states, holds, comments, exit codes, error messages of qsub.
 
-The words are those of PBS's documentation and of OpenPBS 23.06's messages; `docs/howto/run-on-pbs.md` says which of
-them were seen on a real one.
+The terms are from PBS's documentation and the messages of OpenPBS 23.06; `docs/howto/run-on-pbs.md` lists those that
+were seen on a real system.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOLDS_NODES = frozenset("RE")
 """Job states in which a job holds nodes: running, exiting."""
 
 WAITS = frozenset("QHWTSU")
-"""Job states in which a job is going to need nodes: queued, held, waiting for its time, in transit, suspended."""
+"""Job states in which a job will need nodes: queued, held, waiting for its time, in transit, suspended."""
 
 _NODE_STATES = {
     "down": "down",
@@ -37,7 +37,7 @@ _NODE_STATES = {
     "powering-on": "being switched on",
     "provisioning": "being provisioned",
     "sleep": "asleep",
-    "stale": "stale: PBS does not hear of it any more",
+    "stale": "stale: PBS receives no updates from it",
     "state-unknown": "in an unknown state",
     "unresolvable": "not resolvable by name",
     "wait-provisioning": "waiting to be provisioned",
@@ -45,14 +45,14 @@ _NODE_STATES = {
 
 
 def unusable_reason(states: str, comment: str) -> str:
-    """Say why nothing new starts on a node; nothing if something may.
+    """Explain why no job can start on a node; empty if one can.
 
     Parameters
     ----------
     states
-        Its state, words with commas between.
+        Its state, separated by commas.
     comment
-        What an administrator or a health check wrote.
+        Comment of an administrator or a health check.
     """
     words = [word.strip().lower() for word in states.split(",")]
     reasons = [_NODE_STATES[word] for word in words if word in _NODE_STATES]
@@ -62,7 +62,7 @@ def unusable_reason(states: str, comment: str) -> str:
 
 
 _HOLDS = {
-    "u": "by its user (qrls lets it go)",
+    "u": "by its user (release it with qrls)",
     "o": "by an operator",
     "s": "by the system",
     "p": "because of a wrong password",
@@ -70,36 +70,36 @@ _HOLDS = {
 
 
 def describe_hold(holds: str, comment: str) -> str:
-    """Say who holds a job; `holds` is its ``Hold_Types``, such as ``u`` or ``so``."""
+    """Explain a hold; `holds` is the job's ``Hold_Types``, such as ``u`` or ``so``."""
     by = [words for letter, words in _HOLDS.items() if letter in holds]
     text = f"is held {' and '.join(by)}" if by else "is held"
     return f"{text}: {comment}" if comment else text
 
 
-# Comment of a waiting job -> whether it could start if there were nodes, and what it means. The first that fits counts.
+# Comment of a pending job -> whether it could start if there were nodes, and its meaning. The first match counts.
 _COMMENTS = (
     (r"Can Never Run", False, "can never run"),
     (r"[Qq]ueue not started", False, "its queue is stopped"),
-    (r"running job limit|job limit|running limit", False, "its user, group or queue runs as many jobs as it may"),
-    (r"limit on resource|limit reached on resource", False, "its user, group or queue uses as much as it may"),
-    (r"[Dd]edicated time", False, "it would run into the site's dedicated time"),
-    (r"primetime", False, "it waits for another part of the day"),
+    (r"running job limit|job limit|running limit", False, "its user, group or queue has reached its job limit"),
+    (r"limit on resource|limit reached on resource", False, "its user, group or queue has reached its resource limit"),
+    (r"[Dd]edicated time", False, "it would overlap the site's dedicated time"),
+    (r"primetime", False, "it waits for primetime or non-primetime"),
     (r"zero shares", False, "its user has no share of the machine"),
-    (r"job_sort_formula threshold", False, "its priority is too low to be looked at"),
+    (r"job_sort_formula threshold", False, "its priority is below the threshold"),
     (r"strict sorted order", True, "it waits for the jobs before it"),
-    (r"conflict with reservation or top job|interfere with", True, "it would delay a reservation or the next job"),
+    (r"conflict with reservation or top job|interfere with", True, "it would delay a reservation or a top job"),
     (r"[Nn]ot enough (free|of the right|total)", True, "not enough free nodes"),
     (r"exclusive node and node is in use", True, "not enough free nodes"),
     (r"Insufficient amount of|No available resources", True, "not enough free resources"),
-    (r"preempt enough", True, "not enough free nodes, and not enough work that it may drive out"),
-    (r"placement set|psets", True, "not enough free nodes next to each other"),
+    (r"preempt enough", True, "not enough free nodes, and not enough jobs that it can preempt"),
+    (r"placement set|psets", True, "not enough free nodes in one placement set"),
 )
 
 
 def explain_comment(comment: str) -> tuple[bool, str]:
-    """Tell whether a queued job could start if there were nodes, by the scheduler's comment, and what it says.
+    """Return whether a queued job could start if there were nodes, and the meaning of the scheduler's comment.
 
-    A comment that is not known counts as waiting for nodes: that is the careful assumption about jobs of others.
+    An unknown comment counts as waiting for nodes, which is the conservative assumption about other users' jobs.
     """
     for pattern, eligible, meaning in _COMMENTS:
         if re.search(pattern, comment):
@@ -111,25 +111,25 @@ _WALLTIME_OVER = -29
 _EXIT_CODES = {
     -1: (BlockState.FAILED, "could not be started"),
     -2: (BlockState.FAILED, "could not be started"),
-    -3: (BlockState.FAILED, "could not be started; PBS would try again"),
-    -4: (BlockState.NODE_FAILED, "was ended when PBS on its first node was restarted"),
-    -5: (BlockState.NODE_FAILED, "was ended when PBS on its first node was restarted"),
-    -6: (BlockState.NODE_FAILED, "was ended when PBS on its first node was restarted"),
-    -10: (BlockState.FAILED, "its user is not known on the node"),
-    -11: (BlockState.PREEMPTED, "was put back into the queue"),
+    -3: (BlockState.FAILED, "could not be started; PBS would retry"),
+    -4: (BlockState.NODE_FAILED, "was aborted when PBS on its first node was restarted"),
+    -5: (BlockState.NODE_FAILED, "was aborted when PBS on its first node was restarted"),
+    -6: (BlockState.NODE_FAILED, "was aborted when PBS on its first node was restarted"),
+    -10: (BlockState.FAILED, "its user is unknown on the node"),
+    -11: (BlockState.PREEMPTED, "was requeued"),
     -12: (BlockState.PREEMPTED, "was checkpointed and ended"),
-    -14: (BlockState.NODE_FAILED, "lost one of its nodes"),
-    -16: (BlockState.FAILED, "a hook of the site sent it back"),
+    -14: (BlockState.NODE_FAILED, "one of its nodes failed"),
+    -16: (BlockState.FAILED, "a hook of the site rejected it"),
     -17: (BlockState.FAILED, "a hook of the site ended it"),
-    -18: (BlockState.PREEMPTED, "a hook of the site put it back into the queue"),
+    -18: (BlockState.PREEMPTED, "a hook of the site requeued it"),
     -19: (BlockState.CANCELLED, "a hook of the site deleted it"),
-    -20: (BlockState.NODE_FAILED, "its first node was lost"),
+    -20: (BlockState.NODE_FAILED, "its first node failed"),
     -22: (BlockState.FAILED, "a hook of the site failed"),
-    -24: (BlockState.FAILED, "used more CPUs than it asked for"),
-    -25: (BlockState.FAILED, "used more CPUs than it asked for"),
-    -26: (BlockState.FAILED, "used more virtual memory than it asked for"),
-    -27: (BlockState.FAILED, "ran out of memory: ask for more memory per node"),
-    -28: (BlockState.FAILED, "used more CPU time than it asked for"),
+    -24: (BlockState.FAILED, "used more CPUs than requested"),
+    -25: (BlockState.FAILED, "used more CPUs than requested"),
+    -26: (BlockState.FAILED, "used more virtual memory than requested"),
+    -27: (BlockState.FAILED, "ran out of memory: request more memory per node"),
+    -28: (BlockState.FAILED, "used more CPU time than requested"),
     _WALLTIME_OVER: (BlockState.TIMED_OUT, ""),
     -30: (BlockState.NODE_FAILED, "its nodes could not join"),
 }
@@ -140,21 +140,22 @@ _LATE = 2.0  # seconds before the end of the walltime that still count as the en
 def describe_end(
     exit_status: int | None, substate: int, comment: str, ran: float | None, walltime: float | None
 ) -> BlockStatus:
-    """Tell what became of a job that has finished.
+    """Determine how a job ended.
 
-    Killed by a signal looks the same for all reasons (256 + the signal, or the 128 + the signal of its shell); the
-    comment tells who deleted it, the time that it ran whether its walltime was over, and what is left is preemption.
+    The exit status of a killed job does not depend on the reason (256 + the signal, or 128 + the signal from its
+    shell): the comment shows who deleted it, the run time shows whether its walltime was over, and otherwise it was
+    preempted.
 
     Parameters
     ----------
     exit_status
         ``None`` if it never ran.
     substate
-        91 was deleted, 92 finished, 93 failed.
+        91 deleted, 92 finished, 93 failed.
     comment
-        The server's.
+        Comment of the server.
     ran, walltime
-        How long it ran and might have, seconds, if known.
+        Run time and walltime, seconds, if known.
     """
     deleted = re.search(r"terminated by (\S+)", comment)
     if exit_status is None:
@@ -173,21 +174,21 @@ def describe_end(
             return BlockStatus(BlockState.PREEMPTED, reason=comment)
         if substate == _TERMINATED:
             return BlockStatus(BlockState.CANCELLED, reason="was deleted")
-        return BlockStatus(BlockState.PREEMPTED, reason="was killed before its time, PBS does not say by whom")
+        return BlockStatus(BlockState.PREEMPTED, reason="was killed before its walltime; PBS does not report by whom")
     if exit_status == 0:
         return BlockStatus(BlockState.COMPLETED)
     how = f"was killed by signal {signal}" if signal else f"its batch script ended with exit code {exit_status}"
     return BlockStatus(BlockState.FAILED, reason=how)
 
 
-# What qsub prints -> plain English with the remedy, and whether it passes. The first that fits counts.
+# Output of qsub -> plain English with the remedy, and whether it is transient. The first match counts.
 _COMPLAINTS = (
-    (r"[Uu]nknown queue", "there is no such queue; `qstat -Q` lists them", False),
-    (r"[Qq]ueue is not enabled", "the queue takes no jobs at present", True),
-    (r"Access to queue is denied", "this user may not use the queue; ask the site or name another", False),
-    (r"Unauthorized Request", "this user may not do that; check queue, account and rights", False),
+    (r"[Uu]nknown queue", "unknown queue; `qstat -Q` lists them", False),
+    (r"[Qq]ueue is not enabled", "the queue currently accepts no jobs", True),
+    (r"Access to queue is denied", "this user may not use the queue; ask the site or use another one", False),
+    (r"Unauthorized Request", "this user is not authorised; check queue, account and permissions", False),
     (r"Invalid Account|account.*(not valid|invalid)", "the account is not valid; give the provider one that is", False),
-    (r"Maximum number of jobs|limit .*(queued|jobs)", "this user has as many jobs queued as the site allows", True),
+    (r"Maximum number of jobs|limit .*(queued|jobs)", "this user has reached the site's limit of queued jobs", True),
     (r"would exceed|exceeds? .*limit", "it would exceed a limit of the queue or of this user", True),
     (
         r"violates queue and/or server resource limits",
@@ -196,23 +197,23 @@ _COMPLAINTS = (
     ),
     (
         r"rejected by all possible destinations",
-        "no queue behind this one takes such a job; `qstat -Qf` shows why",
+        "no destination of this routing queue accepts such a job; `qstat -Qf` shows why",
         False,
     ),
-    (r"Unknown resource|invalid in .select", "it asks for a resource that this site does not have", False),
-    (r"Illegal attribute or resource value", "a value in the batch script is not one that PBS takes", False),
-    (r"Cannot have .max_walltime. without", "max_walltime needs a min_walltime", False),
+    (r"Unknown resource|invalid in .select", "it requests a resource that this site does not have", False),
+    (r"Illegal attribute or resource value", "PBS does not accept a value in the batch script", False),
+    (r"Cannot have .max_walltime. without", "max_walltime requires min_walltime", False),
     (r"Bad (UID|GID)", "this user cannot run jobs here", False),
-    (r"[Ii]nvalid credential|Expired credential", "the credentials are not valid (any more); log in again", False),
+    (r"[Ii]nvalid credential|Expired credential", "the credentials are invalid or expired; log in again", False),
     (r"cannot connect to server|Connection refused|errno=15010|errno=111", "the PBS server cannot be reached", True),
     (r"Server shutting down|Request not allowed", "the PBS server is shutting down", True),
     (r"[Cc]onnection table full|No free connections", "the PBS server is overloaded", True),
-    (r"temporarily unavailable|Timed? ?out|errno=15096|End of File", "the PBS server did not answer in time", True),
+    (r"temporarily unavailable|Timed? ?out|errno=15096|End of File", "the PBS server did not respond in time", True),
 )
 
 
 def explain_complaint(complaint: str) -> Refusal:
-    """Say in plain English why ``qsub`` took no job; what is not known is given as it is and counts as lasting."""
+    """Explain in plain English why ``qsub`` rejected a job; unknown messages are quoted and count as permanent."""
     complaint = "; ".join(filter(None, map(str.strip, complaint.splitlines()))) or "no reason given"
     for pattern, meaning, passing in _COMPLAINTS:
         if re.search(pattern, complaint):

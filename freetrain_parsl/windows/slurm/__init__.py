@@ -1,1 +1,1 @@
-"""Windows of Slurm."""
+"""Windows on Slurm."""

@@ -1,11 +1,12 @@
-"""What can be known where the batch system hides the jobs of others.
+"""Rules for batch systems that hide other users' jobs.
 
-Nobody can read there which job is planned where and when, or waits for a node of ours. Two signs are left: idle nodes
-that the scheduler has planned for somebody are marked ``planned``, and its statistics tell how many jobs wait. So:
+There it is unknown which job is planned where and when, or waits for one of our nodes. Two sources remain: idle nodes
+that the scheduler has planned for a job are marked ``planned``, and its statistics include the number of pending jobs.
+Therefore:
 
-- An idle node that is planned, and not for a job of ours, is somebody's: it is in no window.
-- In a partition whose jobs cannot be preempted, nodes are used only while nobody else waits: as soon as a job of
-  somebody does by either sign, there are no windows; by the statistics, all our blocks make way.
+- An idle node that is planned, and not for one of our jobs, is in no window.
+- In a partition whose jobs cannot be preempted, nodes are used only while no other job is pending: as soon as either
+  source shows one, there are no windows; if the statistics show it, all our blocks yield.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ class HiddenQueue:
     Parameters
     ----------
     occupancy
-        The state, with the jobs that are shown: ours.
+        The state, with the visible jobs, which are ours.
     partition
-        Where our blocks run.
+        Partition of our blocks.
 
     Attributes
     ----------
     unused
         Idle node that must not be used -> why.
     wanted
-        Nodes of our running jobs that are given back -> now, seconds.
+        Nodes of our running jobs to be released -> now, seconds.
     notes
-        What is assumed, one line each.
+        Assumptions, one line each.
     """
 
     def __init__(self, occupancy: Occupancy, partition: Partition) -> None:
@@ -44,20 +45,20 @@ class HiddenQueue:
         ours = {name for job in state.pending if job.job in occupancy.ours for name in job.planned_nodes}
         idle = [name for name in partition.nodes if name in state.nodes and occupancy.is_free(state.nodes[name])]
         self.unused = {
-            name: "planned for a job that this site does not show"
+            name: "planned for a job that this site hides"
             for name in idle
             if state.nodes[name].planned and name not in ours
         }
         self.wanted: dict[str, float] = {}
-        self.notes = ["this site hides the jobs of others: idle nodes that are planned for somebody are left alone"]
+        self.notes = ["this site hides other users' jobs: idle nodes that are planned for a job are not used"]
         if partition.preemptible:
             return
         self.notes.append(
-            "this site hides the jobs of others, and ours cannot be preempted here: nodes are used for short blocks "
-            "only while nobody else waits; a preemptible partition has no such limits"
+            "this site hides other users' jobs, and ours cannot be preempted here: nodes are used only for short "
+            "blocks and while no other job is pending; a preemptible partition has no such limits"
         )
-        if state.others_waiting or self.unused:  # the statistics may be older than a plan
-            why = "left alone: jobs of others wait, and this site does not show for what"
+        if state.others_waiting or self.unused:  # the statistics may be older than the plan
+            why = "not used: other jobs are pending, and this site does not show for which nodes"
             self.unused = {**dict.fromkeys(idle, why), **self.unused}
         if state.others_waiting:
             running = (job for job in state.running if job.job in occupancy.ours)
@@ -65,9 +66,9 @@ class HiddenQueue:
 
 
 def hides_jobs(private_data: str, user: str, slurm_user: str) -> bool:
-    """Tell from Slurm's ``PrivateData`` whether a user is shown only jobs of their own.
+    """Return whether, according to Slurm's ``PrivateData``, a user sees only their own jobs.
 
-    Users whom the accounting database makes operators see all jobs nevertheless; for them this is too careful.
+    Operators in the accounting database see all jobs anyway; for them this is too conservative.
     """
     words = private_data.replace(" ", "").lower().split(",")
     return ("jobs" in words or "all" in words) and user not in ("root", slurm_user.partition("(")[0])

@@ -1,4 +1,4 @@
-"""Host lists as Slurm writes them: ``nid[001-004,007],login1``."""
+"""Slurm host lists: ``nid[001-004,007],login1``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PART = re.compile(r"(?P<text>[^\[\],]+)|\[(?P<ranges>[0-9,\-]+)\]|(?P<comma>,)"
 
 
 def expand_hosts(text: str) -> list[str]:
-    """List the names of a host list, in its order.
+    """Expand a host list to names, in its order.
 
     A name may hold several brackets (``rack[1-2]n[01-16]``); numbers keep their leading zeros.
 
     Raises
     ------
     ValueError
-        It is no host list.
+        It is not a host list.
     """
     hosts: list[str] = []
     parts: list[list[str]] = []
@@ -36,7 +36,7 @@ def expand_hosts(text: str) -> list[str]:
     while position < len(text):
         match = _PART.match(text, position)
         if match is None:
-            raise ValueError(f"{text[:80]!r} is no list of nodes")
+            raise ValueError(f"{text[:80]!r} is not a list of nodes")
         position = match.end()
         if match["comma"]:
             hosts += _names(text, parts, len(hosts))
@@ -47,19 +47,19 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def compress_hosts(names: Iterable[str]) -> str:
-    """Write names briefly, those that differ in their last number as ranges: ``nid[001-004,007],login1``.
+    """Compress names to a host list, with ranges for the last number: ``nid[001-004,007],login1``.
 
-    The inverse of `expand_hosts`, but for order and repetition: names come in natural order, each once.
+    The inverse of `expand_hosts` except for order and duplicates: names are unique and in natural order.
 
     Raises
     ------
     ValueError
-        A name is empty, or has a comma or a bracket in it.
+        A name is empty or contains a comma or a bracket.
     """
     families: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(set(names), key=lambda name: (natural_order(name), name)):
         if not name or not set(name).isdisjoint("[],"):
-            raise ValueError(f"{name!r} is no name of a node")
+            raise ValueError(f"{name!r} is not a node name")
         match = _LAST_NUMBER.fullmatch(name)
         if match is None:
             families[name, ""] = []
@@ -69,12 +69,12 @@ def compress_hosts(names: Iterable[str]) -> str:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Sort key by which n2 comes before n10."""
+    """Return a sort key by which n2 comes before n10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _brief(before: str, numbers: list[str], after: str) -> str:
-    """Write a family of names; `before` and `after` carry the brackets, which one number alone does not need."""
+    """Format names with a common prefix and suffix, which carry the brackets, unneeded for a single number."""
     ranges: list[list[str]] = []
     for number in numbers:
         first, last = ranges[-1] if ranges else ("", "")
@@ -88,9 +88,9 @@ def _brief(before: str, numbers: list[str], after: str) -> str:
 
 
 def _names(text: str, parts: list[list[str]], before: int) -> list[str]:
-    """Combine the parts of one item; `before` names have come before it."""
+    """Combine the parts of one item, which follows `before` names."""
     if not parts:
-        raise ValueError(f"{text[:80]!r} is no list of nodes")
+        raise ValueError(f"{text[:80]!r} is not a list of nodes")
     if before + math.prod(map(len, parts)) > _MOST_HOSTS:
         raise ValueError(f"{text[:80]!r} is a list of more than {_MOST_HOSTS:,} nodes")
     return ["".join(names) for names in product(*parts)]
@@ -103,7 +103,7 @@ def _numbers(text: str, ranges: str) -> list[str]:
         if not dash:
             last = first
         if not (_NUMBER.fullmatch(first) and _NUMBER.fullmatch(last) and int(first) <= int(last)):
-            raise ValueError(f"{text[:80]!r} is no list of nodes: range {item[:80]!r}")
+            raise ValueError(f"{text[:80]!r} is not a list of nodes: range {item[:80]!r}")
         if len(numbers) + int(last) - int(first) >= _MOST_HOSTS:
             raise ValueError(f"{text[:80]!r} is a list of more than {_MOST_HOSTS:,} nodes")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

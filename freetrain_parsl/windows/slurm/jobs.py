@@ -1,4 +1,4 @@
-"""A job as Slurm's commands tell it, and the same job in the words that batch systems share."""
+"""A job as reported by Slurm's commands, and its conversion to the terms common to all batch systems."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"[\w.:-]+(?:[&,][\w.:-]+)*", re.ASCII)
 
 
 class JobRecord(NamedTuple):
-    """What one line of squeue says; times in seconds since the epoch, host lists as Slurm writes them."""
+    """One line of squeue; times in seconds since the epoch, host lists in Slurm's format."""
 
     job: str
     partition: str
@@ -38,18 +38,18 @@ class JobRecord(NamedTuple):
     priority: float
     reason: str
     features: str
-    name: str  # perhaps its beginning only
+    name: str  # possibly truncated
 
 
 def sort_jobs(
     records: Iterable[JobRecord], partitions: Mapping[str, Partition]
 ) -> tuple[tuple[RunningJob, ...], tuple[PendingJob, ...]]:
-    """Tell those that hold nodes from those that wait; the others have ended.
+    """Separate the jobs that hold nodes from the pending ones; the others have ended.
 
     Raises
     ------
     ValueError
-        A host list is none.
+        A host list is malformed.
     """
     running: list[RunningJob] = []
     pending: list[PendingJob] = []
@@ -93,14 +93,14 @@ def _expand(text: str, hosts: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def plain_features(constraint: str) -> frozenset[str] | None:
-    """Give the words of a constraint that is a plain "and" of them; ``None`` if it is more than that."""
+    """Return the features of a constraint that is a plain "and" of them; ``None`` if it is more than that."""
     if not constraint:
         return frozenset()
     return frozenset(re.split("[&,]", constraint)) if _PLAIN.fullmatch(constraint) else None
 
 
 def block_status(record: JobRecord) -> BlockStatus:
-    """Tell what became of a job of ours."""
+    """Return the status of one of our jobs."""
     state, sentence = block_state(record.state)
     nodes: tuple[str, ...] = ()
     if state is BlockState.RUNNING:

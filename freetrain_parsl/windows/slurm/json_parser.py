@@ -1,6 +1,6 @@
-"""What squeue and scontrol print with ``--json``, read; pure functions of text.
+"""Parsers of the output of squeue and scontrol with ``--json``; pure functions of text.
 
-Slurm 22.05 writes plain numbers and words; 23.02 and later ``{"set", "infinite", "number"}`` and lists of words.
+Slurm 22.05 prints plain numbers and strings; 23.02 and later ``{"set", "infinite", "number"}`` and lists of strings.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["parse_json_jobs", "parse_json_nodes"]
 
 
 def parse_json_jobs(text: str) -> list[JobRecord]:
-    """Read ``squeue --json``.
+    """Parse ``squeue --json``.
 
     Raises
     ------
     UnreadableAnswer
-        It is not what squeue prints, or of a version that does not tell where jobs are planned.
+        It is not output of squeue, or from a version that does not report where jobs are planned.
     """
     return [_job(item) for item in _items(text, "jobs")]
 
 
 def parse_json_nodes(text: str) -> dict[str, Node]:
-    """Read ``scontrol --json show nodes``, or ``sinfo --json`` of Slurm 22.05.
+    """Parse ``scontrol --json show nodes``, or ``sinfo --json`` of Slurm 22.05.
 
     Raises
     ------
     UnreadableAnswer
-        It is not what they print.
+        It is not their output.
     """
     nodes = [_node(item) for item in _items(text, "nodes")]
     return {node.name: node for node in nodes}
@@ -48,7 +48,7 @@ def _items(text: str, key: str) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UnreadableAnswer(f"it is not JSON with {key!r}") from None
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise UnreadableAnswer(f"{key!r} is no list of records")
+        raise UnreadableAnswer(f"{key!r} is not a list of records")
     return items
 
 
@@ -76,7 +76,7 @@ def _job(item: dict[str, Any]) -> JobRecord:
     except KeyError as error:
         raise UnreadableAnswer(f"a job lacks {error}") from None
     except (IndexError, TypeError, ValueError, OverflowError) as error:
-        raise UnreadableAnswer(f"a job has an attribute of another kind: {error}") from None
+        raise UnreadableAnswer(f"a job has an attribute of an unexpected type: {error}") from None
 
 
 def _node(item: dict[str, Any]) -> Node:
@@ -96,7 +96,7 @@ def _node(item: dict[str, Any]) -> Node:
     except KeyError as error:
         raise UnreadableAnswer(f"a node lacks {error}") from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise UnreadableAnswer(f"a node has an attribute of another kind: {error}") from None
+        raise UnreadableAnswer(f"a node has an attribute of an unexpected type: {error}") from None
 
 
 def _text(item: dict[str, Any], key: str) -> str:
@@ -107,7 +107,7 @@ def _text(item: dict[str, Any], key: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Read a number of either shape; ``None`` if it is not set."""
+    """Parse a number in either format; ``None`` if it is not set."""
     if isinstance(value, dict):
         if value.get("infinite"):
             return math.inf
@@ -116,11 +116,11 @@ def _number(value: Any) -> float | None:
 
 
 def _time(value: Any) -> float | None:
-    """Read a point in time; ``None`` if it is not set, zero or never."""
+    """Parse a point in time; ``None`` if it is not set, zero or never."""
     time = _number(value)
     return time if time and math.isfinite(time) else None
 
 
 def _words(value: Any) -> list[str]:
-    """Read a word, words separated by commas, or a list of words."""
+    """Parse a string, strings separated by commas, or a list of strings."""
     return list(map(str, value)) if isinstance(value, list) else [word for word in str(value).split(",") if word]

@@ -1,8 +1,8 @@
-"""The commands that Slurm is asked with: as few as possible, each answer kept as long as it holds.
+"""Queries to Slurm: as few commands as possible, with each result cached as long as it is valid.
 
-A round costs the controller two requests: jobs and partitions, for one ``squeue``. Nodes are asked for once a minute,
-which costs two more, nodes and partitions for one ``scontrol show nodes`` (counted with ``sdiag`` on 22.05).
-Partitions, reservations and the configuration are asked for once in minutes; all of it again after any error.
+A round costs the controller two requests, jobs and partitions, for one ``squeue``. Nodes are queried once a minute,
+which costs two more, nodes and partitions, for one ``scontrol show nodes`` (counted with ``sdiag`` on 22.05).
+Partitions, reservations and the configuration are queried every few minutes; all of it again after any error.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ __all__ = ["SlurmQueries"]
 T = TypeVar("T")
 
 _JSON_SINCE = (24, 11)
-"""The first version whose ``--json`` has been seen to tell where jobs are planned."""
+"""The first version whose ``--json`` is known to report where jobs are planned."""
 
 _NO_JSON = re.compile(r"json|serializer|unrecognized option|invalid option", re.IGNORECASE)
 
 _KEEP_CONFIG, _KEEP_PARTITIONS, _KEEP_RESERVATIONS, _KEEP_NODES = 600.0, 300.0, 120.0, 60.0
 _REST_AFTER_FAILURE = 600.0
 
-# What Slurm takes where SchedulerParameters does not say.
+# Slurm's defaults for SchedulerParameters.
 _BF_INTERVAL, _BF_WINDOW, _BF_MAX_JOB_TEST, _SCHED_INTERVAL = 30, 1440, 500, 60
 
 
 class SlurmQueries:
-    """Asks Slurm; every method may raise `BatchSystemError`, and `CommandNotFound` from the runner.
+    """Queries Slurm; every method may raise `BatchSystemError`, and `CommandNotFound` from the runner.
 
     Parameters
     ----------
     run
         Runs commands.
     clock
-        Tells the time, seconds since the epoch.
+        Returns the time, seconds since the epoch.
     """
 
     def __init__(self, run: Runner, clock: Callable[[], float]) -> None:
@@ -76,7 +76,7 @@ class SlurmQueries:
             return parse(answer)
         except ValueError as error:
             self._kept.clear()
-            raise UnreadableAnswer(f"{label} answered what cannot be understood: {error}") from None
+            raise UnreadableAnswer(f"{label} returned output that cannot be parsed: {error}") from None
 
     def _keep(self, key: str, seconds: float, ask: Callable[[], T]) -> T:
         now = self._clock()
@@ -85,7 +85,7 @@ class SlurmQueries:
         return cast("T", self._kept[key][1])
 
     def jobs(self) -> list[JobRecord]:
-        """Ask for all jobs, with those that ended in the last minutes: the controller sends them anyway."""
+        """Query all jobs, including those that ended in the last minutes: the controller sends them anyway."""
         if self._prefers_json():
             try:
                 return self._ask(parse_json_jobs, "squeue", "--json", "--all", "--states=all")
@@ -94,7 +94,7 @@ class SlurmQueries:
         return self._ask(parse_jobs, "squeue", "--noheader", "--all", "--states=all", "--Format", JOB_FORMAT)
 
     def nodes(self, *, afresh: bool) -> dict[str, Node]:
-        """Ask for all nodes; the same object as the last time if they are not asked for `afresh` within a minute."""
+        """Query all nodes; unless `afresh`, return the same object as last time within a minute."""
         if afresh:
             self._kept.pop("nodes", None)
         return self._keep("nodes", _KEEP_NODES, self._nodes)
@@ -113,21 +113,21 @@ class SlurmQueries:
         return self._json
 
     def _give_up_json(self, error: BatchSystemError) -> None:
-        """Ask without JSON from now on if this Slurm was built without it; any other error is one."""
+        """Stop using JSON if this Slurm was built without it; re-raise any other error."""
         if not _NO_JSON.search(str(error)):
             raise error
         self._json = False
 
     def version(self) -> tuple[int, int]:
-        """Tell the version of the commands, which costs the controller nothing."""
+        """Return the version of the commands, at no cost to the controller."""
         return self._keep("version", _KEEP_CONFIG, lambda: self._ask(_version, "scontrol", "--version"))
 
     def config(self) -> dict[str, str]:
-        """Ask for the configuration."""
+        """Query the configuration."""
         return self._keep("config", _KEEP_CONFIG, lambda: self._ask(_config, "scontrol", "show", "config"))
 
     def partitions(self) -> dict[str, Partition]:
-        """Ask for the partitions, hidden ones too."""
+        """Query the partitions, including hidden ones."""
         preempt_type = self.config().get("PreemptType", "")
         return self._keep(
             "partitions",
@@ -138,7 +138,7 @@ class SlurmQueries:
         )
 
     def reservations(self) -> tuple[Reservation, ...]:
-        """Ask for the reservations."""
+        """Query the reservations."""
         return self._keep(
             "reservations",
             _KEEP_RESERVATIONS,
@@ -146,12 +146,12 @@ class SlurmQueries:
         )
 
     def queue_length(self) -> int:
-        """Tell how many jobs, of all users, the main scheduler found waiting at its last pass."""
+        """Return how many pending jobs, of all users, the main scheduler found in its last pass."""
         return self._ask(_queue_length, "sdiag")
 
     @property
     def scheduling_interval(self) -> float:
-        """Longest time between two passes of the main scheduler, seconds."""
+        """Return the longest time between two passes of the main scheduler, seconds."""
         return float(_whole(self._scheduler_words(), "sched_interval", _SCHED_INTERVAL))
 
     def _scheduler_words(self) -> dict[str, str]:
@@ -159,7 +159,7 @@ class SlurmQueries:
         return {key.strip(): value for key, _, value in pairs}
 
     def scheduling(self) -> Scheduling:
-        """Tell how the scheduler works, by its configuration."""
+        """Return the parameters of the scheduler, from the configuration."""
         config = self.config()
         words = self._scheduler_words()
         major, minor = self.version()
@@ -175,16 +175,16 @@ class SlurmQueries:
         )
 
     def has_accounting(self) -> bool:
-        """Whether there is a database to ask, and it has not just failed to answer."""
+        """Return whether there is an accounting database that has not failed recently."""
         config = self.config()
         has = config.get("AccountingStorageType", "").endswith("slurmdbd")
-        # A clock that was set back must not keep the database from being asked for hours.
+        # A clock that was set back must not disable the database for hours.
         return has and not 0 <= self._clock() - self._accounting_failed < _REST_AFTER_FAILURE
 
     def accounting(self, parse: Callable[[str], T], *arguments: str) -> T | None:
-        """Ask the database; ``None`` if there is none, no command for it, or no answer: some sites' hangs.
+        """Query the database; ``None`` if there is no database or command, or no answer: on some sites it hangs.
 
-        After a failure it is left alone for ten minutes.
+        After a failure it is not queried for ten minutes.
         """
         if not self.has_accounting():
             return None
@@ -195,14 +195,14 @@ class SlurmQueries:
             return None
 
     def ended_jobs(self, job_ids: Collection[str]) -> dict[str, str]:
-        """Ask the database for the states of jobs that the controller has forgotten: id -> state in its words."""
+        """Query the database for jobs that the controller has purged: id -> state in Slurm's terms."""
         if not job_ids:
             return {}
         rows = self.accounting(_rows, "sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "--format", "JobIDRaw,State")
         return {row[0]: row[1] for row in rows or () if len(row) == 2}
 
     def preemption_of(self, qos: str) -> tuple[bool, float] | None:
-        """Tell whether jobs of a QOS may be preempted, and their grace in seconds; ``None`` if nobody tells."""
+        """Return whether jobs of a QOS may be preempted, and their grace in seconds; ``None`` if unknown."""
         return self._keep("qos", _KEEP_CONFIG, lambda: self._preemption_of(qos))
 
     def _preemption_of(self, qos: str) -> tuple[bool, float] | None:
@@ -214,32 +214,32 @@ class SlurmQueries:
         return any(qos in row[1].split(",") for row in full), grace or 0.0
 
     def associations_of(self, user: str) -> Sequence[Sequence[str]] | None:
-        """Ask which accounts and QOS a user may use: rows (account, QOS, QOS, …); ``None`` if nobody tells."""
+        """Query which accounts and QOS a user may use: rows (account, QOS, QOS, …); ``None`` if unknown."""
         rows = self.accounting(
             _rows, "sacctmgr", "-n", "-P", "show", "associations", f"user={user}", "format=Account,QOS"
         )
         return None if rows is None else [(row[0], *row[-1].split(",")) for row in rows if len(row) == 2]
 
     def own_jobs(self, user: str) -> dict[str, str]:
-        """Ask for the names of the living jobs of a user: id -> name."""
+        """Query the names of a user's live jobs: id -> name."""
         return self._ask(_names, "squeue", "--noheader", f"--user={user}", "--Format", "JobID:\t,Name:\t")
 
     def run(self, *arguments: str) -> str:
-        """Run a command that changes something, or whose answer nobody reads."""
+        """Run a command that changes something, or whose output is not used."""
         return self._run(*arguments)
 
 
 def _version(text: str) -> tuple[int, int]:
     match = re.search(r"(\d+)\.(\d+)", text)
     if match is None:
-        raise ValueError(f"{text[:80]!r} is no version")
+        raise ValueError(f"{text[:80]!r} is not a version")
     return int(match[1]), int(match[2])
 
 
 def _config(text: str) -> dict[str, str]:
     config = parse_config(text)
     if "SchedulerType" not in config:
-        raise ValueError("it does not tell SchedulerType")
+        raise ValueError("SchedulerType is missing")
     return config
 
 
@@ -251,7 +251,7 @@ def _whole(words: dict[str, str], key: str, default: int) -> int:
 def _queue_length(text: str) -> int:
     match = re.search(r"Main schedule.*?Last queue length:\s*(\d+)", text, re.DOTALL)
     if match is None:
-        raise ValueError("it does not tell the main scheduler's last queue length")
+        raise ValueError("the main scheduler's last queue length is missing")
     return int(match[1])
 
 
@@ -264,6 +264,6 @@ def _names(text: str) -> dict[str, str]:
     for line in text.splitlines():
         job, tab, name = line.partition("\t")
         if not tab or not job.isdecimal():
-            raise ValueError(f"line {line[:80]!r} is no job and its name")
+            raise ValueError(f"line {line[:80]!r} is not a job id and a name")
         names[job] = name.removesuffix("\t")
     return names

@@ -1,4 +1,4 @@
-"""Asking Slurm for windows and for what became of our jobs, as a plain user."""
+"""Query Slurm, as an ordinary user, for windows and the states of our jobs."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _MARKS_PLANNED = (21, 8)
 """The first version that marks idle nodes as planned."""
 
 _EFFORT_WITH_NODES, _EFFORT_WITH_STATISTICS = 1.5, 2.0
-"""Of a round in which nodes, or statistics too, are asked for, against one of the queue alone: keeps all below 12
-requests a minute."""
+"""Cost of a round with a query for nodes, or for statistics too, relative to one for the queue only; keeps the rate
+below 12 requests a minute."""
 
 _PLAIN_ENDS = frozenset(("CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"))
-"""States of a job that has ended and whose nodes are as good as before."""
+"""States of a job that has ended and left its nodes healthy."""
 
 
 class SlurmWindowSource(WindowSource):
@@ -49,21 +49,21 @@ class SlurmWindowSource(WindowSource):
     Parameters
     ----------
     partition
-        Where blocks are submitted; ``None`` for the cluster's default.
+        Partition to which blocks are submitted; ``None`` for the cluster's default.
     account, qos
-        Which blocks are charged to, and run under; ``None`` for the user's default.
+        Account and QOS of blocks; ``None`` for the user's default.
     constraint
         Features that the nodes must have, ``a`` or ``a&b``.
     exclusive
         Blocks take whole nodes.
     cpus_per_node, gpus_per_node, memory_per_node
-        What a block asks for on each node; memory in MiB.
+        Resources that a block requests on each node; memory in MiB.
     user
-        Whose jobs are ours; ``None`` for whoever runs this.
+        Owner of our jobs; ``None`` for the calling user.
     run
         Runs commands; ``None`` for this machine's.
     clock
-        Tells the time, seconds since the epoch.
+        Returns the time, seconds since the epoch.
 
     Raises
     ------
@@ -89,7 +89,7 @@ class SlurmWindowSource(WindowSource):
         features = plain_features(constraint or "")
         if features is None:
             raise InvalidSettings(
-                f"constraint {constraint!r}: windows can be found for features joined by '&' only, e.g. 'a100&nvme'"
+                f"constraint {constraint!r}: only features joined by '&' are supported, e.g. 'a100&nvme'"
             )
         self.partition = partition
         self.account = account
@@ -105,7 +105,7 @@ class SlurmWindowSource(WindowSource):
         self._described: Mapping[str, Node] | None = None
 
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
-        """Ask for jobs and nodes, and seldom for more."""
+        """Query jobs and nodes, and rarely more."""
         state, records = self._ask()
         partition = self._own_partition(state.partitions)
         staircase = self._staircase(state, partition, job_ids)
@@ -129,7 +129,7 @@ class SlurmWindowSource(WindowSource):
         )
 
     def state(self) -> BatchState:
-        """Tell the whole cluster's state."""
+        """Return the state of the whole cluster."""
         return self._ask()[0]
 
     def staircase(self, job_ids: Sequence[str] = ()) -> Staircase:
@@ -146,7 +146,7 @@ class SlurmWindowSource(WindowSource):
         try:
             running, pending = sort_jobs(records, partitions)
         except ValueError as error:
-            raise BatchSystemError(f"squeue answered what cannot be understood: {error}") from None
+            raise BatchSystemError(f"squeue returned output that cannot be parsed: {error}") from None
         hidden = self._hides_jobs()
         nodes = self._current_nodes(records, running, now, hidden=hidden)
         yields = self._own_partition(partitions).preemptible if hidden else True
@@ -155,10 +155,10 @@ class SlurmWindowSource(WindowSource):
         return state, records
 
     def _others_waiting(self, records: Sequence[JobRecord], pending: Sequence[PendingJob], now: float) -> int:
-        """Count the jobs of others that wait, from the scheduler's statistics and our own jobs.
+        """Count other users' pending jobs, from the scheduler's statistics and our own jobs.
 
-        The statistics are as old as the main scheduler's last pass, so jobs of ours that have left the queue since are
-        still counted there.
+        The statistics are from the main scheduler's last pass, so they still include our jobs that have left the queue
+        since.
         """
         since = now - self._queries.scheduling_interval
         ours = sum(job.eligible for job in pending)
@@ -176,7 +176,7 @@ class SlurmWindowSource(WindowSource):
     def _current_nodes(
         self, records: Sequence[JobRecord], running: Sequence[RunningJob], now: float, *, hidden: bool
     ) -> Mapping[str, Node]:
-        """Describe the nodes: from the queue, or by asking where the queue does not say enough."""
+        """Describe the nodes: from the queue, or by a query if the queue is not sufficient."""
         plain = {record.job for record in records if record.state in _PLAIN_ENDS}
         nodes = self._queries.nodes(afresh=hidden or not plain.issuperset(self._known.ended(running)))
         if nodes is not self._described:
@@ -201,16 +201,16 @@ class SlurmWindowSource(WindowSource):
         return {**partitions, own.name: replace(own, preemptible=True, grace=told[1])}
 
     def _notes(self) -> list[str]:
-        """Say what Slurm does not tell here."""
+        """List what Slurm does not report here."""
         notes = []
         config = self._queries.config()
         if config.get("SchedulerType") == "sched/builtin":
             notes.append("Slurm runs without backfill here (sched/builtin): a block waits for every job before it")
         if config.get("PreemptType") == "preempt/qos":
             if self.qos is None:
-                notes.append("preemption goes by QOS here and `qos` is not set: blocks are taken as not preemptible")
+                notes.append("preemption is by QOS here and `qos` is not set: blocks are assumed not to be preemptible")
             elif self._queries.preemption_of(self.qos) is None:
-                notes.append(f"no database tells whether QOS {self.qos} is preemptible: it is taken as not preemptible")
+                notes.append(f"no database shows whether QOS {self.qos} is preemptible: it is assumed not to be")
         return notes
 
     def _own_partition(self, partitions: Mapping[str, Partition]) -> Partition:
@@ -221,7 +221,7 @@ class SlurmWindowSource(WindowSource):
             raise InvalidSettings("this Slurm has no default partition: set `partition`")
         if self.partition not in partitions:
             raise InvalidSettings(
-                f"partition {self.partition!r}: this Slurm has none of that name"
+                f"partition {self.partition!r} does not exist on this cluster"
                 f"{did_you_mean(self.partition, partitions)}"
             )
         return partitions[self.partition]
@@ -243,7 +243,7 @@ class SlurmWindowSource(WindowSource):
         return status.state is BlockState.CANCELLED and job not in self._cancelled
 
     def _accounted(self, words: str) -> BlockStatus:
-        """Read the state of a job as sacct writes it: ``CANCELLED by 1000``."""
+        """Parse the state of a job as printed by sacct: ``CANCELLED by 1000``."""
         word, _, by = words.partition(" by ")
         state, sentence = block_state(word)
         if state is BlockState.CANCELLED and by:
@@ -252,7 +252,7 @@ class SlurmWindowSource(WindowSource):
         return BlockStatus(state, reason=sentence)
 
     def cancel(self, job_ids: Sequence[str]) -> None:
-        """End jobs with one scancel."""
+        """Cancel jobs with one scancel."""
         if not job_ids:
             return
         self._cancelled.update(job_ids)
@@ -263,11 +263,11 @@ class SlurmWindowSource(WindowSource):
                 raise
 
     def find_jobs(self, prefix: str) -> dict[str, str]:
-        """Ask for the jobs of this user only."""
+        """Query the jobs of this user only."""
         return {job: name for job, name in self._queries.own_jobs(self.user).items() if name.startswith(prefix)}
 
     def check(self, least_walltime: float) -> None:
-        """Refuse a partition, account, QOS or need that no block can ever run with."""
+        """Reject a partition, account, QOS or requirement with which no block can run."""
         for command in ("squeue", "sbatch", "scancel"):
             self._queries.run(command, "--version")
         partition = self._own_partition(self._queries.partitions())
@@ -276,8 +276,8 @@ class SlurmWindowSource(WindowSource):
             raise InvalidSettings(f"{who} is down: jobs in it do not start")
         if partition.max_walltime < least_walltime:
             raise InvalidSettings(
-                f"{who} gives a job at most {partition.max_walltime:g} s, "
-                f"but a block is worth its start-up only from {least_walltime:g} s on: take another partition"
+                f"{who} allows jobs of at most {partition.max_walltime:g} s, "
+                f"a useful block needs {least_walltime:g} s: use another partition"
             )
         for what, mine, allowed in (
             ("account", self.account, partition.allow_accounts),
@@ -291,20 +291,20 @@ class SlurmWindowSource(WindowSource):
         self._check_needs(partition)
 
     def _check_signs(self, who: str) -> None:
-        """Refuse a site that hides the jobs of others so well that nobody can tell which idle nodes are free."""
+        """Reject a site that hides other users' jobs so completely that free nodes cannot be determined."""
         why = "does not mark planned nodes" if self._queries.version() < _MARKS_PLANNED else ""
         try:
             self._queries.queue_length()
         except (BatchSystemError, CommandNotFound) as error:
-            why = f"does not tell how many wait ({error})"
+            why = f"does not report how many are pending ({error})"
         if why:
             raise InvalidSettings(
-                f"this Slurm hides the jobs of others and {why}, so nobody can tell which idle nodes of {who} are "
+                f"this Slurm hides other users' jobs and {why}, so it is unknown which idle nodes of {who} are "
                 f"free: use a partition whose jobs may be preempted"
             )
 
     def _check_association(self) -> None:
-        """Ask the database, where there is one, whether the user may use the account and the QOS."""
+        """Check with the database, if there is one, that the user may use the account and the QOS."""
         if "associations" not in self._queries.config().get("AccountingStorageEnforce", ""):
             return
         rows = self._queries.associations_of(self.user)
@@ -345,7 +345,7 @@ class SlurmWindowSource(WindowSource):
                 )
 
     def explain_refusal(self, complaint: str) -> Refusal:
-        """Say in plain English why sbatch did not take a job."""
+        """Explain in plain English why sbatch rejected a job."""
         return explain_complaint(complaint)
 
 
@@ -353,5 +353,5 @@ def _user_name(uid: str = "") -> str:
     number = int(uid) if uid.isdecimal() else os.getuid()
     try:
         return pwd.getpwuid(number).pw_name
-    except KeyError:  # a container, or a directory that does not answer: Slurm takes the number as well
+    except KeyError:  # a container, or a directory service that does not respond: Slurm accepts the number as well
         return str(number)

@@ -1,6 +1,6 @@
-"""What squeue and scontrol print for humans and for programs without JSON, read; pure functions of text.
+"""Parsers of the text output of squeue and scontrol; pure functions of text.
 
-Times may be seconds since the epoch (``SLURM_TIME_FORMAT=%s``) or Slurm's usual form in local time.
+Times may be seconds since the epoch (``SLURM_TIME_FORMAT=%s``) or in Slurm's usual format in local time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ JOB_FIELDS = (
 )
 _NAME_WIDTH = len(OUR_JOBS)
 
-# A suffix instead of a width: nothing is cut off, but names, which may hold anything, and so come last.
+# A suffix instead of a width, so that nothing is truncated except names, which may contain anything and so come last.
 JOB_FORMAT = ",".join(f"{name}:{_NAME_WIDTH if name == 'Name' else ''}\t" for name in JOB_FIELDS)
 
 _NOTHING = frozenset(("", "N/A", "(null)", "None", "NONE", "Unknown", "UNKNOWN", "n/a"))
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 
 def _reader(parse: Callable[P, T]) -> Callable[P, T]:
-    """Make a parser refuse what it cannot read with `UnreadableAnswer`, wherever in it a number or a date is none."""
+    """Decorate a parser to raise `UnreadableAnswer` wherever a number or a date in its input is malformed."""
 
     @functools.wraps(parse)
     def read(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -87,12 +87,12 @@ def _reader(parse: Callable[P, T]) -> Callable[P, T]:
 
 @_reader
 def parse_time(text: str) -> float | None:
-    """Read a point in time; ``None`` if it is none.
+    """Parse a point in time; ``None`` if it is not set.
 
     Raises
     ------
     UnreadableAnswer
-        It is neither.
+        It is malformed.
     """
     if text in _NOTHING:
         return None
@@ -101,12 +101,12 @@ def parse_time(text: str) -> float | None:
 
 @_reader
 def parse_seconds(text: str) -> float | None:
-    """Read a walltime (``1-02:03:04``, ``10:00``, ``UNLIMITED``) in seconds; ``None`` if it is not set.
+    """Parse a walltime (``1-02:03:04``, ``10:00``, ``UNLIMITED``) in seconds; ``None`` if it is not set.
 
     Raises
     ------
     UnreadableAnswer
-        It is no walltime.
+        It is not a walltime.
     """
     if text in ("UNLIMITED", "INFINITE"):
         return math.inf
@@ -126,12 +126,12 @@ def parse_seconds(text: str) -> float | None:
 
 @_reader
 def parse_jobs(text: str) -> list[JobRecord]:
-    """Read ``squeue -h -O JOB_FORMAT``.
+    """Parse ``squeue -h -O JOB_FORMAT``.
 
     Raises
     ------
     UnreadableAnswer
-        A line is none of that format.
+        A line does not have this format.
     """
     records: list[JobRecord] = []
     for line in text.splitlines():
@@ -141,7 +141,7 @@ def parse_jobs(text: str) -> list[JobRecord]:
 
 
 def _continues_a_name(line: str) -> bool:
-    """Whether this is what follows a line feed in the name of the job before."""
+    """Return whether a line is the continuation of the previous job's name after a line feed."""
     return "\t" not in line[:-1] and len(line) <= _NAME_WIDTH + 1
 
 
@@ -149,7 +149,7 @@ def _job(line: str) -> JobRecord:
     *texts, name = line.split("\t", len(JOB_FIELDS) - 1)
     values = ["" if value in _NOTHING else value for value in texts]
     if len(values) != len(JOB_FIELDS) - 1 or not values[0].isdecimal():
-        raise ValueError(f"line {line[:80]!r} does not have the {len(JOB_FIELDS)} fields that were asked for")
+        raise ValueError(f"line {line[:80]!r} does not have the {len(JOB_FIELDS)} requested fields")
     job, partition, state, user, limit, start, ends, count, nodes, planned, named, priority, reason, features = values
     return JobRecord(
         job,
@@ -172,19 +172,19 @@ def _job(line: str) -> JobRecord:
 
 @_reader
 def parse_nodes(text: str) -> dict[str, Node]:
-    """Read ``scontrol -d show nodes``.
+    """Parse ``scontrol -d show nodes``.
 
     Raises
     ------
     UnreadableAnswer
-        A record is none of a node.
+        A record is not a node's.
     """
     nodes = {}
     for block in text.split("\n\n"):
         if not block.strip():
             continue
         if not block.lstrip().startswith("NodeName="):
-            raise ValueError(f"line {block.strip().splitlines()[0][:80]!r} is no record of a node")
+            raise ValueError(f"line {block.strip().splitlines()[0][:80]!r} is not the record of a node")
         name = _field(block, "NodeName=")
         reason = block.find(" Reason=")
         nodes[name] = make_node(
@@ -202,7 +202,7 @@ def parse_nodes(text: str) -> dict[str, Node]:
 
 
 def _field(block: str, key: str) -> str:
-    """Find the first value of a key, which begins with the blank before it; empty if it is missing or null."""
+    """Find the first value of a key, given with a leading blank; empty if it is missing or null."""
     begin = block.find(key)
     if begin < 0:
         return ""
@@ -230,7 +230,7 @@ def make_node(
     features: list[str],
     idle_since: float | None,
 ) -> Node:
-    """Put a node together from what text and JSON have in common; pairs are (all, in use)."""
+    """Build a node from the data common to text and JSON; pairs are (total, in use)."""
     if not words or not words[0]:
         raise ValueError(f"node {name} has no state")
     why = next((UNUSABLE[word] for word in words if word in UNUSABLE), "")
@@ -258,36 +258,36 @@ def make_node(
 
 @_reader
 def count_gpus(gres: str) -> int:
-    """Count the GPUs of a list of generic resources such as ``gpu:a100:4(S:0-1),shard:8``."""
+    """Count the GPUs in a list of generic resources such as ``gpu:a100:4(S:0-1),shard:8``."""
     return sum(map(int, _GPUS.findall(re.sub(r"\([^)]*\)", "", gres)))) if gres else 0
 
 
 def _records(text: str, first: str) -> Iterator[dict[str, str]]:
-    """Split what ``scontrol show`` prints into records of keys and values."""
+    """Split the output of ``scontrol show`` into records of keys and values."""
     for block in text.split("\n\n"):
         if block.startswith(f"{first}="):
             yield {key: "" if value in _NOTHING else value for key, value in _PAIR.findall(block)}
         elif block.strip() and not block.startswith("No "):
-            raise ValueError(f"line {block.strip().splitlines()[0][:80]!r} is no record of a {first}")
+            raise ValueError(f"line {block.strip().splitlines()[0][:80]!r} is not the record of a {first}")
 
 
 @_reader
 def parse_partitions(text: str, preempt_type: str = "") -> dict[str, Partition]:
-    """Read ``scontrol -a show partition``.
+    """Parse ``scontrol -a show partition``.
 
-    A partition is preemptible if its jobs yield to those of a larger tier that share a node with it.
+    A partition is preemptible if its jobs yield to those of a partition with a higher tier that shares a node with it.
 
     Parameters
     ----------
     text
-        What scontrol printed.
+        Output of scontrol.
     preempt_type
         ``PreemptType`` of the configuration.
 
     Raises
     ------
     UnreadableAnswer
-        A record is none of a partition.
+        A record is not a partition's.
     """
     records = {record["PartitionName"]: record for record in _records(text, "PartitionName")}
     nodes = {
@@ -329,12 +329,12 @@ def _allowed(text: str) -> frozenset[str]:
 
 @_reader
 def parse_reservations(text: str) -> tuple[Reservation, ...]:
-    """Read ``scontrol show reservation``; those without nodes (of licences) are left out.
+    """Parse ``scontrol show reservation``; reservations without nodes (of licences) are omitted.
 
     Raises
     ------
     UnreadableAnswer
-        A record is none of a reservation.
+        A record is not a reservation's.
     """
     reservations = []
     for record in _records(text, "ReservationName"):
@@ -346,6 +346,6 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Read ``scontrol show config``: its settings as words."""
+    """Parse ``scontrol show config``: settings as strings."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in pairs if equals and key.strip()}

@@ -1,6 +1,6 @@
-"""Slurm's own words and what they mean: job states, pending reasons, node flags, complaints of sbatch. Tables only.
+"""Tables of Slurm terms and their meanings: job states, pending reasons, node flags, error messages of sbatch.
 
-The reasons and states are those of Slurm's documentation (squeue, "JOB REASON CODES" and "JOB STATE CODES").
+Reasons and states are from Slurm's documentation (squeue, "JOB REASON CODES" and "JOB STATE CODES").
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Waiting(Enum):
     """What a pending job waits for."""
 
     NODES = "nodes: it could start if there were some"
-    OTHERS = "something else than nodes that may come by itself"
-    CHANGE = "a change of its settings or of the site's: it would never start by itself"
+    OTHERS = "something other than nodes that may resolve without intervention"
+    CHANGE = "a change of its settings or of the site's: it will not start otherwise"
 
 
 HOLDS_NODES = frozenset(
@@ -29,73 +29,73 @@ _STATES = {
     "BOOT_FAIL": (BlockState.NODE_FAILED, "its nodes did not boot"),
     "CANCELLED": (BlockState.CANCELLED, "was cancelled by its user or an administrator"),
     "COMPLETED": (BlockState.COMPLETED, ""),
-    "COMPLETING": (BlockState.RUNNING, "is ending: its processes are being cleared away"),
-    "CONFIGURING": (BlockState.RUNNING, "its nodes are being made ready"),
-    "DEADLINE": (BlockState.TIMED_OUT, "was ended at the deadline that it was submitted with"),
+    "COMPLETING": (BlockState.RUNNING, "is completing: its processes are being cleaned up"),
+    "CONFIGURING": (BlockState.RUNNING, "its nodes are being configured"),
+    "DEADLINE": (BlockState.TIMED_OUT, "was terminated at its deadline"),
     "FAILED": (BlockState.FAILED, "its batch script ended with an error"),
     "LAUNCH_FAILED": (BlockState.FAILED, "could not be launched on its nodes"),
     "NODE_FAIL": (BlockState.NODE_FAILED, "one of its nodes failed"),
-    "OUT_OF_MEMORY": (BlockState.FAILED, "ran out of memory: ask for more memory per node"),
+    "OUT_OF_MEMORY": (BlockState.FAILED, "ran out of memory: request more memory per node"),
     "PENDING": (BlockState.PENDING, ""),
     "PREEMPTED": (BlockState.PREEMPTED, ""),
     "RECONFIG_FAIL": (BlockState.NODE_FAILED, "its nodes could not be reconfigured"),
-    "REQUEUED": (BlockState.PENDING, "was put back into the queue"),
-    "REQUEUE_FED": (BlockState.PENDING, "was put back into the queue of its federation"),
-    "REQUEUE_HOLD": (BlockState.HELD, "was put back into the queue and is held there"),
+    "REQUEUED": (BlockState.PENDING, "was requeued"),
+    "REQUEUE_FED": (BlockState.PENDING, "was requeued in its federation"),
+    "REQUEUE_HOLD": (BlockState.HELD, "was requeued and is held"),
     "RESIZING": (BlockState.RUNNING, "is changing its size"),
     "RESV_DEL_HOLD": (BlockState.HELD, "is held because its reservation was deleted"),
     "REVOKED": (BlockState.CANCELLED, "runs on another cluster of the federation"),
     "RUNNING": (BlockState.RUNNING, ""),
     "SIGNALING": (BlockState.RUNNING, "is being signalled"),
-    "SPECIAL_EXIT": (BlockState.HELD, "was put back into the queue by its exit code and is held there"),
+    "SPECIAL_EXIT": (BlockState.HELD, "was requeued because of its exit code and is held"),
     "STAGE_OUT": (BlockState.RUNNING, "is staging its files out"),
-    "STOPPED": (BlockState.RUNNING, "is stopped: it holds its nodes, its processes do not run"),
+    "STOPPED": (BlockState.RUNNING, "is stopped: it holds its nodes, but its processes do not run"),
     "SUSPENDED": (BlockState.RUNNING, "is suspended: its processes do not run"),
     "TIMEOUT": (BlockState.TIMED_OUT, ""),
 }
 
 
 def block_state(word: str) -> tuple[BlockState, str]:
-    """Tell what Slurm's word for a job's state means, and a sentence where the state alone does not say it."""
-    return _STATES.get(word, (BlockState.UNKNOWN, f"Slurm calls its state {word}"))
+    """Return the meaning of Slurm's term for a job's state, with a phrase if the state alone is not sufficient."""
+    return _STATES.get(word, (BlockState.UNKNOWN, f"has Slurm state {word}"))
 
 
 _REASONS = {
     "": (Waiting.NODES, ""),
     "None": (Waiting.NODES, ""),
     "AccountNotAllowed": (Waiting.CHANGE, "its account may not use this partition"),
-    "AssociationJobLimit": (Waiting.OTHERS, "its account runs as many jobs as it may"),
-    "AssociationResourceLimit": (Waiting.OTHERS, "its account uses as much as it may"),
+    "AssociationJobLimit": (Waiting.OTHERS, "its account has reached its job limit"),
+    "AssociationResourceLimit": (Waiting.OTHERS, "its account has reached its resource limit"),
     "AssociationTimeLimit": (Waiting.CHANGE, "its account has used up its time"),
     "BadConstraints": (Waiting.CHANGE, "no node satisfies its constraints"),
-    "BeginTime": (Waiting.OTHERS, "its earliest begin time has not come"),
-    "Cleaning": (Waiting.OTHERS, "it was requeued and its last run is still being cleared away"),
+    "BeginTime": (Waiting.OTHERS, "its earliest begin time has not been reached"),
+    "Cleaning": (Waiting.OTHERS, "it was requeued and its previous run is still being cleaned up"),
     "Dependency": (Waiting.OTHERS, "it waits for another job"),
     "DependencyNeverSatisfied": (Waiting.CHANGE, "the job that it waits for has failed"),
     "FrontEndDown": (Waiting.NODES, "no front end node is up"),
-    "InactiveLimit": (Waiting.CHANGE, "it reached the limit of inactivity"),
+    "InactiveLimit": (Waiting.CHANGE, "it reached the inactivity limit"),
     "InvalidAccount": (Waiting.CHANGE, "its account is not valid"),
     "InvalidQOS": (Waiting.CHANGE, "its QOS is not valid"),
-    "JobArrayTaskLimit": (Waiting.OTHERS, "its array runs as many tasks as it may"),
+    "JobArrayTaskLimit": (Waiting.OTHERS, "its array has reached its limit of running tasks"),
     "JobHeldAdmin": (Waiting.CHANGE, "is held by an administrator"),
-    "JobHeldUser": (Waiting.CHANGE, "is held by its user: scontrol release JOB lets it go"),
-    "JobHoldMaxRequeue": (Waiting.CHANGE, "is held since it was put back into the queue too often"),
-    "JobLaunchFailure": (Waiting.CHANGE, "could not be launched: a bad file system, or a name of a program"),
+    "JobHeldUser": (Waiting.CHANGE, "is held by its user: release it with scontrol release JOB"),
+    "JobHoldMaxRequeue": (Waiting.CHANGE, "is held because it was requeued too often"),
+    "JobLaunchFailure": (Waiting.CHANGE, "could not be launched: file system problem or invalid program name"),
     "Licenses": (Waiting.OTHERS, "it waits for a licence"),
-    "MaxMemPerLimit": (Waiting.CHANGE, "it asks for more memory than the partition allows"),
+    "MaxMemPerLimit": (Waiting.CHANGE, "it requests more memory than the partition allows"),
     "NodeDown": (Waiting.NODES, "a node that it needs is down"),
-    "Nodes required for job are DOWN": (Waiting.NODES, "its nodes are down, or planned for jobs that go first"),
+    "Nodes required for job are DOWN": (Waiting.NODES, "its nodes are down or reserved for jobs of higher priority"),
     "NonZeroExitCode": (Waiting.CHANGE, "it ended with an error and was requeued"),
-    "PartitionConfig": (Waiting.CHANGE, "it asks for what the partition does not have"),
+    "PartitionConfig": (Waiting.CHANGE, "it requests something that the partition does not have"),
     "PartitionDown": (Waiting.OTHERS, "its partition is down"),
     "PartitionInactive": (Waiting.OTHERS, "its partition is inactive"),
-    "PartitionNodeLimit": (Waiting.CHANGE, "it asks for more, or fewer, nodes than the partition gives to a job"),
-    "PartitionTimeLimit": (Waiting.CHANGE, "it asks for more time than the partition gives to a job"),
-    "Priority": (Waiting.NODES, "jobs of a higher priority wait too"),
+    "PartitionNodeLimit": (Waiting.CHANGE, "it requests more or fewer nodes than the partition allows"),
+    "PartitionTimeLimit": (Waiting.CHANGE, "it requests more time than the partition allows"),
+    "Priority": (Waiting.NODES, "jobs of higher priority are pending"),
     "Prolog": (Waiting.NODES, "its prolog is still running"),
-    "QOSJobLimit": (Waiting.OTHERS, "its QOS runs as many jobs as it may"),
+    "QOSJobLimit": (Waiting.OTHERS, "its QOS has reached its job limit"),
     "QOSNotAllowed": (Waiting.CHANGE, "its QOS may not be used in this partition"),
-    "QOSResourceLimit": (Waiting.OTHERS, "its QOS uses as much as it may"),
+    "QOSResourceLimit": (Waiting.OTHERS, "its QOS has reached its resource limit"),
     "QOSTimeLimit": (Waiting.CHANGE, "its QOS has used up its time"),
     "QOSUsageThreshold": (Waiting.OTHERS, "the usage threshold of its QOS is breached"),
     "ReqNodeNotAvail": (Waiting.NODES, "a node that it needs is down, drained or reserved"),
@@ -106,30 +106,30 @@ _REASONS = {
     "SystemFailure": (Waiting.CHANGE, "Slurm, the file system or the network failed"),
 }
 
-# Limits are many and named by rule; the first that fits counts.
+# There are many limits with systematic names; the first match counts.
 _REASON_PARTS = (
     ("requeued held", Waiting.CHANGE, "could not be launched and is held"),
-    ("held state", Waiting.CHANGE, "was put back into the queue and is held"),
-    ("WallDurationPerJob", Waiting.CHANGE, "it asks for more time than a limit of its QOS or account allows to a job"),
-    ("MinutesPerJob", Waiting.CHANGE, "it asks for more than a limit of its QOS or account allows to a job"),
-    ("PerJobLimit", Waiting.CHANGE, "it asks for more than a limit of its QOS or account allows to a job"),
-    ("PerJob", Waiting.CHANGE, "it asks for more than a limit of its QOS or account allows to a job"),
-    ("PerNode", Waiting.CHANGE, "it asks for more of a node than a limit of its QOS or account allows"),
-    ("QOSMin", Waiting.CHANGE, "it asks for less than its QOS demands"),
-    ("JobsPerUser", Waiting.OTHERS, "its user runs as many jobs as the QOS allows"),
-    ("SubmitJob", Waiting.OTHERS, "its user or account has as many jobs queued as it may"),
-    ("QOSMax", Waiting.OTHERS, "its user uses as much as the QOS allows"),
-    ("QOSGrp", Waiting.OTHERS, "its QOS uses as much as it may"),
-    ("AssocGrp", Waiting.OTHERS, "its account uses as much as it may"),
-    ("AssocMax", Waiting.OTHERS, "its account uses as much as it may"),
+    ("held state", Waiting.CHANGE, "was requeued and is held"),
+    ("WallDurationPerJob", Waiting.CHANGE, "it requests more time than a per-job limit of its QOS or account"),
+    ("MinutesPerJob", Waiting.CHANGE, "it requests more than a per-job limit of its QOS or account"),
+    ("PerJobLimit", Waiting.CHANGE, "it requests more than a per-job limit of its QOS or account"),
+    ("PerJob", Waiting.CHANGE, "it requests more than a per-job limit of its QOS or account"),
+    ("PerNode", Waiting.CHANGE, "it requests more than a per-node limit of its QOS or account"),
+    ("QOSMin", Waiting.CHANGE, "it requests less than the minimum of its QOS"),
+    ("JobsPerUser", Waiting.OTHERS, "its user has reached the job limit of the QOS"),
+    ("SubmitJob", Waiting.OTHERS, "its user or account has reached its limit of queued jobs"),
+    ("QOSMax", Waiting.OTHERS, "its user has reached the resource limit of the QOS"),
+    ("QOSGrp", Waiting.OTHERS, "its QOS has reached its resource limit"),
+    ("AssocGrp", Waiting.OTHERS, "its account has reached its resource limit"),
+    ("AssocMax", Waiting.OTHERS, "its account has reached its resource limit"),
     ("BurstBuffer", Waiting.OTHERS, "it waits for its burst buffer"),
 )
 
 
 def explain_reason(reason: str) -> tuple[Waiting, str]:
-    """Tell what Slurm's reason of a pending job means.
+    """Return the meaning of Slurm's reason for a pending job.
 
-    A reason that is not known counts as waiting for nodes: that is the careful assumption about jobs of others.
+    An unknown reason counts as waiting for nodes, which is the conservative assumption about other users' jobs.
     """
     known = _REASONS.get(reason) or _REASONS.get(reason.partition(",")[0])
     if known is not None:
@@ -146,11 +146,11 @@ UNUSABLE = {
     "DRAIN": "drained",
     "DRAINED": "drained",
     "DRAINING": "drained",
-    "ERROR": "in error",
+    "ERROR": "in an error state",
     "FAIL": "failing",
     "FAILING": "failing",
     "FUTURE": "not built yet",
-    "INVALID_REG": "not as it is configured",
+    "INVALID_REG": "registered with an invalid configuration",
     "MAINT": "in a maintenance reservation",
     "NOT_RESPONDING": "not responding",
     "NO_RESPOND": "not responding",
@@ -164,33 +164,33 @@ UNUSABLE = {
     "RESERVED": "in a reservation",
     "UNKNOWN": "in an unknown state",
 }
-"""Words of a node's state that keep jobs from starting on it, in plain English."""
+"""Node state flags that keep jobs from starting on the node, in plain English."""
 
-# In order: the first part that the complaint has, case aside, counts.
+# The first part that the message contains, ignoring case, counts.
 _COMPLAINTS = (
     ("invalid account or account/partition", False, "this account may not be charged here: set another `account`"),
-    ("invalid account", False, "there is no such account: set another `account`"),
-    ("invalid partition", False, "there is no such partition: set another `partition`"),
-    ("invalid qos", False, "there is no such QOS, or your account may not use it: set another `qos`"),
+    ("invalid account", False, "unknown account: set another `account`"),
+    ("invalid partition", False, "unknown partition: set another `partition`"),
+    ("invalid qos", False, "the QOS does not exist or your account may not use it: set another `qos`"),
     ("invalid feature", False, "no node has the features of `constraint`"),
     ("invalid generic resource", False, "the nodes have no such GPUs: change `gpus_per_node`"),
     ("requested time limit is invalid", False, "the block is longer than the partition allows: lower `max_walltime`"),
     ("time limit exceeds", False, "the block is longer than the partition allows: lower `max_walltime`"),
-    ("node count specification invalid", False, "the partition does not give that many nodes to a job"),
-    ("more processors requested than permitted", False, "no node has so many CPUs: lower `cpus_per_node`"),
-    ("memory specification can not be satisfied", False, "no node has so much memory: lower `memory_per_node`"),
-    ("requested node configuration is not available", False, "no node of the partition has what a block asks for"),
+    ("node count specification invalid", False, "the partition does not allow this number of nodes"),
+    ("more processors requested than permitted", False, "no node has this many CPUs: lower `cpus_per_node`"),
+    ("memory specification can not be satisfied", False, "no node has this much memory: lower `memory_per_node`"),
+    ("requested node configuration is not available", False, "no node of the partition has the requested resources"),
     ("required node not available", True, "a node of the block has just gone down or been drained"),
     ("requested partition configuration not available", True, "the partition is down or has too few nodes now"),
     ("required partition not available", True, "the partition is down or inactive"),
-    ("user's group not permitted", False, "you are not in the group that may use this partition"),
-    ("access/permission denied", False, "you have no rights to do this here: ask the site"),
-    ("submitjob", True, "you have as many jobs queued as your QOS or account allows"),
+    ("user's group not permitted", False, "you are not in a group that may use this partition"),
+    ("access/permission denied", False, "you do not have permission: ask the site"),
+    ("submitjob", True, "you have reached the limit of queued jobs of your QOS or account"),
     ("accounting/qos policy", False, "a limit of your QOS or account: jobs queued, nodes or walltime"),
     ("unable to contact slurm controller", True, "Slurm's controller is down"),
     ("unable to contact controller", True, "Slurm's controller is down"),
     ("connection refused", True, "Slurm's controller is down"),
-    ("socket timed out", True, "Slurm's controller is slow; the job may have been taken nevertheless"),
+    ("socket timed out", True, "Slurm's controller is slow; the job may have been accepted nevertheless"),
     ("zero bytes were transmitted", True, "the connection to Slurm's controller broke"),
     ("temporarily unable to accept job", True, "Slurm's queue is full"),
     ("resource temporarily unavailable", True, "Slurm's queue is full"),
@@ -203,9 +203,9 @@ _COMPLAINTS = (
 
 
 def explain_complaint(complaint: str) -> Refusal:
-    """Say in plain English why sbatch did not take a job; an unknown complaint is not passing."""
+    """Explain in plain English why sbatch rejected a job; unknown messages count as permanent."""
     words = " ".join(complaint.split())
     for part, passing, sentence in _COMPLAINTS:
         if part in words.lower():
             return Refusal(f"{sentence} (Slurm: {words})", passing)
-    return Refusal(f"sbatch refused the job{': ' + words if words else ' without a word'}", passing=False)
+    return Refusal(f"sbatch rejected the job{': ' + words if words else ' without a message'}", passing=False)

@@ -1,1 +1,1 @@
-"""The life of one training as a state machine: typed events in, typed commands out, no clock, no thread, no socket."""
+"""The life of one training as a pure state machine: typed events in, typed commands out; no clock, threads or I/O."""

@@ -1,4 +1,4 @@
-"""What the state machine of a training wants to be done, in this order."""
+"""The commands of a training's state machine, to be carried out in the order in which they are returned."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Release:
-    """The slot has no run of this training any more."""
+    """Release a slot whose run of this training has ended."""
 
     slot: str
 
 
 @dataclass(frozen=True)
 class Kill:
-    """End a slot's process, which does not end by itself."""
+    """Kill a slot's process, which does not end by itself."""
 
     slot: str
     reason: str
@@ -87,24 +87,24 @@ class CloseStore:
 
 @dataclass(frozen=True)
 class AwaitStorage:
-    """Report when the checkpoint directory, now in this `condition`, can be used again."""
+    """Send an event when the checkpoint directory, now in this `condition`, can be used again."""
 
     condition: str
 
 
 @dataclass(frozen=True)
 class ForgetStorage:
-    """The checkpoint directory works for this training."""
+    """Note that the checkpoint directory works for this training."""
 
 
 @dataclass(frozen=True)
 class CountRestart:
-    """All members have failed: the training falls back on its newest checkpoint."""
+    """Count a restart: all members have failed, and the training falls back to its newest checkpoint."""
 
 
 @dataclass(frozen=True)
 class Inform:
-    """Tell the planner."""
+    """Pass an event to the planner."""
 
     event: planner.Event
 
@@ -118,21 +118,21 @@ class KeepProgress:
 
 @dataclass(frozen=True)
 class Log:
-    """Record what happened."""
+    """Write a record to the journal."""
 
     record: Record
 
 
 @dataclass(frozen=True)
 class Resolve:
-    """The training is done: resolve its future to this serialised value."""
+    """Resolve the future of the finished training to this serialized value."""
 
     payload: bytes
 
 
 @dataclass(frozen=True)
 class Fail:
-    """The training has failed; `error` is an exception, or one that a slot serialised."""
+    """Fail the training's future; `error` is an exception, or one that a slot serialized."""
 
     error: BaseException | bytes
 

@@ -1,4 +1,4 @@
-"""What the executor learns of its trainings: what rescales cost, and how often trainings fall back on a checkpoint."""
+"""Estimates from measurements: rescale costs, and the rate at which trainings fall back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 
 __all__ = ["FailureRate", "changed_significantly", "learned_costs"]
 
-_WEIGHT = 0.5  # of the newest measurement in the exponential mean: machines and models change little, noise is small
-_SIGNIFICANT = 0.1  # relative change below which the planner is not told
+_WEIGHT = 0.5  # of the newest measurement in the exponential moving average: conditions change little, noise is small
+_SIGNIFICANT = 0.1  # relative change below which the planner is not updated
 
 
 def learned_costs(known: RescaleCosts, kind: str, seconds: float) -> RescaleCosts:
-    """Return costs with one more measurement in their mean.
+    """Return costs updated with one more measurement.
 
     Parameters
     ----------
     known
-        The costs so far.
+        The current costs.
     kind
-        ``up``, ``down`` or ``start``: what was measured.
+        The cost that was measured: ``up``, ``down`` or ``start``.
     seconds
-        The measurement; one that is negative or not finite is left out.
+        The measurement; ignored if negative or not finite.
     """
     if not (math.isfinite(seconds) and seconds >= 0):
         return known
@@ -34,21 +34,21 @@ def learned_costs(known: RescaleCosts, kind: str, seconds: float) -> RescaleCost
 
 
 def changed_significantly(known: RescaleCosts, learned: RescaleCosts) -> bool:
-    """Whether costs differ so much from those that the planner knows that it is to be told."""
+    """Return whether costs differ enough from those that the planner knows to update it."""
     pairs = zip(astuple(known), astuple(learned), strict=True)
     return any(abs(after - before) > _SIGNIFICANT * before for before, after in pairs)
 
 
 @dataclass
 class FailureRate:
-    """How long trainings run between failures after which they start from a checkpoint.
+    """The mean time between failures after which a training restarts from a checkpoint.
 
     Parameters
     ----------
     seconds
-        Running time of all trainings; begins with an hour, the guess before there is any experience.
+        Running time of all trainings; starts at one hour, as a prior.
     failures
-        Starts from a checkpoint because all members failed; begins with one, to go with that hour.
+        Number of restarts from a checkpoint because all members failed; starts at one, as a prior.
     """
 
     seconds: float = 3600.0
@@ -56,5 +56,5 @@ class FailureRate:
 
     @property
     def mean_time_between(self) -> float:
-        """Seconds."""
+        """The mean, in seconds."""
         return self.seconds / self.failures

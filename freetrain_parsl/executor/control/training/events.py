@@ -1,4 +1,4 @@
-"""What happens to a training, as its state machine is told."""
+"""The events of a training's state machine."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Assigned:
-    """The planner wants it on these nodes."""
+    """The planner assigns these nodes to the training."""
 
     nodes: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """It is to end with its state saved."""
+    """The training must end with its state saved."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """It cannot go on, for a reason outside it."""
+    """The training cannot continue, for an external reason."""
 
     error: BaseException
 
 
 @dataclass(frozen=True)
 class MachineSized:
-    """There are so many nodes in all."""
+    """There are `nodes` nodes in total."""
 
     nodes: int
 
 
 @dataclass(frozen=True)
 class Reported:
-    """Run number `run`, in a slot, reports."""
+    """Run number `run` in a slot has sent a report."""
 
     slot: str
     run: int
@@ -61,7 +61,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class RunOver:
-    """Run number `run`, in a slot, has ended; `payload` is its value or exception, serialised."""
+    """Run number `run` in a slot has ended; `payload` is its serialized value or exception."""
 
     slot: str
     run: int
@@ -71,7 +71,7 @@ class RunOver:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A slot's process lives; its training has waited for the other members for `waited` seconds."""
+    """A slot is alive; its training has been waiting for the other members for `waited` seconds."""
 
     slot: str
     waited: float
@@ -79,7 +79,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class SlotLost:
-    """A slot is gone; a `crash` is a loss that the batch system did not cause."""
+    """A slot has failed; a `crash` is a failure that the batch system did not cause."""
 
     slot: str
     reason: str
@@ -88,7 +88,7 @@ class SlotLost:
 
 @dataclass(frozen=True)
 class StoragePostponed:
-    """The checkpoint directory cannot be used: why, and until when it is not tried again (seconds)."""
+    """The checkpoint directory cannot be used: the reason, and the time of the next attempt (seconds)."""
 
     condition: str
     until: float
@@ -101,7 +101,7 @@ class StorageBack:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time has passed; `arrived`: the slots that have come to the meeting of the next group."""
+    """Time has passed; `arrived`: the slots that have joined the rendezvous of the next group."""
 
     arrived: frozenset[str] = frozenset()
 

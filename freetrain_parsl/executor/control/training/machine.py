@@ -1,9 +1,9 @@
 """The state machine of one training.
 
-A training starts on its nodes as a group of processes, from its newest checkpoint if it has one. From then on the group
-changes in place: newcomers prepare on the nodes that are added while the others train, then one command makes all of
-them form the next group. The same command leads the survivors out of a failure. Only a training that loses all its
-nodes, or cannot change in place, is paused with a checkpoint and starts again.
+A training starts on its nodes as a group of processes, from its newest checkpoint if it has one. From then on, the
+group changes in place: newcomers prepare on added nodes while the members train, then one command makes all of them
+form the next group. The survivors of a failure receive the same command. Only a training that loses all its nodes, or
+cannot change in place, is paused with a checkpoint and started again.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "TrainingMachine"]
 
-_GATHER = 0.1  # seconds: the slots of a node are rarely lost in the same instant
+_GATHER = 0.1  # seconds: the slots of a node rarely fail at the same instant
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Time-outs in seconds, and the number of restarts.
+    """Timeouts in seconds, and the number of restarts.
 
     Parameters
     ----------
     peer_timeout
-        Members that do nothing but wait for each other for so long have lost each other; and members that should end
-        after a failure must within this time.
+        If all members only wait for each other for this long, their connections are broken. Also the time within which
+        members must end after a failure.
     meeting_timeout
-        How long the members of a new group wait for each other.
+        Time for which the members of a new group wait for each other.
     max_restarts
-        Crashes, on nodes that were not taken, that a training may answer without reaching a further step.
+        Number of crashes, on nodes that were not taken, after which a training restarts without reaching a new step.
     """
 
     peer_timeout: float = 10.0
@@ -96,13 +96,13 @@ class TrainingMachine:
     Parameters
     ----------
     request
-        What was submitted.
+        The submitted request.
     limits
         See `Limits`.
     costs
-        Rescale costs if the request states none, until they are measured.
+        Rescale costs if the request does not state them, until they are measured.
     numbers
-        Gives numbers that are unique for the driver.
+        Yields numbers that are unique within the driver.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class TrainingMachine:
         self._recovering: Recovering | None = None
         self._trainer = request.trainer(costs, submitted=now)
         self._costs = self._trainer.costs
-        self._first_step: int | None = None  # where this run began; -1 without a checkpoint
+        self._first_step: int | None = None  # at the start of this execution; -1 without a checkpoint
         self._furthest = 0
-        self._restarts = 0  # crashes since that step was reached
+        self._restarts = 0  # crashes since `_furthest` was reached
         self._last_crash = ""
         self._storage_problem = ""
         self._code_note = ""
@@ -133,7 +133,7 @@ class TrainingMachine:
 
     @property
     def phase(self) -> Phase:
-        """The present phase."""
+        """The current phase."""
         return self._phase
 
     @phase.setter
@@ -143,7 +143,7 @@ class TrainingMachine:
 
     @property
     def state(self) -> State:
-        """The present state."""
+        """The current state."""
         if self._recovering is None:
             return self.phase
         return Recovering(self.phase, self._recovering.failures, self._recovering.latest)
@@ -155,7 +155,7 @@ class TrainingMachine:
 
     @property
     def group(self) -> Group | None:
-        """The present group."""
+        """The current group."""
         return None if isinstance(self.phase, Waiting) else self.phase.group
 
     @property
@@ -172,14 +172,14 @@ class TrainingMachine:
         return self._take_commands()
 
     def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Command]:  # noqa: C901 - a case for each event
-        """Take an event, and return what is to be done.
+        """Handle an event, and return the resulting commands.
 
         Parameters
         ----------
         event
-            What has happened.
+            The event.
         registry
-            The slots that there are; read only.
+            The connected slots; only read.
         now
             Seconds.
         """
@@ -219,7 +219,7 @@ class TrainingMachine:
             self._explain_stall()
         for one in self.participants.values():
             if one.deadline is not None and self._now > one.deadline:
-                self._do(do.Kill(one.slot, "it did not answer a failure, or did not leave, in time"))
+                self._do(do.Kill(one.slot, "it did not respond to a failure, or did not exit, in time"))
 
     def _advance(self, arrived: frozenset[str]) -> None:
         group, phase = self.group, self.phase
@@ -232,12 +232,12 @@ class TrainingMachine:
             return
         elif (cut := self._disconnection()) is not None:
             self._note_failure(Failure(cut, crash=True))
-            self._recover(with_newcomers=False)  # they may be why
+            self._recover(with_newcomers=False)  # they may be the cause
         elif isinstance(phase, Regrouping):
             limit = self._limits.peer_timeout
             if not phase.begun and self._now - phase.after.began > limit:
                 for slot in hanging_newcomers(self.participants, phase, arrived):
-                    self._do(do.Kill(slot, f"it hangs: it did not join the others within {limit:g} s"))
+                    self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
         elif not any(member.group_failed is not None for member in self._members()):
             self._approach_desired_nodes()
 
@@ -296,7 +296,7 @@ class TrainingMachine:
             self._do(do.Fail(TrainingCancelled(f"training {self.name!r} was cancelled")))
 
     def _start(self) -> None:
-        """Start a new group, if all slots of its nodes are there and free."""
+        """Start a new group if all slots of its nodes are connected and idle."""
         slots = self._registry.complete_slots(self.desired)
         if not slots or any(slot.busy is not None or slot.leaving for slot in slots):
             return
@@ -314,7 +314,7 @@ class TrainingMachine:
         self._do(do.Start(slot, run, place))
 
     def _regroup(self, ranks: tuple[str, ...], *, failure: bool) -> None:
-        """Command these slots into the next group, and all others of the present one out."""
+        """Command these slots to form the next group, and all other members of the current one to leave."""
         pauses = isinstance(self.phase, Pausing) or (isinstance(self.phase, Regrouping) and self.phase.pauses)
         before = self._close_change()
         participants = self.participants
@@ -337,7 +337,7 @@ class TrainingMachine:
     def _joined(self, member: Participant, report: Joined) -> None:
         change = self._change
         if change is None or report.generation != change.after.number:
-            return  # of a group that has lost a member since
+            return  # of a group in which a member has failed since
         change.begun = True
         member.trains()
         change.awaited.discard(member.slot)
@@ -346,18 +346,18 @@ class TrainingMachine:
             self._complete(change)
 
     def _complete(self, change: Regrouping) -> None:
-        """Note that all members train in the new group; those that had to leave must have ended soon."""
+        """Complete a change: all members train in the new group, and those that leave get a deadline."""
         self.phase = Running(change.after)
         self._do(do.CloseStore(change.before.number))
         self._log_change(change)
         for one in self.participants.values():
             if one.role is Role.LEAVER and one.deadline is None:
                 one.deadline = self._now + self._limits.peer_timeout + self._limits.meeting_timeout
-        if change.pauses:  # commanded before the failure: not all may know
+        if change.pauses:  # commanded before the failure: some members may not have received it
             self._pause()
 
     def _close_change(self) -> Group:
-        """Give up a change that not all have carried out, if there is one; return the present group."""
+        """End a change that is still in progress, if any; return the current group."""
         change, group = self._change, self.group
         assert group is not None
         if change is not None:
@@ -370,7 +370,7 @@ class TrainingMachine:
         return group
 
     def _pause(self) -> None:
-        """Let the members save and end, or end as they do anyway, and send all others away."""
+        """Make the members save and end, and dismiss all newcomers."""
         phase = self.phase
         if isinstance(phase, Regrouping) and phase.begun:
             phase.pauses = True
@@ -386,7 +386,7 @@ class TrainingMachine:
                 self._send(member, PauseRun(self.name, member.run))
 
     def _dismiss(self, leavers: Iterable[Participant], *, abort: bool) -> None:
-        """Send newcomers away, and members: at the boundary where the others regroup, or at once with `abort`."""
+        """Dismiss newcomers, and members: at the boundary at which the others regroup, or at once with `abort`."""
         change = self._change
         for one in list(leavers):
             if one.role is Role.NEWCOMER or not one.has_state:
@@ -408,10 +408,10 @@ class TrainingMachine:
         if self.over or member.role is Role.LEAVER:
             self._dismiss([member], abort=True)
         elif change is None or not change.failure or report.generation >= change.after.number:
-            member.group_failed, member.complaint = self._now, report.reason  # else its command is on the way
+            member.group_failed, member.complaint = self._now, report.reason  # else its command is in transit
 
     def _exclude_unreachable(self, report: GroupFailed | PeersFailed) -> None:
-        """Go on without those whom the others of a group that could not form do not reach."""
+        """Exclude the members that the others cannot reach, after a group could not be formed."""
         groups = [group for group in (self.next_group, self.group) if group is not None]
         ranks = next((group.ranks for group in groups if group.number == report.generation), ())
         for slot in fewest_to_exclude(ranks, report.unreachable):
@@ -419,7 +419,7 @@ class TrainingMachine:
             if member is None or slot not in self._registry.slots or member.unreachable or self.over:
                 continue
             member.unreachable = True
-            reason = f"other nodes of training {self.name} do not reach it, though it reaches the driver"
+            reason = f"other nodes of training {self.name} cannot reach it, though it reaches the driver"
             self._do(do.SetAside(slot, reason))
             self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
 
@@ -439,7 +439,7 @@ class TrainingMachine:
         self._recovering = Recovering(self.phase, [*before, failure], self._now)
 
     def _recover(self, *, with_newcomers: bool) -> None:
-        """Go on with the survivors, or, if none of them has the state, from the newest checkpoint."""
+        """Continue with the survivors, or, if none of them has the state, from the newest checkpoint."""
         assert self._recovering is not None
         failures, self._recovering = self._recovering.failures, None
         failure = next((one for one in failures if one.crash), failures[-1])
@@ -471,7 +471,7 @@ class TrainingMachine:
         self._end_group_if_empty()
 
     def _abandon(self) -> None:
-        """End the group without saving."""
+        """End the group without saving the state."""
         group = self._close_change()
         self.phase = Abandoning(group)
         self._dismiss(self.participants.values(), abort=True)
@@ -481,7 +481,7 @@ class TrainingMachine:
     def _reported(self, event: on.Reported) -> None:
         participant = self.participants.get(event.slot)
         if participant is None or participant.run != event.run:
-            return  # of an earlier run
+            return  # from an earlier run
         match event.report:
             case Progress():
                 if not self.over:
@@ -546,7 +546,7 @@ class TrainingMachine:
                 if missed and participant.role is Role.MEMBER and not self.over:
                     self._note_failure(Failure(str(reason), crash=False))
             case RunPaused():
-                # A node is about to close, or the slot was told to end: all pause.
+                # A node is about to close, or the slot was commanded to end: all members pause.
                 if missed and not self.over and not isinstance(self.phase, (Waiting, Pausing)):
                     self._pause()
         self._end_group_if_empty()
@@ -554,7 +554,7 @@ class TrainingMachine:
     # ── the ends ──────────────────────────────────────────────────────────────────────────────────
 
     def _remove(self, participant: Participant) -> bool:
-        """Take out a slot whose run has ended; whether the others miss it."""
+        """Remove a slot whose run has ended; return whether it was still needed by a group."""
         del self.participants[participant.slot]
         group, coming = self.group, self.next_group
         missed = any(one is not None and participant.slot in one.running for one in (group, coming))
@@ -617,7 +617,7 @@ class TrainingMachine:
     # ── the checkpoint directory ──────────────────────────────────────────────────────────────────
 
     def _hold(self, condition: str) -> None:
-        """Take the training, which cannot start or go on without the checkpoint directory, off its nodes."""
+        """Take the training off its nodes: it cannot start or continue without the checkpoint directory."""
         if self.over or self.goal is not Goal.TRAIN:
             return
         self.goal, self.desired = Goal.HOLD, frozenset()
@@ -640,7 +640,7 @@ class TrainingMachine:
             self._log(record.TrainingTriesAgain(self.name))
             self._do(do.Inform(planner.TrainerSubmitted(self._now, self._trainer)))
 
-    # ── small parts ───────────────────────────────────────────────────────────────────────────────
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _change(self) -> Regrouping | None:
@@ -657,7 +657,7 @@ class TrainingMachine:
         return [one for one in self.participants.values() if one.role is Role.NEWCOMER]
 
     def _learn(self, kind: str, seconds: float) -> None:
-        """Tell the planner what a rescale costs, unless the user has stated it, if that differs."""
+        """Update the rescale costs, unless the user stated them; inform the planner of a significant change."""
         if self.request.costs is not None:
             return
         self._costs = learned_costs(self._costs, kind, seconds)

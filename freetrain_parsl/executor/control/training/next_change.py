@@ -1,4 +1,4 @@
-"""What a training should do next to get to the nodes where it should be, and whether its group works."""
+"""The next change of a training towards its assigned nodes, and the detection of broken groups."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 __all__ = ["NextChange", "disconnection", "fewest_to_exclude", "hanging_newcomers", "next_change", "survivors"]
 
-# A member whose heartbeat comes this many seconds after a peer's complaint lives: the connection failed.
+# A member whose heartbeat arrives this many seconds after a peer's error is alive: the connection failed.
 _ALIVE = 1.5
-_PATIENCE = 5.0  # seconds for which the first newcomer that is ready waits for the others
+_PATIENCE = 5.0  # seconds for which the first ready newcomer waits for the others
 
 
 @dataclass(frozen=True)
 class NextChange:
-    """The next step towards the nodes that are wanted; all fields empty: none.
+    """The next change towards the assigned nodes; all fields empty: no change.
 
     Parameters
     ----------
     pause
-        Save, and end on all slots.
+        Whether all members save and end.
     dismiss
-        Newcomers to send away.
+        Newcomers to dismiss.
     start
-        Slots to start newcomers on.
+        Slots on which to start newcomers.
     ranks
         Slots of the next group, in order of rank.
     """
@@ -52,25 +52,24 @@ def next_change(
     min_nodes: int,
     now: float,
 ) -> NextChange:
-    """Decide for a training that runs, can change in place, and is not changing.
+    """Decide the next change of a training that runs, can change in place, and is not changing.
 
-    A change of nodes is carried out in place. Nodes that are to be given back are left at once; nodes that are added
-    join when their slots are ready, as many in one change as is possible without keeping those that are ready waiting.
-    A training that moves to other nodes altogether trains until the slots there are ready, then goes through a group
-    of both.
+    Nodes that are to be released are left at once. Added nodes join when their slots are ready, as many as possible in
+    one change without making ready slots wait long. A training that moves to entirely different nodes continues until
+    the slots there are ready, then changes through an intermediate group of both.
 
     Parameters
     ----------
     participants
-        Slot -> its part in the training.
+        Slot -> participant.
     group
-        The present group.
+        The current group.
     desired
-        Nodes where the training should be.
+        Nodes that are assigned to the training.
     registry
-        The slots that there are.
+        The connected slots.
     min_nodes
-        The fewest nodes that it runs on.
+        The minimum number of nodes of the training.
     now
         Seconds.
     """
@@ -96,17 +95,17 @@ def next_change(
 
 
 def members_of(participants: Mapping[str, Participant], group: Group) -> list[Participant]:
-    """List the members of a group whose run has not ended, in order of rank."""
+    """Return the members of a group whose run has not ended, in order of rank."""
     return [participants[s] for s in group.ranks if s in participants and participants[s].role is Role.MEMBER]
 
 
 def survivors(
     participants: Mapping[str, Participant], group: Group, change: Regrouping | None, *, with_newcomers: bool
 ) -> tuple[str, ...]:
-    """List the slots that can go on after a failure, in order of rank; empty if none of them has the state."""
+    """Return the slots that can continue after a failure, in order of rank; empty if none of them has the state."""
     if change is not None and not change.begun:
         members = [participants[slot] for slot in change.after.ranks if slot in participants]
-        if not any(member.has_state for member in members):  # those who were to leave may still be there
+        if not any(member.has_state for member in members):  # members that should leave may still be running
             members = [participants[slot] for slot in change.before.ranks if slot in participants] + members
     else:
         members = members_of(participants, group)
@@ -125,7 +124,7 @@ def disconnection(
     meeting_timeout: float,
     now: float,
 ) -> str | None:
-    """Return why a group does not work though no failure is known: a connection is cut; ``None`` if it works."""
+    """Return why a group makes no progress without a known failure: a broken connection; ``None`` if it works."""
     members = [one for one in participants.values() if one.role is Role.MEMBER]
     if not members:
         return None
@@ -134,23 +133,23 @@ def disconnection(
         complaint = next((f": {one.complaint}" for one in members if one.complaint), "")
         heard = min(registry.slots[one.slot].heard for one in members)
         if heard > min(failed) + _ALIVE or now - min(failed) > peer_timeout:
-            return f"its members lost each other, though all of them live{complaint}"
+            return f"its members lost their connections, though all of them are alive{complaint}"
         return None
     limit = peer_timeout + (0.0 if change is None else meeting_timeout)
     if (change is None or not change.failure) and all(one.waited > limit for one in members):
-        return f"its members did nothing but wait for each other for more than {limit:g} s"
+        return f"its members only waited for each other for more than {limit:g} s"
     return None
 
 
 def fewest_to_exclude(ranks: Sequence[str], unreachable: Iterable[Sequence[int]]) -> tuple[str, ...]:
-    """Choose slots without which all others of a group reach each other: few, and rather those that came last.
+    """Choose a small set of slots without which all others of a group can reach each other; prefers high ranks.
 
     Parameters
     ----------
     ranks
         The group's slots in order of rank.
     unreachable
-        Pairs of ranks that do not reach each other.
+        Pairs of ranks that cannot reach each other.
     """
     pairs = {frozenset(pair) for pair in unreachable}
     pairs = {pair for pair in pairs if len(pair) == 2 and pair <= set(range(len(ranks)))}
@@ -166,36 +165,36 @@ def fewest_to_exclude(ranks: Sequence[str], unreachable: Iterable[Sequence[int]]
 def hanging_newcomers(
     participants: Mapping[str, Participant], change: Regrouping, arrived: frozenset[str]
 ) -> tuple[str, ...]:
-    """List the newcomers that hang: they have nothing to do but to come to the meeting, where they are not.
+    """Return the newcomers that hang: they only have to join the rendezvous, and have not.
 
     Parameters
     ----------
     participants
-        Slot -> its part in the training.
+        Slot -> participant.
     change
-        The change that is being carried out, for longer than any newcomer takes.
+        The current change, which has taken longer than any newcomer needs.
     arrived
-        Slots that have come to the meeting of the new group.
+        Slots that have joined the rendezvous of the new group.
     """
     newcomers = [one for one in participants.values() if one.slot in change.awaited and not one.has_state]
     return tuple(one.slot for one in newcomers if one.slot not in arrived and one.group_failed is None)
 
 
 class _Availability:
-    """What there is on the nodes that a training should have.
+    """The state of the nodes that are assigned to a training.
 
     Attributes
     ----------
     unwanted
         Newcomers on other nodes.
     startable
-        Free slots where newcomers could be started.
+        Idle slots on which newcomers can be started.
     preparing
-        Newcomers that are not ready.
+        Newcomers that are not ready yet.
     ready
-        Newcomers that can join: all slots of their nodes are ready, or members already.
+        Newcomers that can join: all slots of their nodes are ready or already members.
     complete
-        No slot is missing, or busy with something else.
+        Whether no slot is missing or busy with other work.
     """
 
     def __init__(self, participants: Mapping[str, Participant], wanted: Iterable[str], registry: SlotRegistry) -> None:
@@ -218,12 +217,12 @@ class _Availability:
                 self.ready += arrived
 
     def change(self, ranks: tuple[str, ...]) -> NextChange:
-        """Start newcomers where that is possible, send away those that are not wanted, regroup if there are `ranks`."""
+        """Start newcomers where possible, dismiss those that are not wanted, and regroup if there are `ranks`."""
         return NextChange(dismiss=self.unwanted, start=self.startable, ranks=ranks)
 
 
 def _grow(stay: list[Participant], there: _Availability, now: float) -> tuple[str, ...]:
-    """Give the ranks of a larger group, as soon as all newcomers are ready or the first has waited long enough."""
+    """Return the ranks of a larger group, once all newcomers are ready or the first has waited long enough."""
     if not there.ready:
         return ()
     waited = now - min(one.ready for one in there.ready if one.ready is not None)

@@ -1,4 +1,4 @@
-"""Why a training makes no progress: a sentence for the journal, the log and the live view."""
+"""The reason why a training makes no progress, for the journal, the log and the live view."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 __all__ = ["stall_reason"]
 
-_EXPLAINED_AFTER = 45.0  # seconds; so that everybody knows within a minute
+_EXPLAINED_AFTER = 45.0  # seconds; so that the reason is reported within a minute
 
 
 def stall_reason(training: TrainingMachine, now: float) -> str:
-    """Return why a training makes no progress; empty if it does, or has waited for a short time only.
+    """Return why a training makes no progress; empty if it does, or has waited only for a short time.
 
     Parameters
     ----------
     training
-        One that is not over.
+        A training that is not over.
     now
         Seconds.
     """
@@ -34,7 +34,7 @@ def stall_reason(training: TrainingMachine, now: float) -> str:
             return f"waits for slots on {_listed(training.desired)} to start or to become free"
         needed = training.request.min_nodes
         nodes = "a node" if needed == 1 else f"{needed} nodes"
-        return f"waits for {nodes} to join; `freetrain explain` says why idle nodes are not used"
+        return f"waits for {nodes} to join; `freetrain explain` shows why idle nodes are not used"
     if isinstance(state, Starting) and now - state.group.began >= _EXPLAINED_AFTER:
         return f"on {_listed(state.group.nodes)} its function has not reached session.epochs() yet"
     newcomers = [one for one in training.participants.values() if one.role is Role.NEWCOMER]

@@ -1,4 +1,4 @@
-"""The states of a training, and the processes that run it."""
+"""The states of a training, and its participants: the processes that run it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 
 
 class Role(Enum):
-    """What a process that runs a training is to it."""
+    """The role of a process in a training."""
 
-    MEMBER = "in the present group, or about to be in the next"
+    MEMBER = "in the current group, or about to be in the next"
     NEWCOMER = "prepares to join the group"
-    LEAVER = "was told to leave"
+    LEAVER = "was dismissed"
 
 
 @dataclass
@@ -44,27 +44,27 @@ class Participant:
     Parameters
     ----------
     slot, node
-        Where.
+        The slot and its node.
     run
-        Number of the command by which it runs it, unique for the driver.
+        Number of its run, unique within the driver.
     role
         See `Role`.
     has_state
-        Whether it could transfer the training's state to others.
+        Whether it has the training's state and could transfer it to others.
     began
-        When it was told to run the training, seconds.
+        When it was commanded to run the training, seconds.
     ready
-        When a newcomer reported that it lacks nothing but the state, seconds.
+        When it reported, as a newcomer, that it lacks only the state, seconds.
     group_failed
         When it reported that a peer failed, seconds; ``None`` while it trains.
     complaint
-        The error of its collective then.
+        The error of its collective at that time.
     waited
-        Seconds for which it has done nothing but wait for the other members, by its last heartbeat.
+        Seconds for which it has only waited for the other members, as of its last heartbeat.
     deadline
-        By when it must have ended, or have joined the next group, or its process is killed; seconds.
+        When its process is killed unless it has ended or joined the next group, seconds.
     unreachable
-        Whether others of its group do not reach it: they go on without it.
+        Whether other members of its group cannot reach it and continue without it.
     """
 
     slot: str
@@ -81,27 +81,27 @@ class Participant:
     unreachable: bool = False
 
     def trains(self) -> None:
-        """Note that it is a member of a group that works."""
+        """Record that it is a member of a working group."""
         self.role, self.has_state = Role.MEMBER, True
         self.group_failed, self.waited, self.deadline = None, 0.0, None
 
 
 @dataclass
 class Group:
-    """A process group of a training; from its first step on, a fragment.
+    """A process group of a training; a fragment from its first step on.
 
     Parameters
     ----------
     number
-        Unique for the driver.
+        Its number, unique within the driver.
     nodes
-        Where its members are.
+        The nodes of its members.
     ranks
-        Their slots in order of rank.
+        The slots of its members, in order of rank.
     began
-        When it was ordered, seconds.
+        When it was commanded, seconds.
     running
-        Those of its slots whose run has not ended.
+        Its slots whose run has not ended.
     """
 
     number: int
@@ -121,14 +121,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """A member that is gone; a `crash` is one that the batch system did not cause."""
+    """The failure of a member; a `crash` is one that the batch system did not cause."""
 
     reason: str
     crash: bool
 
 
 class Goal(Enum):
-    """What a training that has not ended is to do."""
+    """The goal of a training that has not ended."""
 
     TRAIN = "run on the nodes that it is assigned"
     HOLD = "wait until the checkpoint directory can be used"
@@ -137,14 +137,14 @@ class Goal(Enum):
 
 @dataclass
 class Waiting:
-    """It has no group; `since` when, seconds."""
+    """The training has had no group since `since`, in seconds."""
 
     since: float
 
 
 @dataclass
 class Starting:
-    """A new group starts, from the newest checkpoint if there is one, and has not reported yet."""
+    """A new group is starting, from the newest checkpoint if there is one, and has not reported yet."""
 
     group: Group
 
@@ -158,24 +158,24 @@ class Running:
 
 @dataclass
 class Regrouping:
-    """The members change, in place, from one group to another.
+    """The members change from one group to another in place.
 
     Parameters
     ----------
     before, after
         The groups.
     failure
-        Whether it answers the failure of a member.
+        Whether its cause is the failure of a member.
     grows
-        Whether it takes newcomers in.
+        Whether newcomers join.
     awaited
         Slots of the new group that have not reported that they train in it.
     pauses
         Whether the members pause as soon as they are in the new group.
     paused
-        Longest pause that one of them reported, seconds.
+        Longest pause reported by a member, seconds.
     begun
-        Whether one of them has: the training goes on in the new group.
+        Whether a member has reported: the training continues in the new group.
     """
 
     before: Group
@@ -189,13 +189,13 @@ class Regrouping:
 
     @property
     def group(self) -> Group:
-        """The present group."""
+        """The current group."""
         return self.after if self.begun else self.before
 
 
 @dataclass
 class Pausing:
-    """The members save the state and end; `reported`: the group had begun to train."""
+    """The members save the state and end; `reported`: the group had started training."""
 
     group: Group
     reported: bool
@@ -203,14 +203,14 @@ class Pausing:
 
 @dataclass
 class Abandoning:
-    """The members end without saving: the training starts again from its newest checkpoint."""
+    """The members end without saving; the training restarts from its newest checkpoint."""
 
     group: Group
 
 
 @dataclass
 class Ended:
-    """It has finished or failed; the last members of `group` may still be ending."""
+    """The training has finished or failed; the last members of `group` may still be ending."""
 
     group: Group | None
 
@@ -232,16 +232,16 @@ TRANSITIONS: Mapping[type, frozenset[type]] = {
 
 @dataclass
 class Recovering:
-    """Members have failed; more may be about to, so the answer waits for a moment.
+    """Members have failed; more may follow, so the response is briefly delayed.
 
     Parameters
     ----------
     phase
-        In which it happened, and which goes on meanwhile.
+        The phase in which the failures happened, and which continues meanwhile.
     failures
-        Not answered yet.
+        Failures without a response yet.
     latest
-        When the last of them was noticed, seconds.
+        When the last of them was detected, seconds.
     """
 
     phase: Phase
