@@ -23,7 +23,7 @@ class WindowKind(str, Enum):
     BACKFILL = "backfill"
     """Ends before the next planned start, at a known time."""
     PREEMPTIBLE = "preemptible"
-    """May be taken back at any time, with the site's notice."""
+    """May be preempted at any time, with the site's notice."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A runtime directory of the tests' own, and clusters in it."""
+"""A separate runtime directory for the tests, and clusters in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from freetrain_parsl.cluster.client import EmbeddedCluster
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch):
-    """Keep the tests' clusters apart from the user's; short, because a socket's path is limited."""
+    """Separate the tests' clusters from the user's; the path is short, because that of a socket is limited."""
     directory = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     yield directory
@@ -25,7 +25,7 @@ def runtime(monkeypatch):
 
 @pytest.fixture
 def start_cluster(tmp_path):
-    """Start clusters; they end with the test, and leave no process behind."""
+    """Start clusters that end with the test and leave no processes behind."""
     started: list[EmbeddedCluster] = []
 
     def start(**options) -> EmbeddedCluster:
@@ -43,12 +43,12 @@ def start_cluster(tmp_path):
 
 @pytest.fixture
 def eventually():
-    """Wait until something holds; for tests of real processes only."""
+    """Wait until a condition holds; only for tests of real processes."""
 
     def wait(condition, seconds: float = 10.0):
         end = time.monotonic() + seconds
         while not (answer := condition()):
-            assert time.monotonic() < end, "it never came about"
+            assert time.monotonic() < end, "the condition never held"
             time.sleep(0.02)
         return answer
 

@@ -12,7 +12,7 @@ def record(job_id, submit, start, end, nodes=2, planned_run=5.0):
 
 
 def test_jobs_that_went_as_simulated_have_no_delay_to_the_last_bit():
-    begin = 0.1 + 0.2  # not a float that rounds well
+    begin = 0.1 + 0.2  # not exact in floating point
     records = [record("1", begin, begin, 3.7), record("2", 1.1, 3.7, 7.3), record("3", 1.2, 7.3, None)]
     assert [item.delay for item in delays(records, 2, 8.0)] == [0, 0, 0]
 

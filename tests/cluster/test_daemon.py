@@ -188,7 +188,7 @@ def test_a_process_that_shed_session_and_environment_goes_with_the_cluster(start
     cluster.client.submit(["bash", "-c", f"({hidden} &); sleep 65"], walltime=LONG)
     pid = int(eventually(lambda: out.exists() and out.read_text()))
     cluster.stop()
-    assert pid not in {info.pid for info in processes.living()}, "a zombie that nobody has reaped yet is gone too"
+    assert pid not in {info.pid for info in processes.living()}, "a zombie that has not been reaped yet is gone too"
 
 
 def test_a_cluster_whose_process_is_killed_leaves_nothing_after_stop(start_cluster, eventually):

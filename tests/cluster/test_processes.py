@@ -1,4 +1,4 @@
-"""Looking at processes through /proc."""
+"""Inspection of processes through /proc."""
 
 from __future__ import annotations
 

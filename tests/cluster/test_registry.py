@@ -1,4 +1,4 @@
-"""Where running clusters are found."""
+"""Registry of running clusters."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ main_jobs = st.lists(
 
 @dataclass(frozen=True)
 class Filler:
-    """A preemptible job of the tests."""
+    """A preemptible job for the tests."""
 
     submit: int
     nodes: int
@@ -62,12 +62,12 @@ fillers = st.lists(
 
 @dataclass
 class Simulation:
-    """Drives a scheduler and checks what must hold at every moment."""
+    """Drives a scheduler and checks its invariants at every moment."""
 
     mains: list[MainJob]
     fillers: list[Filler] = field(default_factory=list)
     vanish: float = 0
-    """How long a preempted job's processes take to go."""
+    """How long a preempted job's processes take to end."""
     starts: dict[str, float] = field(default_factory=dict)
     log: list[tuple[float, object]] = field(default_factory=list)
     promise: tuple[str, float] | None = None
@@ -179,7 +179,7 @@ def test_a_preemptible_job_starts_only_where_the_plan_needs_no_node_before_its_e
     class Checked(Simulation):
         def start(self, now, action):
             if action.job.preemptible:
-                # What the plan says once it runs: its nodes are free until its end at least.
+                # The plan while it runs: its nodes are free until its end at least.
                 for start, nodes in self.scheduler.expected_starts(now).values():
                     if set(nodes) & set(action.nodes):
                         assert start >= now + action.job.walltime
@@ -291,7 +291,7 @@ class TestPreemption:
         scheduler.released("wide", "n01")
         assert scheduler.schedule(3) == []
         scheduler.released("wide", "n02")
-        (start,) = scheduler.schedule(4)  # it needs no third node of the job that it drove out
+        (start,) = scheduler.schedule(4)  # it needs no third node of the preempted job
         assert start == Start(Job("main", 3, 10), ("n01", "n02", "n05"))
 
     def test_nodes_that_are_being_emptied_are_taken_before_anybody_is_driven_out(self):

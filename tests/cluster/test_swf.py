@@ -47,14 +47,14 @@ def test_jobs_that_never_ran_or_have_no_size_are_counted(write):
 
 
 def test_a_job_that_had_processors_for_less_than_a_second_ran(write):
-    """Unless it was cancelled: then nobody knows whether it began."""
+    """Unless it was cancelled: then it is unknown whether it started."""
     log = SwfLog(write(row(run=0), row(run=0, processors=-1), row(run=0, status=5)))
     assert [job.run for job in log] == [0]
     assert log.unusable == 2
 
 
 def test_processors_per_node_may_be_given(write):
-    """Where the head lacks one of the numbers, or counts something else."""
+    """If the header lacks one of the numbers, or counts something else."""
     log = SwfLog(write(row(processors=9), head="; MaxProcs: 40\n"), processors_per_node=4)
     assert (log.nodes, [job.nodes for job in log]) == (10, [3])
     assert [job.nodes for job in SwfLog(write(row(processors=9)), processors_per_node=8)] == [2]

@@ -1,4 +1,4 @@
-"""Main queues: drawn, and from job logs."""
+"""Main queues: generated, and from job logs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
-from freetrain_parsl.testing.hosts import Hosts, checkpoint_manager
+from freetrain_parsl.testing.hosts import Hosts, keeper
 
 pytestmark = pytest.mark.hosts
 
@@ -181,13 +181,13 @@ def test_nothing_outlives_its_maker(how):
         namespaces = set(map(int, numbers))
         assert len(namespaces) == len(SITE)
         if how == "killed":
-            assert len(checkpoint_manager.inside(namespaces)) >= 2 * len(SITE)
+            assert len(keeper.inside(namespaces)) >= 2 * len(SITE)
             maker.kill()
         maker.wait(30)
     deadline = time.monotonic() + 30
-    while (checkpoint_manager.inside(namespaces) or Path(directory).exists()) and time.monotonic() < deadline:
+    while (keeper.inside(namespaces) or Path(directory).exists()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert checkpoint_manager.inside(namespaces) == []
+    assert keeper.inside(namespaces) == []
     assert not Path(directory).exists()
     assert Path("/proc/mounts").read_text() == mounts
 

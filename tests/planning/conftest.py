@@ -1,4 +1,4 @@
-"""What tests of planning share."""
+"""Fixtures of the planning tests."""
 
 from __future__ import annotations
 

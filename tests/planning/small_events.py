@@ -1,4 +1,4 @@
-"""A planner's settings, and small events for it, that its tests share."""
+"""Planner settings and small events, shared by the planner's tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = PlannerSettings(
     settle=2,
     max_pending_blocks=4,
 )
-# Concave, so that sharing pays: with linear curves any split of the nodes is as good as another.
+# Concave, so that sharing pays off: with linear curves all splits of the nodes are equally good.
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 32.0, 8: 50.0, 64: 60.0})
 
 
@@ -45,7 +45,7 @@ def only(kind: type, actions: ev.Actions) -> list:
 
 
 def held(planner: Planner, *nodes: str, closes: float = 500.0, time: float = 0.0) -> str:
-    """Bring a block with these nodes through request, start and join; needs a trainer that wants them."""
+    """Take a block with these nodes through request, start and join; requires a trainer that wants them."""
     (request,) = only(ev.RequestBlock, planner.advance(ev.WindowsSeen(time, (window(*nodes, closes=closes),))))
     planner.advance(ev.BlockStarted(time, request.block, request.nodes, closes))
     planner.advance(joined(time, request.block, *request.nodes, closes=closes))

@@ -1,4 +1,4 @@
-"""Our own policies keep the contract that we ask of others', and the suite notices who does not."""
+"""The built-in policies satisfy the contract of policies, and the suite detects policies that do not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestWindow(PolicyConformance):
 
 
 class _Broken(Policy):
-    """Gives every node to everybody, optimally."""
+    """Gives every node to every trainer and claims optimality."""
 
     name = "broken"
 

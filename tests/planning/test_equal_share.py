@@ -1,4 +1,4 @@
-"""The published baseline, by hand."""
+"""The published baseline, against results computed by hand."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def share(nodes, *bounds):
     ("nodes", "bounds", "expected"),
     [
         (9, [(1, 9), (1, 9), (1, 9)], [3, 3, 3]),
-        (11, [(1, 9), (1, 9), (1, 9)], [5, 3, 3]),  # what is left goes to the first
+        (11, [(1, 9), (1, 9), (1, 9)], [5, 3, 3]),  # the rest goes to the first
         (11, [(1, 4), (1, 9), (1, 9)], [4, 4, 3]),  # up to its maximum
         (9, [(1, 2), (1, 9), (1, 9)], [2, 4, 3]),
-        (9, [(4, 9), (1, 9), (1, 9)], [0, 6, 3]),  # a share below the minimum is none, and what is left is too little
-        (9, [(3, 9), (1, 9), (1, 9)], [3, 3, 3]),  # none too if just at it, as published; but it has what is left
-        (10, [(4, 5), (1, 3), (1, 3)], [4, 3, 3]),  # it needs all that is left
+        (9, [(4, 9), (1, 9), (1, 9)], [0, 6, 3]),  # a share below the minimum counts as zero, and the rest is too small
+        (9, [(3, 9), (1, 9), (1, 9)], [3, 3, 3]),  # also zero if equal to it, as published; but it gets the rest
+        (10, [(4, 5), (1, 3), (1, 3)], [4, 3, 3]),  # it needs all of the rest
         (8, [(1, 2), (3, 9), (1, 9)], [2, 4, 2]),
-        (2, [(1, 9), (1, 9), (1, 9)], [2, 0, 0]),  # no share for anybody: first come, first served
-        (3, [(4, 9), (2, 2), (1, 9)], [0, 2, 1]),  # who needs more than there is does not keep others from it
+        (2, [(1, 9), (1, 9), (1, 9)], [2, 0, 0]),  # all shares are zero: first come, first served
+        (3, [(4, 9), (2, 2), (1, 9)], [0, 2, 1]),  # a trainer that needs more than there is does not block the others
     ],
 )
 def test_shares(nodes, bounds, expected):

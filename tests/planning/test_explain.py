@@ -1,4 +1,4 @@
-"""Why a window is used, or not, in the planner's own words."""
+"""Explanations of why a window is used or not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Broken(Policy):
 
 
 class Hasty(Policy):
-    """Gives nobody anything, and is not sure of it."""
+    """Allocates nothing, without a proof of optimality."""
 
     name = "hasty"
 
@@ -68,7 +68,7 @@ def test_a_window_that_is_used_needs_no_reason():
 
 
 def test_a_short_window_is_too_short_whatever_the_trainings():
-    """The planner's own rule comes first."""
+    """The planner's own rule takes precedence."""
     for trainers in ([], [trainer()]):
         (why,) = reasons([window("a", lasts=30)], trainers)
         assert why.startswith("shorter than start-up 10 s + minimum 20 s + margin 5 s")
@@ -89,7 +89,7 @@ def test_trainings_that_have_all_they_can_use_want_no_more():
 
 
 def test_a_training_that_needs_more_than_is_left_is_named():
-    """Another may have its nodes."""
+    """Another training may have its nodes."""
     assert reasons([window("a", "b")], [trainer(least=3)]) == ["training 't' needs at least 3 nodes, 2 are left"]
     (why,) = reasons([window("a", "b")], [trainer(most=1), trainer("big", least=3)])
     assert why == "training 'big' needs at least 3 nodes, 1 is left; the others have all that they can use"
@@ -121,7 +121,7 @@ def test_more_nodes_that_make_nothing_faster_gain_nothing():
 
 
 def test_a_window_that_would_be_used_alone_loses_to_others():
-    """The count policy prefers what closes last."""
+    """The count policy prefers nodes that close last."""
     verdicts = explain([window("a", lasts=900), window("b", lasts=400)], [trainer(curve=FLAT)]).verdicts
     assert [verdict.used for verdict in verdicts] == [("a",), ()]
     assert verdicts[1].why == "policy 'milp' finds other windows worth more"
@@ -140,7 +140,7 @@ def test_a_start_that_costs_more_than_it_gives_is_not_made():
 
 
 def test_a_window_smaller_than_any_training_says_so():
-    """Together with another it would do, and the policy found no use for both."""
+    """It would be sufficient together with another window, but the policy did not use both."""
     seen = [window("a", "b", lasts=900), window("c", lasts=400)]
     why = reasons(seen, [trainer(least=2, curve=ScalingCurve({2: 10.0, 3: 10.0}))])[1]
     assert why == "training 't' needs at least 2 nodes, more than are here"
@@ -155,7 +155,7 @@ def test_a_policy_that_breaks_its_contract_is_named(caplog):
     assert reasons([window("a")], [trainer()], policy=Broken()) == [
         "policy 'broken' gave no valid answer; its error is in the log"
     ]
-    assert "refused" in caplog.text
+    assert "invalid allocation" in caplog.text
 
 
 @given(
@@ -167,7 +167,7 @@ def test_a_policy_that_breaks_its_contract_is_named(caplog):
     policy=st.sampled_from([MilpPolicy(), EqualSharePolicy(), WindowPolicy()]),
 )
 def test_every_node_is_requested_or_its_window_has_a_reason(lengths, sizes, bounds, pending, min_nodes, policy):
-    """What is used is what the planner requests, and exactly the windows with nodes left have a reason."""
+    """Used nodes are those that the planner requests, and exactly the windows with unused nodes have a reason."""
     windows = [
         window(*(f"n{number}-{index}" for index in range(size)), lasts=length)
         for number, (length, size) in enumerate(zip(lengths, sizes, strict=False))

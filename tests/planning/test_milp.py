@@ -1,4 +1,4 @@
-"""The optimal policy equals a dynamic programme on every instance, and is honest when it has no time."""
+"""The optimal policy equals a dynamic programme on every instance, and reports correctly when it runs out of time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_optimal(case, objective="speedup"):
     decision = MilpPolicy(objective, **PATIENT).allocate(case.pool, case.trainers, case.current, case.now)
     values = formula(case, resolve_objective(objective))
     best = best_value(values)
-    # Costs can cancel gains: what is left is as exact as the terms were.
+    # Costs can cancel gains: the difference is only as exact as the terms.
     noise = 1e-13 * np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(axis=1).sum()
     counts = [decision.counts.get(trainer.name, 0) for trainer in case.trainers]
     exactly = pytest.approx(best, rel=1e-9, abs=noise)
@@ -59,7 +59,7 @@ rate = st.floats(0.01, 1e4) | st.sampled_from([0.0, 1.0, 2.0])
 
 @st.composite
 def instances(draw):
-    """Make instances with curves, costs and counts that hypothesis finds nasty."""
+    """Make instances with arbitrary curves, costs and counts."""
     size = draw(st.integers(1, 12))
     trainers, current, used = [], {}, 0
     for index in range(draw(st.integers(1, 5))):
@@ -75,7 +75,7 @@ def instances(draw):
             RescaleCosts(*costs),
             submitted=float(index),
         )
-        # After losses a trainer may be left with fewer nodes than its minimum.
+        # After node failures a trainer may have fewer nodes than its minimum.
         has = draw(st.integers(0, min(trainer.max_nodes, size - used)))
         current[trainer.name] = frozenset(f"n{k:02}" for k in range(used, used + has))
         used += has
@@ -91,7 +91,7 @@ def test_equals_the_dynamic_programme(case, objective):
 
 
 def test_an_incumbent_that_rounding_puts_beyond_the_gap_is_still_in_the_core():
-    """Ten nodes, one of them idle in the incumbent, and no use for it; hypothesis found it."""
+    """Ten nodes, one of them idle in the incumbent and useless; found by hypothesis."""
     trainers = (
         Trainer("t0", 2, 3, ScalingCurve({2: 4367.682740610747}), RescaleCosts(down=1), submitted=0),
         Trainer("t1", 1, 4, ScalingCurve({1: 4369.616472302348}), RescaleCosts(down=1), submitted=1),
@@ -121,7 +121,7 @@ def test_equals_the_dynamic_programme_on_30_trainers_and_512_nodes(seed):
 @given(st.lists(st.lists(st.integers(-9, 9), min_size=5, max_size=5), min_size=1, max_size=4), st.data())
 @settings(deadline=None, max_examples=200)
 def test_the_dynamic_programme_is_right_by_enumeration(rows, data):
-    """And so is the solver, on tables of any shape with many ties."""
+    """The solver is correct too, on tables of any shape with many ties."""
     values = np.array(rows, dtype=float)
     for row in values:
         row[data.draw(st.lists(st.integers(1, 4), max_size=3))] = -np.inf
@@ -172,7 +172,7 @@ def test_a_convex_objective_goes_to_one():
 
 
 def test_most_of_the_pool_can_change_hands_in_one_step():
-    """The published model cannot: its M allows a change by no more than half of the pool."""
+    """The published model does not allow this: its M limits changes to half of the pool."""
     pool = Pool(PoolNode(f"n{i}") for i in range(8))
     curve = ScalingCurve({1: 1.0, 2: 1.9, 8: 2.0})
     trainers = [Trainer(f"t{i}", 1, 8, curve, RescaleCosts(up=1, down=1), submitted=float(i)) for i in range(4)]

@@ -1,4 +1,4 @@
-"""The words of the design as values: what they refuse and what they compute."""
+"""The data model: validation and derived values."""
 
 from __future__ import annotations
 

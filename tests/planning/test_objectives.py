@@ -1,4 +1,4 @@
-"""Objectives by name and by function, and the value of a change of nodes."""
+"""Objectives by name and as functions, and the value of a change of nodes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class TestMaxMinPolicy(PolicyConformance):
         return MilpPolicy("max-min")
 
 
-# The trades, through the policy.
+# Trade-offs, through the policy.
 
 LINEAR = ScalingCurve({1: 100.0, 64: 6400.0})
 
@@ -198,7 +198,7 @@ def test_a_deadline_that_cannot_be_met_counts_for_nothing():
     urgent = Trainer("urgent", 1, 16, LINEAR, work_left=47_000.0, deadline=100.0)
     for late in (replace(urgent, max_nodes=4), replace(urgent, deadline=-1.0), replace(urgent, work_left=math.inf)):
         assert decide("deadline", 12, quick, late) == [12, 0]
-    # Starting takes time too: with 60 s for it 40 are left, and 16 nodes do not do it.
+    # Starting takes time too: after 60 s, 40 are left, and 16 nodes are not sufficient.
     assert decide("deadline", 16, quick, replace(urgent, costs=RescaleCosts(start=60.0), work_left=65e3)) == [16, 0]
     assert decide("deadline", 16, quick, replace(urgent, costs=RescaleCosts(start=60.0), work_left=60e3)) == [1, 15]
 
@@ -213,26 +213,26 @@ def test_nodes_beyond_the_need_are_given_back_whatever_the_bonus():
     quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
     urgent = Trainer("urgent", 1, 16, LINEAR, RescaleCosts(10, 5), work_left=47_500.0, deadline=100.0)
     assert decide("deadline", 12, quick, urgent, urgent=12) == [7, 5]
-    # With 4750 samples a second to lose, and 100 each to win, changing would not pay for what comes second.
+    # With 4750 samples a second to lose and 100 each to win, changes would not pay off for the secondary objective.
     slow = replace(quick, curve=ScalingCurve({1: 4.0, 16: 64.0}))
     assert decide("deadline", 12, slow, urgent, urgent=12) == [0, 12]
 
 
 def test_later_deadlines_wait_if_they_can():
-    """Both fit one after the other, not side by side: the first goes first."""
+    """Both fit one after the other but not concurrently: the first deadline is served first."""
     first = Trainer("first", 1, 10, LINEAR, work_left=100e3, deadline=100.0)
     later = Trainer("later", 1, 10, LINEAR, work_left=500e3, deadline=1000.0)
     assert decide("deadline", 10, first, later) == [10, 0]
-    # With more work the later one needs some nodes already now; then only one can be met, and the smaller is.
+    # With more work the later one needs some nodes now; then only one deadline can be met: that of the smaller job.
     assert decide("deadline", 10, replace(first, work_left=70e3), replace(later, work_left=930e3)) == [7, 3]
     assert decide("deadline", 10, first, replace(later, work_left=950e3)) == [10, 0]
-    # Unless priority says otherwise.
+    # Unless priorities decide otherwise.
     assert decide("deadline", 10, first, replace(later, work_left=950e3, priority=20.0)) == [0, 10]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_deadlines_that_fit_side_by_side_are_all_on_their_way(seed):
-    """Whatever the curves, the costs, and what is held: nobody is given less than it needs."""
+    """For any curves, costs and current nodes, no trainer gets less than it needs."""
     case = random_instance(seed)
     rng = np.random.default_rng(seed)
     left = len(case.pool)
@@ -256,7 +256,7 @@ def test_deadlines_that_fit_side_by_side_are_all_on_their_way(seed):
 
 
 def run(trainers, nodes, objective, *, step=20.0, steps=200):
-    """Play a constant pool with changes that cost time; when each trainer was done, and the decisions' counts."""
+    """Simulate a constant pool with changes that cost time; return when each trainer was done and the counts."""
     policy = MilpPolicy(objective)
     alive = {t.name: t for t in trainers}
     current, done, history, now = {}, {}, [], 0.0
@@ -280,7 +280,7 @@ def run(trainers, nodes, objective, *, step=20.0, steps=200):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_deadlines_that_fit_are_met_while_time_goes_by(seed):
-    """Each takes up to its share of the pool for 90 % of its time, and nobody is late, where throughput is."""
+    """Each needs up to its share of the pool for 90 % of its time: none is late, unlike with throughput."""
     rng = np.random.default_rng(seed)
     costs = RescaleCosts(up=3.0, down=2.0, start=4.0)
     deadlines = rng.choice(np.arange(600.0, 3600.0, 20.0), size=4, replace=False)
@@ -331,7 +331,7 @@ def test_no_counts_have_a_higher_smallest_level(seed):
 
 
 def test_when_nodes_are_too_few_trainers_take_turns_and_none_waits_longer_than_the_bound():
-    """With k others waiting, a wait lasts at most (k + 1) turns and as many times from decision to decision."""
+    """With k others waiting, a wait lasts at most (k + 1) turns plus as many intervals between decisions."""
     turn, step, nodes = 100.0, 20.0, 6
     costs = RescaleCosts(18, 12, 10)
     trainers = [Trainer(f"t{i}", low, 6, LINEAR, costs, submitted=float(i)) for i, low in enumerate([1, 4, 2, 6, 3, 1])]
@@ -342,7 +342,7 @@ def test_when_nodes_are_too_few_trainers_take_turns_and_none_waits_longer_than_t
             served[name].append(now)
     longest = {name: max(np.diff([*times, history[-1][0]])) for name, times in served.items()}
     assert max(longest.values()) <= len(trainers) * (turn + step)
-    assert min(longest.values()) >= turn  # everybody has waited
+    assert min(longest.values()) >= turn  # every trainer has waited
     _, greedy = run(trainers, nodes, "speedup", step=step, steps=300)
     assert len({name for _, counts in greedy for name in counts}) < len(trainers)
 
@@ -361,7 +361,7 @@ def test_deadlines_that_do_not_fit_together_cost_the_most_demanding():
     assert rates_now(jobs, 10) == {"b": 500.0, "c": 200.0}
     assert rates_now([replace(jobs[0], priority=5.0), *jobs[1:]], 10) == {"a": 600.0, "c": 200.0}
     assert rates_now(jobs[:1], 3) == {}
-    # The most demanding is not given up for one that does not fit without it either.
+    # The most demanding job is not rejected for one that does not fit without it either.
     steep = np.where(np.arange(11) >= 10, 1000.0, 0.0)
     assert rates_now([jobs[1], Job("d", 95e3, 100.0, steep)], 10) == {"b": 500.0}
 
@@ -375,7 +375,7 @@ def test_a_bonus_is_earned_but_not_charged():
         value_table(extra, TRAINER, 4, 6, 60.0), value_table(base, TRAINER, 4, 6, 60.0) + more
     )
     assert extra(TRAINER, 5) == base(TRAINER, 5) + 1000
-    # One that has lost nodes is charged at its smallest allowed count, even if the pool has less.
+    # A trainer below its minimum is charged at its smallest allowed count, even if the pool has less.
     lost = replace(TRAINER, min_nodes=5)
     short = WithBonus(base, {"t": np.array([0.0, 0.0])})
     assert value_table(short, lost, 1, 1, 60.0).tolist() == [-5 * 350.0, -math.inf]

@@ -1,4 +1,4 @@
-"""What the past of a pool says of its future."""
+"""Estimates of node lifetimes from a pool's history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from freetrain_parsl.planning.node_survival import Outlook, Prospect
 
 
 def lived(lives: np.ndarray, gap: float = 10.0) -> tuple[Outlook, float]:
-    """Let a node open every `gap` seconds and last as long as is said; return the outlook and the time reached."""
+    """Let a node open every `gap` seconds and last for the given time; return the outlook and the time reached."""
     outlook = Outlook()
     opens = gap * np.arange(len(lives))
     events = [(time, "opened", str(i)) for i, time in enumerate(opens)]
@@ -26,10 +26,10 @@ def lived(lives: np.ndarray, gap: float = 10.0) -> tuple[Outlook, float]:
 
 @pytest.mark.parametrize("life", [30.0, 600.0, 20_000.0])
 def test_without_memory_every_node_is_expected_to_last_the_mean_life(life: float) -> None:
-    """Exponential lives: the rate is one over the mean at any age, within what 4000 of them tell."""
+    """Exponential lifetimes: the rate is one over the mean at any age, within the accuracy of 4000 samples."""
     outlook, now = lived(np.random.default_rng(1).exponential(life, 4000))
     outlook.opened(now, ["new"])
-    for age in (0.3 * life, life):  # far from there few of them end
+    for age in (0.3 * life, life):  # far from this age, few of them end
         assert outlook.closing_rate("new", now + age) == pytest.approx(1 / life, rel=0.2)
     for age in (0.0, 0.3 * life, life):
         assert outlook.remaining("new", now + age) == pytest.approx(life, rel=0.1)
@@ -37,7 +37,7 @@ def test_without_memory_every_node_is_expected_to_last_the_mean_life(life: float
 
 @pytest.mark.parametrize("age", [0.0, 1.0, 50.0, 1000.0])
 def test_what_is_expected_is_the_mean_of_what_was_seen(age: float) -> None:
-    """Whatever the shape (here Weibull, most end early), the mean time left of those that reached the age."""
+    """For any distribution (here Weibull, most end early), it is the mean time left of those that reached the age."""
     lives = 400 * np.random.default_rng(2).weibull(0.6, 20_000)
     outlook, now = lived(lives)
     outlook.opened(now, ["new"])
@@ -58,7 +58,7 @@ def test_where_most_close_early_older_nodes_are_expected_to_last_longer() -> Non
 
 
 def test_what_we_gave_back_was_at_risk_but_did_not_close() -> None:
-    """Half of the nodes are given back halfway: the estimate stays that of those that closed by themselves."""
+    """Half of the nodes are released halfway: the estimate stays that of the nodes that closed by themselves."""
     rng = np.random.default_rng(4)
     lives, ours = rng.exponential(500, 6000), rng.exponential(500, 6000)
     outlook = Outlook()
@@ -75,7 +75,7 @@ def test_what_we_gave_back_was_at_risk_but_did_not_close() -> None:
 
 
 def test_nodes_that_only_we_give_back_last() -> None:
-    """Each says that it would have lasted at least so long."""
+    """Each would have lasted at least this long."""
     outlook = Outlook()
     for index in range(200):
         outlook.opened(100.0 * index, ["n"])
@@ -96,7 +96,7 @@ def test_a_node_that_never_opened_is_expected_to_last_for_ever() -> None:
 
 
 def test_expected_time_left_is_finite_and_positive_at_any_age() -> None:
-    """Before anything closed, and at ages that nothing has reached."""
+    """Before any closing, and at ages that no node has reached."""
     outlook = Outlook()
     outlook.opened(0.0, ["a"])
     for age in (0.0, 1.0, 1e3, 1e6, 1e8, 1e10):
@@ -105,7 +105,7 @@ def test_expected_time_left_is_finite_and_positive_at_any_age() -> None:
 
 
 def test_the_expected_time_left_is_continuous_in_the_age() -> None:
-    """At the edges of the bins too."""
+    """Also at the edges of the bins."""
     outlook, now = lived(np.random.default_rng(6).exponential(300, 500))
     outlook.opened(now, ["new"])
     for edge in (2.0 ** (half / 2) for half in range(2, 44)):
@@ -114,7 +114,7 @@ def test_the_expected_time_left_is_continuous_in_the_age() -> None:
 
 
 def test_a_node_that_opens_again_is_as_old_as_it_was() -> None:
-    """Only a closing in between makes it young."""
+    """Only a closing in between resets its age."""
     outlook, now = lived(np.array([20.0] * 50 + [5000.0] * 50))
     outlook.opened(now, ["a"])
     outlook.opened(now + 400, ["a"])
@@ -161,7 +161,7 @@ def test_the_horizon_before_anything_was_seen_is_a_constant() -> None:
     st.floats(-1e10, 1e10),
 )
 def test_whatever_the_times_of_its_events_it_answers_with_possible_numbers(events: list, now: float) -> None:
-    """Clocks are stepped, also back: no estimate may then be negative, or not a number."""
+    """Clocks may be stepped, also backwards: no estimate may become negative or NaN."""
     outlook = Outlook()
     for what, time, node, prospect in events:
         if what == "opened":
@@ -177,7 +177,7 @@ def test_whatever_the_times_of_its_events_it_answers_with_possible_numbers(event
 
 
 def test_the_horizon_grows_with_what_a_start_costs_and_never_below_that_of_free_starts() -> None:
-    """A start is charged at most a sixth of what its trainer yields within the horizon."""
+    """A start is charged at most a sixth of its trainer's yield within the horizon."""
     outlook = Outlook()
     free = outlook.horizon()
     assert [outlook.horizon(start) for start in (0.0, 2.0, free / 6)] == [free, free, pytest.approx(free)]

@@ -1,4 +1,4 @@
-"""Nodes for decided counts: nobody is moved, and what closes first is given back first."""
+"""Nodes for decided counts: no trainer is moved, and earliest-closing nodes are released first."""
 
 from __future__ import annotations
 

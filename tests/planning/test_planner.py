@@ -180,7 +180,7 @@ def test_equal_histories_give_equal_actions() -> None:
 
 
 class _Spy(Policy):
-    """Asks the optimal policy and remembers what it was asked last."""
+    """Calls the optimal policy and records the last arguments."""
 
     name = "spy"
 
@@ -197,11 +197,11 @@ class _Spy(Policy):
 
 
 AT_ONCE = PlannerSettings(closing_margin=0, settle=0, replan_interval=1e6)
-"""For a pool that is simply there, without blocks."""
+"""For a pool without blocks."""
 
 
 def test_a_forecast_tells_which_nodes_are_likely_to_close_soon() -> None:
-    """Nodes that were due lasted 10 s, those that nobody needed 1000 s: new ones are expected to do likewise."""
+    """Due nodes lasted 10 s, those without a planned job 1000 s: new ones are expected to behave likewise."""
     spy = _Spy()
     planner = Planner(spy, AT_ONCE)
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
@@ -266,7 +266,7 @@ def test_nodes_that_we_give_back_say_nothing_of_how_long_nodes_last() -> None:
         planner.advance(ev.TrainerSubmitted(0, trainer("t")))
         held(planner, "a", closes=5000)
         planner.advance(ev.WindowsSeen(5, ()), ev.TrainerFinished(1000, "t"))
-        planner.advance(end)  # it closes, or it is released after its idle time
+        planner.advance(end)  # it closes or is released after its idle timeout
         planner.advance(joined(1050, "b", "z", closes=None))
         expected.append(planner.outlook.remaining("z", 1050))
     closed, released = expected
@@ -283,7 +283,7 @@ def test_without_blocks_windows_and_tasks_only_who_runs_where_is_decided() -> No
 
 
 def test_trainers_know_since_when_they_run_or_wait() -> None:
-    """Growing or shrinking is neither; losing all nodes ends a run, even if others come at once."""
+    """Growing and shrinking do not count; losing all nodes ends a run, even if others follow immediately."""
     spy = _Spy()
     planner = Planner(spy, AT_ONCE)
     sinces = []
@@ -320,7 +320,7 @@ def test_what_is_learned_of_a_trainer_replaces_what_was_told_but_not_since_when_
 
 @pytest.mark.parametrize("swaps", [False, True])
 def test_with_max_min_none_waits_longer_than_the_bound(swaps: bool) -> None:
-    """Five trainers on two nodes that stay, or that are replaced, both at once, every 20 s."""
+    """Five trainers on two nodes that stay, or that are both replaced every 20 s."""
     turn, step = 60.0, 20.0
     planner = Planner(MilpPolicy(MaxMin(turn=timedelta(seconds=turn))), replace(AT_ONCE, replan_interval=step))
     names = "pqrst"

@@ -1,4 +1,4 @@
-"""The planner and its blocks: which are requested, how long they are, and when they are withdrawn or released."""
+"""The planner and its blocks: which are requested, their walltimes, and when they are withdrawn or released."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def requested(planner: Planner, *names: str, terms: BlockTerms = BlockTerms()) -
 
 
 def test_a_block_whose_nodes_somebody_else_took_is_withdrawn(planner: Planner) -> None:
-    """It is pinned, since other windows close too early, and so waits in vain."""
+    """It is pinned because other windows close too early, and would therefore never start."""
     planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
     short = window("x", closes=50.0)
     (request,) = planner.advance(ev.WindowsSeen(0, (window("a", "b"), short)))
@@ -88,11 +88,11 @@ def test_a_block_that_may_run_anywhere_waits_while_there_are_enough_nodes(planne
     actions = planner.advance(ev.WindowsSeen(6, (window("c"),)))
     assert ev.ReleaseBlock(request.block) in actions
     (again,) = only(ev.RequestBlock, actions)
-    assert again.nodes == ("c",), "what is left is no less welcome for it"
+    assert again.nodes == ("c",), "the remaining node is still requested"
 
 
 def test_a_block_that_the_batch_system_does_not_start_is_withdrawn(planner: Planner) -> None:
-    """After twice the time that a start may take, and the start-up."""
+    """After twice the maximum start delay plus the start-up."""
     terms = BlockTerms(start_delay=30)
     request = requested(planner, "a", terms=terms)
     assert planner.advance(ev.WindowsSeen(69, (window("a"),), terms)) == []
@@ -101,7 +101,7 @@ def test_a_block_that_the_batch_system_does_not_start_is_withdrawn(planner: Plan
 
 
 def test_after_a_preemption_nothing_is_requested_before_the_next_look(planner: Planner) -> None:
-    """Whoever takes our nodes may have taken those that were idle a moment ago, too."""
+    """The jobs that take our nodes may also have taken those that were idle a moment ago."""
     planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
     block = held(planner, "a", "b", closes=1000.0)
     planner.advance(ev.WindowsSeen(20, (window("c", "d"),)))
@@ -113,7 +113,7 @@ def test_after_a_preemption_nothing_is_requested_before_the_next_look(planner: P
 
 
 def test_nothing_is_requested_from_windows_that_are_outdated(planner: Planner) -> None:
-    """While nobody wanted nodes nobody looked; the first training waits for a look."""
+    """While no nodes were needed, windows were not queried; the first training waits for a survey."""
     planner.advance(ev.WindowsSeen(0, (window("a"),)), ev.WindowsOutdated(20))
     assert planner.advance(ev.TrainerSubmitted(30, trainer("t"))) == []
     (request,) = planner.advance(ev.WindowsSeen(31, (window("a"),)))
@@ -136,13 +136,13 @@ def test_a_block_whose_slots_are_ready_is_not_withdrawn_though_nobody_said_that_
 
 
 def test_nodes_where_a_block_did_not_start_are_left_alone_ever_longer() -> None:
-    """10 s of patience: 20 s of peace after the first time, 40 s after the second, and so on."""
+    """10 s of patience: not requested for 20 s after the first time, 40 s after the second, and so on."""
     planner = Planner(MilpPolicy(), SETTINGS)
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
     requests = [
         float(second)
         for second in range(400)
-        # Told every second that the node is free, and never that a block has started.
+        # Every second the node is reported free, and a block never starts.
         if only(ev.RequestBlock, planner.advance(ev.WindowsSeen(second, (window("a", closes=10_000.0 + second),))))
     ]
     assert [later - earlier for earlier, later in pairwise(requests)] == [31, 51, 91, 171]
@@ -155,7 +155,7 @@ def test_no_more_nodes_are_requested_than_trainers_can_use(planner: Planner) -> 
 
 
 def test_nodes_that_are_free_for_longer_are_no_reason_to_hold_more_than_can_be_used(planner: Planner) -> None:
-    """The block on a and b ends with its walltime, c and d are free for ever; the trainer takes two nodes."""
+    """The block on a and b ends with its walltime, c and d are free indefinitely; the trainer takes two nodes."""
     planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))
     (request,) = planner.advance(ev.WindowsSeen(0, (window(*"abcd", closes=None),)))
     free = window(*sorted(set("abcd") - set(request.nodes)), closes=None)

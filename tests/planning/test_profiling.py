@@ -1,4 +1,4 @@
-"""Online curves: what is measured is believed, what is not is tried while it pays, and the sum comes close."""
+"""Online curves: measurements are used, other sizes are tried while it pays off, and results are near the optimum."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_nothing_is_tried_beyond_twice_the_largest_or_four_times_the_best(rates,
     best = min(n for n, rate in rates.items() if rate == max(rates.values()))
     assert seen.max_nodes <= max(low, min(2 * max(rates), 4 * best))
     assert trainer.min_nodes == seen.min_nodes <= seen.max_nodes <= trainer.max_nodes
-    # Optimism has a bound: no size is expected to beat a linear gain from the best.
+    # Optimism is bounded: no size is expected to exceed a linear gain from the best.
     assert seen.curve(seen.max_nodes) <= max(rates.values()) * max(1.0, seen.max_nodes / best) * (1 + 1e-9)
 
 
@@ -86,7 +86,7 @@ def test_a_users_curve_keeps_its_shape_and_does_not_limit():
     assert profile.largest_worth_trying is None
     assert [profile.curve(n) for n in (1, 4, 16)] == [50.0, 200.0, 400.0]
     assert Profile(prior).curve == prior
-    # Where the prior says zero there is no shape to keep.
+    # Where the prior is zero, there is no shape to keep.
     assert measured((1, 5.0), prior=ScalingCurve({1: 0.0, 2: 10.0})).curve(1) == 5.0
 
 
@@ -131,7 +131,7 @@ def hidden_trainers(rng, *, step):
 
 
 def work_done(trainers, pools, rng=None, noise=0.0):
-    """Play a random pool with true curves, or (with `rng`) with learned ones: speed-up seconds, by decision."""
+    """Simulate a random pool with true curves or (with `rng`) learned ones; return speed-up seconds by decision."""
     policy = MilpPolicy("speedup", horizon=timedelta(seconds=120))
     profiles = {t.name: Profile() for t in trainers}
     current, done = {}, []
@@ -159,7 +159,7 @@ def work_done(trainers, pools, rng=None, noise=0.0):
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_learned_curves_come_close_to_known_ones(seed, noise, step):
-    """From nothing: within 3 % over 200 decisions (five hours), the climb included, and 1.5 % after the first 80."""
+    """Without a prior: within 3 % over 200 decisions (five hours), and within 1.5 % after the first 80."""
     rng = np.random.default_rng(seed)
     trainers = hidden_trainers(rng, step=step)
     sizes = np.clip(40 + np.cumsum(rng.integers(-6, 7, size=200)), 5, 80)

@@ -1,4 +1,4 @@
-"""Scaling curves: what is between, beyond and below the points, and what is refused."""
+"""Scaling curves: values between, beyond and below the points, and invalid input."""
 
 from __future__ import annotations
 

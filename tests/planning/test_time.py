@@ -1,11 +1,11 @@
-"""The planner under events whose times make no sense: its time never goes back, and it never fails."""
+"""The planner with inconsistent event times: its time never goes back, and it never fails."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from freetrain_parsl.executor.experience import learned_costs
+from freetrain_parsl.executor.control.training.cost_estimates import learned_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +54,7 @@ def test_events_in_any_order_of_time_are_taken(policy: str, told: list[ev.Event]
 
 
 def test_time_does_not_go_back() -> None:
-    """A block that is not used for `idle_timeout` is released then, though an event in between came from earlier."""
+    """A block unused for `idle_timeout` is released, although an event in between had an earlier time."""
     planner = Planner(resolve_policy("milp"), SETTINGS)
     planner.advance(ev.TrainerSubmitted(100.0, trainer("one", most=1)))
     (request,) = only(ev.RequestBlock, planner.advance(ev.WindowsSeen(100.0, (window("a", closes=900.0),))))

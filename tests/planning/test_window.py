@@ -1,4 +1,4 @@
-"""The window policy: what knowing the closings, or how likely they are, changes."""
+"""The window policy: the effect of known closings and of their probabilities."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_nodes_that_close_too_soon_to_pay_stay_free():
 
 
 def test_nodes_likely_to_close_go_to_the_small_trainer():
-    """Whoever gets the risky node pays at its rate when it closes, so it is not the large one."""
+    """The trainer with the risky node pays at its rate when the node closes, so it is not the large one."""
     pool = Pool([*nodes("big", 30), *nodes("tiny", 2), PoolNode("risky", closing_rate=0.01)])
     current = {"b": frozenset(f"big{i}" for i in range(30)), "t": frozenset({"tiny0", "tiny1"})}
     free_growth = RescaleCosts(up=0.0, down=12.0)
@@ -75,7 +75,7 @@ def test_nodes_likely_to_close_go_to_the_small_trainer():
 
 
 def discounted(allocation, trainers, pool, horizon):
-    """Value of an allocation without costs, by the formula: rates over the intervals, exp(-t / T) at t."""
+    """Return the value of an allocation without costs, by the formula: rates over the intervals, exp(-t / T) at t."""
     times = [0.0, *sorted({node.closes for node in pool.values()})]
     return sum(
         horizon * (math.exp(-a / horizon) - math.exp(-b / horizon)) * t.rate(n)
@@ -87,7 +87,7 @@ def discounted(allocation, trainers, pool, horizon):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_is_never_worth_less_than_the_count_models_nodes(seed):
-    """However large the gap at which it may stop; and its objective is what the formula says."""
+    """For any gap at which it may stop; and its objective equals the formula."""
     rng = np.random.default_rng(seed)
     pool = Pool(PoolNode(f"n{i:02}", float(rng.choice([40.0, 90.0, 400.0, 3000.0]))) for i in range(24))
     curve = ScalingCurve({1: 10.0, 4: 35.0, 16: 90.0})
@@ -119,7 +119,7 @@ def test_no_more_windows_than_blocks():
 def test_many_closings_are_taken_together():
     pool = Pool(PoolNode(f"n{i:03}", 50.0 + 7.0 * i) for i in range(100))
     decision = decide(pool, [trainer("a"), trainer("b")], max_classes=5)
-    assert 90 < sum(decision.counts.values()) <= 100  # some close too soon to pay
+    assert 90 < sum(decision.counts.values()) <= 100  # some close too soon to pay off
 
 
 @pytest.mark.parametrize("objective", ["deadline", "max-min", "priority"])

@@ -22,7 +22,7 @@ seconds = st.sampled_from([0.0, 1.0, 7.0, 40.0])
 
 @st.composite
 def instances(draw, *, startup=None):
-    """Make tiny problems with tables of any shape, ties, offered classes and trainers that have lost nodes."""
+    """Make tiny problems with tables of any shape, ties, offered classes and trainers below their minimum."""
     trainers, classes = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     sizes = np.array(draw(st.lists(st.integers(0, 3), min_size=classes, max_size=classes)))
     offered = np.array(draw(st.lists(st.booleans(), min_size=classes, max_size=classes)))
@@ -95,7 +95,7 @@ def test_a_response_is_the_best_one(case, data):
 
 
 def test_a_block_that_does_not_start_before_the_horizon_costs_nothing_at_its_end():
-    """Nothing leaves with it: a bound that charged for that would be below the value."""
+    """No nodes leave with it: a bound that charged for that would be below the value."""
     case = WindowInstance(
         np.array([[0.0, 1.0, 1.0]]),
         *np.array([[0.0], [1.0], [0.0], [0.0]]),
@@ -115,7 +115,7 @@ def test_a_block_that_does_not_start_before_the_horizon_costs_nothing_at_its_end
 @given(instances())
 @settings(deadline=None, max_examples=200)
 def test_the_solution_is_near_the_optimum_and_the_bound_is_true(case):
-    """Without start-ups the claimed gap is the true one; with them the bound is still no lie."""
+    """Without start-ups the reported gap is exact; with them the bound is still valid."""
     solution = maximise_windows(case, time_limit=20, gap=0.0)
     best = best_window_value(case)
     noise = 1e-9 * max(1.0, abs(best))
@@ -218,7 +218,7 @@ def test_offered_classes_are_used_within_the_limit():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_one_block_is_one_block_for_trainers_that_want_many(seed):
-    """Small windows and trainers that are no use on one of them alone."""
+    """Small windows and trainers that gain nothing from a single one."""
     case = like_a_week(seed, 4, 40, 8, offered=1.0)
     wanting = np.where(np.arange(case.rates.shape[1]) < 12, 0.01 * case.rates, case.rates)
     case = replace(case, rates=wanting, startup=0.0, max_blocks=1 + seed % 2)

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its DevTools pipe: the standard library only, and no port is opened."""
+"""A headless Chromium, controlled through its DevTools pipe: standard library only, without opening a port."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # names, separated by commas, of what must be there: then a test may not skip
+REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # comma-separated names of requirements for which tests must not be skipped
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ANSWER_SECONDS = 30.0
 _FLAGS = (
     "--headless",
-    "--no-sandbox",  # CI runs as root; the only page that is opened is our own
+    "--no-sandbox",  # CI runs as root; only our own page is opened
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -32,14 +32,14 @@ _FLAGS = (
 
 
 def find() -> str | None:
-    """Return the path of a Chromium, if there is one."""
+    """Return the path of a Chromium, if installed."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
     """One page of a headless Chromium.
 
-    `events` holds all messages that came without being asked for: network requests, log entries, exceptions.
+    `events` contains all unsolicited messages: network requests, log entries, exceptions.
     """
 
     def __init__(self, executable: str) -> None:
@@ -69,7 +69,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """End Chromium and remove what it wrote."""
+        """Terminate Chromium and remove its files."""
         self._session = None
         try:
             self.call("Browser.close")
@@ -82,7 +82,7 @@ class Browser:
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def open(self, path: Path, *, width: int, height: int, dark: bool = False) -> None:
-        """Show a file in a window of this size, once all of it is there; `events` starts afresh."""
+        """Load a file in a window of this size and wait until it is complete; reset `events`."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -106,18 +106,18 @@ class Browser:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def requests(self) -> list[str]:
-        """Return the addresses that the page asked for, its own among them."""
+        """Return the addresses that the page requested, including its own."""
         return [event["params"]["request"]["url"] for event in self._of("Network.requestWillBeSent")]
 
     def complaints(self) -> list[str]:
-        """Return what the page put into the console: errors, warnings, violations of its policy."""
+        """Return the page's console output: errors, warnings, violations of its policy."""
         logged = [event["params"]["entry"]["text"] for event in self._of("Log.entryAdded")]
         said = [json.dumps(event["params"]["args"]) for event in self._of("Runtime.consoleAPICalled")]
         thrown = [event["params"]["exceptionDetails"]["text"] for event in self._of("Runtime.exceptionThrown")]
         return logged + said + thrown
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command of the DevTools protocol and return its answer."""
+        """Send a command of the DevTools protocol and return the response."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session is not None:
@@ -149,7 +149,7 @@ class Browser:
 
 
 def _pipe() -> tuple[int, int]:
-    """Make a pipe whose descriptors are above 9, out of the way of the 3 and 4 that Chromium wants."""
+    """Make a pipe with descriptors above 9, to avoid conflicts with 3 and 4, which Chromium uses."""
     low = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
     for end in low:

@@ -1,4 +1,4 @@
-"""Small logs in memory, and random ones with trainers for them."""
+"""Small logs in memory, and random logs and trainers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class SmallLog(HoleLog):
     holes
         (node, start, end), seconds.
     start, end
-        What the log covers; the holes' span if not given.
+        Time covered by the log; by default the span of the holes.
     forecasts
-        Instant -> what was expected then.
+        Instant -> forecast at that time.
     """
 
     name = "small"
@@ -54,7 +54,7 @@ class SmallLog(HoleLog):
         )
 
     def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
-        """Yield what changed; see `HoleLog.changes`."""
+        """Yield the changes; see `HoleLog.changes`."""
         changes = {change.time: change for change in self.table.changes(before=self.end)}
         if forecasts:
             if self.forecasts is None:
@@ -66,9 +66,9 @@ class SmallLog(HoleLog):
 
 @st.composite
 def random_logs(draw: st.DrawFn, *, nodes: int = 5, end: int = 60) -> SmallLog:
-    """Draw holes at whole seconds; nodes open and close together often, and some close and open at once.
+    """Draw holes at whole seconds; nodes often open and close together, and some close and open at the same instant.
 
-    Forecasts are made at every change and at times between; some come true, some late or never, some are passed.
+    Forecasts are made at every change and at times between; some are correct, some late, wrong or in the past.
     """
     holes = []
     for node in range(draw(st.integers(2, nodes))):
@@ -88,7 +88,7 @@ def random_logs(draw: st.DrawFn, *, nodes: int = 5, end: int = 60) -> SmallLog:
 
 @st.composite
 def random_trainers(draw: st.DrawFn, *, endless: bool = False, costs: bool = True) -> tuple[Trainer, ...]:
-    """Draw trainers with odd curves."""
+    """Draw trainers with irregular curves."""
     return tuple(_trainer(draw, f"t{index}", endless, costs) for index in range(draw(st.integers(1, 3))))
 
 

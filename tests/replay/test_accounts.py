@@ -1,4 +1,4 @@
-"""What each change costs a trainer, by hand."""
+"""The cost of each change of a trainer, against results computed by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0})
 
 @pytest.fixture
 def account() -> Account:
-    """Return the account of a trainer on two of its 2 to 4 nodes, a sample of which is worth 0.5."""
+    """Return the account of a trainer on two of its 2 to 4 nodes, with a value of 0.5 per sample."""
     account = Account(Trainer("t", 2, 4, CURVE, RescaleCosts(up=5, down=3), work_left=900.0), 0.0, 0.5)
     account.start(frozenset("ab"), 7.0, 0.0)
     return account
@@ -45,7 +45,7 @@ def test_a_rescale_costs_at_the_rate_before(account: Account, nodes: str, second
 
 
 def test_a_preemption_costs_once_and_what_follows_is_charged_at_what_is_left(account: Account) -> None:
-    """With fewer nodes than it needs nothing is left: growing again is free."""
+    """With fewer nodes than its minimum its rate is zero: growing again is free."""
     account.rescale(frozenset("abcd"))
     assert account.preempt(frozenset("ab")) == 3 * 30 * 0.5
     assert account.rescale(frozenset("cde")) == 5 * 18 * 0.5
@@ -75,7 +75,7 @@ def test_who_holds_nothing_or_has_no_end_is_never_done(account: Account) -> None
 
 
 def test_what_a_clock_cannot_tell_counts_as_done(account: Account) -> None:
-    """The clock steps by 2e-7 s at 1.7e9: less than a step is left."""
+    """At 1.7e9 the resolution of the clock is 2e-7 s: less than that is left."""
     account.run(50 - 1e-7)
     assert account.work_left > 1e-9 * 900
     assert account.done(1.7e9)

@@ -1,4 +1,4 @@
-"""Dates on the axis of time, and which logs have them."""
+"""Dates on the time axis, and which logs have them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_without_dates_the_axis_counts_from_the_start():
     masked=st.lists(st.tuples(st.floats(0, 1), st.floats(1, 1e7)), max_size=3),
 )
 def test_labels_are_few_in_order_and_apart(seconds, begin, masked):
-    """Whatever was left out."""
+    """For any removed times."""
     spans = sorted((share * seconds, length) for share, length in masked)
     labels = TimeAxis(seconds, begin, spans).labels()
     shares = [share for share, _ in labels]
@@ -61,7 +61,7 @@ def test_labels_are_few_in_order_and_apart(seconds, begin, masked):
 
 
 def test_what_was_left_out_moves_later_dates():
-    """Four days, of which the second and third are left out: the fourth begins in the middle."""
+    """Four days, of which the second and third are removed: the fourth begins in the middle."""
     midnight = NOON.replace(hour=0)
     labels = TimeAxis(2 * DAY, midnight, [(DAY, 2 * DAY)]).labels()
     assert (0.5, "31 Jan") in [(round(share, 6), text) for share, text in labels]
@@ -84,7 +84,7 @@ def row(submit, run, wait=0):
     ],
 )
 def test_a_job_log_has_dates_if_its_head_tells_when_it_began(tmp_path, head, date):
-    """A head with 0 and times from 1970 means these times; the log begins at the first end of a job, after 10 s."""
+    """With 0 in the header and times since 1970, these count; the log begins at the first end of a job, after 10 s."""
     file = tmp_path / "log.swf"
     file.write_text(f"{head}; MaxNodes: 2\n{row(0, 10)}{row(50, 10)}{row(100, 10)}")
     log = open_log(file)

@@ -1,4 +1,4 @@
-"""The example inputs can be read, and agree with each other."""
+"""The example inputs are valid and consistent with each other."""
 
 from __future__ import annotations
 

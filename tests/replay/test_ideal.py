@@ -1,4 +1,4 @@
-"""The oracle and the dedicated nodes: free rescaling, by brute force and by hand."""
+"""The oracle and dedicated nodes: free rescaling, against brute force and results computed by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_best_rate_is_that_of_the_best_of_all_counts(
 
 
 def test_trainers_that_are_alike_but_for_their_names_can_be_worth_different_values() -> None:
-    """An objective of the user's own may look at anything."""
+    """A user-defined objective may depend on anything."""
     alike = [trainer(name, {1: 1.0}, most=1) for name in ("plain", "dear")]
     rates = BestRates(alike, lambda item, nodes: 5.0 * nodes if item.name == "dear" else 1.0 * nodes)
     assert rates.best(frozenset({0, 1}), 1) == (5.0, {0: 0, 1: 1})
@@ -72,7 +72,7 @@ def test_for_endless_trainers_the_oracle_is_the_optimal_replay_with_free_rescali
 
 
 def test_idle_nodes_by_hand() -> None:
-    """Two nodes for 10 s, then three, then none, then one; the second trainer comes at 15 s."""
+    """Two nodes for 10 s, then three, then none, then one; the second trainer is submitted at 15 s."""
     log = SmallLog([("a", 0, 20), ("b", 0, 20), ("c", 10, 20), ("a", 30, 40)])
     trainers = [
         trainer("first", {1: 10.0, 2: 16.0, 3: 20.0}),
@@ -83,7 +83,7 @@ def test_idle_nodes_by_hand() -> None:
 
 
 def test_trainers_that_end_by_hand() -> None:
-    """On two dedicated nodes each has one until the first ends, at 10 s; the second has both then, for 7.5 s."""
+    """On two dedicated nodes each has one until the first ends at 10 s; then the second has both for 7.5 s."""
     log = SmallLog([("a", 0, 100)])
     trainers = [
         trainer("short", {1: 10.0, 2: 12.0}, work_left=100.0),
@@ -98,7 +98,7 @@ def test_trainers_that_end_by_hand() -> None:
 
 
 def test_who_comes_first_is_first_when_only_some_may_run() -> None:
-    """One at a time: the log ends before the third, though it is the quickest, has its turn."""
+    """One at a time: the log ends before the third one, although the fastest, can start."""
     log = SmallLog([("a", 0, 30)])
     trainers = [
         trainer("second", {1: 2.0}, submitted=1.0),
@@ -107,7 +107,7 @@ def test_who_comes_first_is_first_when_only_some_may_run() -> None:
     ]
     rates = BestRates(trainers, THROUGHPUT)
     assert ideal_value(rates, log, concurrent=1) == pytest.approx(10 * 1 + 20 * 2)
-    assert ideal_value(rates, log, concurrent=2) == pytest.approx(1 * 1 + 29 * 2)  # the first waits for ever
+    assert ideal_value(rates, log, concurrent=2) == pytest.approx(1 * 1 + 29 * 2)  # the first waits indefinitely
     assert ideal_value(rates, log) == pytest.approx(1 * 1 + 1 * 2 + 28 * 50)
 
 

@@ -1,4 +1,4 @@
-"""Idle logs, and the stream of changes that every log is turned into."""
+"""Idle logs, and their conversion to a stream of changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("name", ["idle.csv", "idle.csv.gz", "unnamed.txt"])
 def test_what_happens_at_one_instant_is_one_change(write, name):
-    """Comments and header are skipped, endings and openings of an instant come together, the log's end is none."""
+    """Comments and header are skipped, changes of an instant are combined, and the log's end is not a change."""
     log = open_log(write("# a log", "node,start,end", "b,0,10", "", "a, 5, 10.5", "c,10,20", name=name))
     assert (log.name, log.nodes, log.start, log.end, log.skipped) == (name, 3, 0, 20, 0)
     assert list(log.changes()) == [
@@ -106,7 +106,7 @@ def test_an_idle_log_knows_no_forecasts(write):
 
 
 def test_times_that_look_like_outages_are_left_out(write):
-    """The whole machine idle from 100 to 200 is removed with its time; a short time is not."""
+    """The time from 100 to 200 with the whole machine idle is removed; a short time is not."""
     path = write("a,0,250", "b,20,30", "b,100,200")
     log = open_log(path, mask_idle_above=0.9, mask_longer_than=50)
     assert [hole for change in log.changes() for hole in change.opened] == [
@@ -129,7 +129,7 @@ def test_times_that_look_like_outages_are_left_out(write):
     )
 )
 def test_changes_keep_the_idle_set(holes):
-    """Playing the changes back gives, at every instant, the nodes whose holes are open then."""
+    """Replaying the changes gives the nodes with open holes at every instant."""
     free: dict[int, int] = {}
     kept = []
     for node, start, end in sorted(holes, key=lambda hole: hole[1]):

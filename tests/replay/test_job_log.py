@@ -1,4 +1,4 @@
-"""Job logs: the holes that jobs left, and what was known of their closings at the time."""
+"""Job logs: the holes between jobs, and forecasts of their closings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_jobs_get_the_first_free_nodes_and_leave_the_others_idle(write_swf):
 
 @pytest.mark.parametrize("forecasts", [False, True])
 def test_a_job_of_zero_length_takes_its_nodes_for_an_instant(write_swf, forecasts):
-    """A training in them is stopped all the same: the hole ends, and another begins."""
+    """A training on them is stopped nevertheless: the hole ends, and another one begins."""
     log = open_log(write_swf((0, 0, 10, 4, 20), (0, 15, 0, 2, 20), (0, 15, 0, 2, 20), (0, 20, 8, 4, 20)))
     assert (log.zero_length, log.clipped) == (2, 0)
     (at_15,) = (change for change in log.changes(forecasts=forecasts) if change.time == 15)
@@ -125,7 +125,7 @@ def test_a_rounding_of_times_in_a_long_log_is_clipped_without_asking():
 
 
 def test_a_long_log_is_cut_to_the_time_at_which_all_jobs_are_known():
-    """What ran before the first end may be missing at the beginning, what came after the last start at the end."""
+    """Jobs before the first end may be missing at the beginning, and jobs after the last start at the end."""
     log = JobLog("log", [job(0, 0, 10, 1), job(0, 0, 50, 1), job(0, 95, 105, 1), job(0, 90, 300, 1)], 2)
     assert (log.start, log.end) == (0, 300)
     log = JobLog("log", [job(0, 0, 10, 1), job(0, 0, 50, 1), job(0, 95, 105, 1), job(0, 90, 110, 1)], 2)
@@ -142,7 +142,7 @@ def test_named_nodes_are_held_as_recorded_and_may_be_shared():
 
 
 def test_forecasts_are_what_the_queue_told():
-    """A hole closes when the head of the queue is planned to start; what nobody waits for does not close."""
+    """A hole closes when the head of the queue is planned to start; other holes do not close."""
     log = JobLog(
         "log",
         [
@@ -162,7 +162,7 @@ def test_forecasts_are_what_the_queue_told():
 
 
 def test_a_node_that_is_due_has_an_unknown_closing():
-    """A job that waits although it fits, or behind one that overran its walltime, may start at any moment."""
+    """A job that waits although it fits, or for one that exceeded its walltime, may start at any moment."""
     log = JobLog("log", [job(0, 0, 30, 2, 10), job(0, 20, 40, 1, 5), job(5, 30, 60, 3, 5)], 4)
     expected = {change.time: change.expected for change in log.changes(forecasts=True)}
     assert expected == {
@@ -212,7 +212,7 @@ jobs_of_a_machine = st.lists(
 
 @given(jobs_of_a_machine)
 def test_a_node_is_idle_when_no_job_holds_it(jobs):
-    """By brute force over the seconds; with forecasts the holes are the same, and each idle node has one."""
+    """Brute force over the seconds; with forecasts the holes are the same, and each idle node has a forecast."""
     log = JobLog("log", jobs, 5, lenient=True)
     held = {name: set() for name in ("node0", "node1", "node2", "node3", "node4")}
     for item, names in log.placements():

@@ -1,4 +1,4 @@
-"""The figures of a replay: equal to what a hand computes, and adding up."""
+"""The metrics of a replay: equal to results computed by hand, and consistent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAUSES = ("concavity", "unused", "split", "rescale", "preemption", "start")
 
 
 class FirstNodeOnly(Policy):
-    """Gives the first node to the first trainer, and nothing else to anyone."""
+    """Gives only the first node, to the first trainer."""
 
     name = "first-node"
 
@@ -68,7 +68,7 @@ def losses(entry):
 
 
 def test_a_node_that_leaves_costs_a_preemption(tmp_path):
-    """Dedicated: 1.4 nodes for 100 s, 1240 between 1000 and 1600; in the holes too, but for 1 s at 16/s."""
+    """Dedicated: 1.4 nodes for 100 s, 1240 between 1000 and 1600; the same in the holes, less 1 s at 16/s."""
     entry = measure(read(tmp_path, "a,0,100", "b,0,40"))["policies"][0]
     assert entry["efficiency"] == pytest.approx(1224 / 1240)
     assert entry["oracle"] == pytest.approx(1)
@@ -79,7 +79,7 @@ def test_a_node_that_leaves_costs_a_preemption(tmp_path):
 
 
 def test_a_node_that_comes_costs_a_rescale(tmp_path):
-    """2 s at 10/s to grow; `full` charges the start too, 30 s at 10/s; the log's clock may begin anywhere."""
+    """2 s at 10/s to grow; `full` also charges the start, 30 s at 10/s; the log's clock may begin at any time."""
     log = read(tmp_path, "a,1000,1100", "b,1040,1080")
     paper, full = (measure(log, cost=cost)["policies"][0] for cost in (Cost.PAPER, Cost.FULL))
     parts = {**dict.fromkeys(CAUSES, 0), "rescale": 20 / 1240, "preemption": 16 / 1240}
@@ -137,7 +137,7 @@ def test_price(tmp_path):
 
 
 def test_the_log_is_described_by_time(tmp_path):
-    """Two idle for 10 s, one for 20 s, three for 70 s: mean 2.5 and median 3, whatever the number of events."""
+    """Two idle for 10 s, one for 20 s, three for 70 s: mean 2.5 and median 3, for any number of events."""
     log = read(tmp_path, "a,100,200", "b,100,110", "c,130,200", "d,130,200", "x,0,1")
     figures = measure(read(tmp_path, "a,100,200", "b,100,110", "c,130,200", "d,130,200"))["log"]
     assert (figures["mean_idle"], figures["median_idle"]) == (pytest.approx(2.5), 3)
@@ -146,7 +146,7 @@ def test_the_log_is_described_by_time(tmp_path):
 
 
 def test_one_policy_stands_at_the_top_too(tmp_path):
-    """So that its figures can be read with or without going through the list; but `trainers` describes the set."""
+    """Its figures can be read with or without the list; but `trainers` describes the set."""
     result = measure(read(tmp_path, "a,0,100"))
     (entry,) = result["policies"]
     top = {key: value for key, value in result.items() if key in entry and key != "trainers"}
@@ -169,7 +169,7 @@ def test_several_policies_are_measured_alike(tmp_path):
 
 
 def test_too_few_dedicated_nodes_leave_no_measure(tmp_path):
-    """A trainer that needs two nodes trains in a burst of two, but on neither none nor one: 0.8 are idle on average."""
+    """A trainer that needs two nodes runs while two are idle, but not on zero or one: 0.8 are idle on average."""
     result = measure(read(tmp_path, "a,0,40", "b,0,40", "c,99,100"), trainer(least=2))
     assert result["dedicated_nodes"] == pytest.approx(0.81)
     assert result["efficiency"] is None
@@ -180,7 +180,7 @@ def test_too_few_dedicated_nodes_leave_no_measure(tmp_path):
 
 
 def test_a_busy_machine_is_refused(tmp_path):
-    """A job log may have no hole at all."""
+    """A job log may have no holes."""
     file = tmp_path / "jobs.swf"
     jobs = ("1 0 0 100 2 -1 -1 2 100", "2 0 100 100 2 -1 -1 2 100", "3 0 200 100 2 -1 -1 2 100")
     file.write_text("".join(f"{job} -1 1 -1 -1 -1 -1 -1 -1 -1\n" for job in jobs))
@@ -207,7 +207,7 @@ def test_the_terminal_is_told_what_matters(tmp_path):
 
 @pytest.mark.parametrize("mean", [0.3, 1.0, 1.4, 1.5, 2.0, 2.9])
 def test_dedicated_nodes_are_a_mean_and_their_value_is_interpolated(tmp_path, mean):
-    """Between 10/s on one node, 16/s on two and 20/s on three; on none it is nothing."""
+    """Between 10/s on one node, 16/s on two and 20/s on three; zero on zero nodes."""
     whole = int(mean)
     lines = [f"n{node},0,1000" for node in range(whole)]
     lines += [f"x,0,{1000 * (mean - whole):g}"] if mean > whole else []
@@ -215,7 +215,7 @@ def test_dedicated_nodes_are_a_mean_and_their_value_is_interpolated(tmp_path, me
     rates = [0, 10, 16, 20, 20]
     value = 1000 * (rates[whole] + (mean - whole) * (rates[whole + 1] - rates[whole]))
     assert result["dedicated_nodes"] == pytest.approx(mean, abs=1e-5)
-    assert result["oracle"] == pytest.approx(1, abs=1e-4), "which has the same nodes, one of them for a while"
+    assert result["oracle"] == pytest.approx(1, abs=1e-4), "it has the same nodes, one of them for part of the time"
     samples = sum(item["samples"] for item in result["policies"][0]["trainers"])
     assert samples / result["efficiency"] == pytest.approx(value, rel=1e-4)
 
@@ -223,7 +223,7 @@ def test_dedicated_nodes_are_a_mean_and_their_value_is_interpolated(tmp_path, me
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seconds=st.floats(1, 999), more=st.floats(0.01, 1.0))
 def test_efficiency_has_no_jumps(tmp_path, seconds, more):
-    """A second more of one idle node out of 1000 changes U by thousandths, at a mean of a half and anywhere."""
+    """One more second of one idle node in 1000 changes U by thousandths, at a mean of 0.5 and elsewhere."""
     before, after = (
         measure(read(tmp_path, "a,0,500", f"b,0,{length!r}", "end,999.999,1000"))["efficiency"]
         for length in (seconds, min(1000.0, seconds + more))
@@ -249,7 +249,7 @@ def test_trainers_that_cannot_use_the_nodes_are_told_of(tmp_path, trainers, conc
 
 
 def test_the_headline_is_of_what_can_be_had(tmp_path):
-    """Knowing all closings is better here: a start costs more than the first hole is worth."""
+    """Known closings are better here: a start costs more than the value of the first hole."""
     log = read(tmp_path, "a,0,40", "a,50,2000", "b,60,62")
     told = [Contestant("window", knowledge, "throughput") for knowledge in (Knowledge.PERFECT, Knowledge.NONE)]
     chosen = TrainerSet("test", (trainer(),), "throughput")
@@ -282,7 +282,7 @@ def _apart(items, node):
     work=st.sampled_from([float("inf"), 700.0]),
 )
 def test_efficiency_and_losses_add_up_to_one(tmp_path, spans, bounds, policy, knowledge, cost, work):
-    """And the pictures add up to the figures."""
+    """The charts add up to the figures too."""
     log = read(tmp_path, *(f"n{node},{start},{start + length}" for node, start, length in spans))
     trainers = [trainer(f"t{i}", least, least + more, work) for i, (least, more) in enumerate(bounds)]
     entry = measure(log, *trainers, policy=policy, knowledge=knowledge, cost=cost)["policies"][0]

@@ -1,4 +1,4 @@
-"""Outages are removed from a log with their time: no figure differs from that of a log that never had them."""
+"""Outages are removed from a log with their time: all figures equal those of a log without them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = ("efficiency", "oracle", "jct", "node_hours", "trainers", "events", "seri
 
 
 def with_outages(log: SmallLog, outages: list[tuple[float, float]]) -> tuple[SmallLog, LogWithoutOutages]:
-    """Insert spans (at, seconds) into a log, and remove them again; also return the log with its holes cut there."""
+    """Insert spans (at, seconds) into a log and remove them again; also return the log with its holes cut there."""
     pieces, longer, spans, added = [], [], [], 0.0
     for at, seconds in outages:
         spans.append((at + added, at + added + seconds))
@@ -57,7 +57,7 @@ def spans(draw: st.DrawFn, end: float) -> list[tuple[float, float]]:
 @settings(max_examples=60, deadline=None)
 @given(log=random_logs(), outages=spans(60), forecasts=st.booleans())
 def test_the_same_changes_are_seen_at_the_same_times(log, outages, forecasts):
-    """With estimates too, which must lie in the future; the log is as long as before."""
+    """Also with estimates, which must be in the future; the log is as long as before."""
     cut, masked = with_outages(log, outages)
     assert (masked.start, masked.end) == (cut.start, cut.end)
     assert masked.masked == tuple((at - cut.start, seconds) for at, seconds in outages)

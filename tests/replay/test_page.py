@@ -1,4 +1,4 @@
-"""The report of a replay: true to the figures, safe, self-contained, and readable on a phone."""
+"""The report of a replay: correct figures, safe, self-contained, and readable on a phone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSSES = ("concavity", "unused", "split", "rescale", "preemption", "start")
 
 
 def make_policy(policy="milp", *, trainers=3, bins=60, seed=0, finite=False, knowledge="none", horizon=120.0):
-    """Make one policy's entry with figures of a plausible size."""
+    """Make a policy's entry with plausible figures."""
     rng = random.Random(seed)
     idle = [80 + 60 * math.sin(i / 9) + 40 * rng.random() for i in range(bins)]
     names = [f"ShuffleNet-{i}" for i in range(trainers)]
@@ -78,7 +78,7 @@ def make_policy(policy="milp", *, trainers=3, bins=60, seed=0, finite=False, kno
 
 
 def make_result(*policies, **log):
-    """Make a whole result of these policies' entries."""
+    """Make a complete result from these policies' entries."""
     entries = list(policies) or [make_policy()]
     seconds = 1000.0 * len(entries[0]["series"]["time"])
     return {
@@ -107,7 +107,7 @@ def make_result(*policies, **log):
 
 
 class Reader(HTMLParser):
-    """Collects what a page is made of."""
+    """Collects the content of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def page(tmp_path):
 
 
 def hostile_result():
-    """Put markup wherever a user's words may come to stand."""
+    """Put markup wherever user-supplied text may appear."""
     entry = make_policy(HOSTILE)
     entry["trainers"][0]["name"] = HOSTILE
     entry["series"]["used"][HOSTILE] = entry["series"]["used"].pop("ShuffleNet-0")
@@ -148,7 +148,7 @@ def hostile_result():
 
 
 def test_words_of_users_never_become_markup(page):
-    """Names of trainings, logs and policies are text wherever they appear."""
+    """Names of trainings, logs and policies are plain text wherever they appear."""
     reader = Reader(page(hostile_result()))
     assert reader.count("script") == reader.count("img") == 0
     assert reader.text.count(HOSTILE) >= 6
@@ -156,7 +156,7 @@ def test_words_of_users_never_become_markup(page):
 
 @pytest.mark.parametrize("result", [make_result(), hostile_result()], ids=["plain", "hostile"])
 def test_nothing_is_loaded(page, result):
-    """No element or style refers to anything outside, and the page's policy forbids it."""
+    """No element or style refers to external resources, and the page's policy forbids them."""
     text = page(result)
     reader = Reader(text)
     attributes = {name for _, attrs in reader.tags for name in attrs}
@@ -170,7 +170,7 @@ def test_nothing_is_loaded(page, result):
 
 
 def test_the_headline_tells_the_result(page):
-    """An administrator reads the mean, the efficiency and the dedicated nodes in two sentences."""
+    """Two sentences contain the mean, the efficiency and the dedicated nodes."""
     entry = make_policy() | {"efficiency": 0.892}
     text = " ".join(Reader(page(make_result(entry))).text.split())
     assert "Your idle nodes: 85.1 of 1,024 on average" in text
@@ -178,7 +178,7 @@ def test_the_headline_tells_the_result(page):
 
 
 def test_the_best_policy_leads(page):
-    """Key figures are the best policy's; every policy has its column, its bars and its part, one of them open."""
+    """Key figures are the best policy's; every policy has a column, bars and a section, one of them open."""
     worse = make_policy("equal-share") | {"efficiency": 0.802}
     better = make_policy("milp") | {"efficiency": 0.892}
     reader = Reader(page(make_result(worse, better)))
@@ -190,7 +190,7 @@ def test_the_best_policy_leads(page):
 
 
 def test_the_headline_is_of_a_plan_that_can_be_had(page):
-    """Knowing closings beforehand is better, and comes last."""
+    """A policy with known closings is better, but comes last."""
     known, unknown = make_policy(seed=1, knowledge="perfect"), make_policy(seed=2)
     known["efficiency"], unknown["efficiency"] = 0.91, 0.871
     text = Reader(page(make_result(known, unknown))).text
@@ -201,7 +201,7 @@ def test_the_headline_is_of_a_plan_that_can_be_had(page):
 
 
 def test_dates_stand_at_the_axis_and_in_the_heading(page):
-    """Two days; what was left out is told."""
+    """Two days of data; removed times are reported."""
     week = make_result(make_policy(bins=173), date="2026-01-30T00:00:00", masked=[[86400.0, 432000.0]], zero_length=3)
     text = Reader(page(week)).text
     assert "30 Jan 2026 to 6 Feb 2026" in text
@@ -228,7 +228,7 @@ def test_notes_stand_under_the_headline(page):
 
 
 def test_bars_add_up_to_the_whole(page):
-    """Efficiency and losses fill the bar; a gain, a loss below 0, shortens nothing and overflows nothing."""
+    """Efficiency and losses fill the bar; a gain, that is, a negative loss, does not change the total."""
     entry = make_policy()
     entry["loss_split"] -= 0.01
     entry["loss_concavity"] -= 0.05
@@ -242,7 +242,7 @@ def test_bars_add_up_to_the_whole(page):
 
 
 def test_jobs_that_finish_have_times(page):
-    """Where there is work to finish, the report tells how much was done and how long it took."""
+    """If there is work to finish, the report shows how much was done and how long it took."""
     finite = Reader(page(make_result(make_policy(finite=True)))).text
     assert "Trainings finished" in finite
     assert "Mean time to finish" in finite
@@ -252,14 +252,14 @@ def test_jobs_that_finish_have_times(page):
 
 
 def test_unfinished_work_shows_its_share(page):
-    """A training that did not finish shows how far it came."""
+    """A training that did not finish shows its progress."""
     entry = make_policy(finite=True)
     entry["trainers"][0] |= {"finished": None, "samples": 0.8e8}
     assert "25 %" in Reader(page(make_result(entry))).text
 
 
 def test_price_of_idle_nodes_is_shown_if_there_is_one(page):
-    """The worth of idle node-hours appears with its price."""
+    """The value of idle node-hours appears with the price."""
     entry = make_policy() | {"idle_cost": {"price_per_node_hour": 1.5, "idle": 21450.0, "used": 20100.0}}
     text = Reader(page(make_result(entry))).text
     assert "20,100" in text
@@ -268,7 +268,7 @@ def test_price_of_idle_nodes_is_shown_if_there_is_one(page):
 
 @pytest.mark.parametrize("efficiency", [0.0, None])
 def test_a_log_without_idle_nodes_has_a_page(page, efficiency):
-    """Nothing idle, nothing trained: said in words, and no division by zero."""
+    """Without idle nodes and training, the page has an explanation, and there is no division by zero."""
     entry = make_policy(trainers=2)
     bins = len(entry["series"]["time"])
     entry |= {"efficiency": efficiency, "oracle": efficiency, "oracle_ratio": None}
@@ -288,7 +288,7 @@ def test_a_log_without_idle_nodes_has_a_page(page, efficiency):
 
 
 def test_many_trainers_are_summed_up(page):
-    """Of a thousand trainings ten have a colour and fifty a row; the rest is counted, not forgotten."""
+    """Of a thousand trainings, ten have a colour and fifty a row; the rest is summed up."""
     text = page(make_result(make_policy(trainers=1000)))
     assert "990 others" in text
     assert "the other 950 are in the JSON file" in text
@@ -302,7 +302,7 @@ def test_a_week_of_five_policies_stays_small(page):
 
 
 def test_pictures_and_tables_can_be_heard(page):
-    """Each picture has a title and a description, each table its heads; boxes that scroll take the keyboard."""
+    """Each chart has a title and a description, each table has headers, and scrolling boxes accept the keyboard."""
     reader = Reader(page(make_result(make_policy(), make_policy("equal-share"))))
     pictures = [attrs for tag, attrs in reader.tags if tag == "svg"]
     assert all(attrs.get("role") == "img" for attrs in pictures)
@@ -337,13 +337,13 @@ def test_pictures_and_tables_can_be_heard(page):
     ],
 )
 def test_figures_are_written_for_people(written, expected):
-    """Units, thousands and a dash where there is no figure."""
+    """Units, thousands separators, and a dash for missing figures."""
     assert written.replace("\N{NO-BREAK SPACE}", " ") == expected
 
 
 @pytest.fixture(scope="module")
 def chromium():
-    """Start a browser, one for all tests here."""
+    """Start one browser for all tests in this module."""
     executable = browser.find()
     if executable is None:
         reason = "no Chromium on PATH (Debian: apt-get install chromium)"
@@ -374,7 +374,7 @@ PAGES = {
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)], ids=["phone", "desktop"])
 @pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_the_page(chromium, tmp_path, name, width, height):
-    """Nothing is asked for, nothing complained about; it fits the window's width, and all text can be read."""
+    """No requests, no console messages; the page fits the window's width, and all text is readable."""
     path = tmp_path / "report.html"
     write_page(PAGES[name], path)
     chromium.open(path, width=width, height=height)
@@ -394,7 +394,7 @@ def test_a_browser_shows_the_page(chromium, tmp_path, name, width, height):
     assert min(heights) >= 20
 
 
-# Size in px of the smallest letters of any text that is shown.
+# Smallest font size of visible text, px.
 _SMALLEST_TEXT = """
 (() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -408,7 +408,7 @@ _SMALLEST_TEXT = """
 })()
 """
 
-# Elements with text of their own that reach out of the window, save those in a box that scrolls.
+# Visible elements that extend beyond the window, except those in a scrolling box.
 _OUTSIDE = """
 [...document.querySelectorAll('main *')]
   .filter(e => !e.closest('.scroll') && !e.closest('svg') && e.checkVisibility())
@@ -419,7 +419,7 @@ _OUTSIDE = """
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_stands_out_in_both_schemes(chromium, tmp_path, dark):
-    """The page follows the reader's colour scheme, and ordinary and quiet text keep a contrast of 4.5 to 1."""
+    """The page follows the reader's colour scheme, and normal and muted text have a contrast of at least 4.5 to 1."""
     path = tmp_path / "report.html"
     write_page(make_result(), path)
     chromium.open(path, width=1280, height=900, dark=dark)

@@ -1,4 +1,4 @@
-"""The text that sacct prints, and its host lists."""
+"""The output of sacct, and its host lists."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_jobs_that_run_wait_or_were_cancelled_are_told_apart(write):
 
 
 def test_a_job_that_ended_as_it_started_ran_if_it_had_nodes(write):
-    """Where the column of nodes is missing, if it was not cancelled."""
+    """If the column of nodes is missing, unless it was cancelled."""
     with_hosts = [row("1", 0, 9, 9, state="FAILED"), row("2", 0, 9, 9, state="CANCELLED by 7", hosts="None assigned")]
     assert [job.start for job in read(write(*with_hosts))] == [9, None]
 
@@ -163,7 +163,7 @@ def test_what_is_no_host_list_is_refused(text):
 
 
 def test_a_host_list_of_more_nodes_than_any_machine_has_is_refused():
-    """Before it is expanded."""
+    """It is rejected before it is expanded."""
     with pytest.raises(ValueError, match="is a list of more than"):
         expand_hosts("a[1-99999999]")
 

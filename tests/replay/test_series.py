@@ -14,7 +14,7 @@ times = st.floats(100.0, 130.0)
 
 @given(st.lists(st.tuples(times, times, st.floats(-5, 5)), max_size=8), st.integers(1, 9))
 def test_each_bin_holds_what_falls_into_it(pieces: list[tuple[float, float, float]], number: int) -> None:
-    """The same as the overlap of every piece with every bin."""
+    """Equal to the overlap of every piece with every bin."""
     bins = Bins(100.0, 130.0, number)
     edges = np.linspace(100.0, 130.0, number + 1)
     expected = np.zeros(number)

@@ -1,4 +1,4 @@
-"""Replays, against a recount that shares no code with them, and by hand."""
+"""Replays, against an independent recount and results computed by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def best_rates(*trainers: Trainer, objective: str = "throughput") -> BestRates:
 
 
 class Arbitrary(Policy):
-    """Shares nodes out at random, differently at each instant, and moves trainers about; the same every time."""
+    """Allocates nodes at random, differently at each instant, and moves trainers; reproducible."""
 
     name = "arbitrary"
 
@@ -58,7 +58,7 @@ class Arbitrary(Policy):
 
 @dataclass
 class Spy(Policy):
-    """Asks another policy and remembers what it was asked and what it said."""
+    """Calls another policy and records its arguments and decisions."""
 
     asked: Policy
     times: list[float] = field(default_factory=list)
@@ -78,9 +78,9 @@ class Spy(Policy):
 
 @dataclass
 class Recount:
-    """What a replay should have counted, from the holes and the decisions alone.
+    """The expected result of a replay, from the holes and the decisions alone.
 
-    It goes from mark to mark, instants between which nothing changes, and looks everything up anew at each.
+    It steps through the instants between which nothing changes, and looks up everything at each of them.
     """
 
     log: SmallLog
@@ -121,7 +121,7 @@ class Recount:
     def come_and_go(self, now: float) -> None:
         for item in list(self.alive):
             left = item.work_left - self.samples[item.name]
-            assert left >= -1e-6, f"{item.name} went on after its work was done"
+            assert left >= -1e-6, f"{item.name} continued after its work was done"
             if left <= 1e-6:
                 self.finished[item.name] = now
                 self.holds[item.name] = set()
@@ -215,7 +215,7 @@ MAKERS: dict[str, Callable[[], Policy]] = {
 def test_a_replay_counts_what_its_decisions_make(
     maker: str, log: SmallLog, trainers: tuple[Trainer, ...], objective: str, how: ReplaySettings
 ) -> None:
-    """Everything agrees with a recount of the decisions, the bins with the totals, and an instant has one decision."""
+    """The result agrees with a recount, the bins agree with the totals, and each instant has one decision."""
     spy = Spy(MAKERS[maker]())
     rates = best_rates(*trainers, objective=objective)
     outcome = replay(log, rates, spy, how)
@@ -245,13 +245,13 @@ def test_the_same_replay_gives_the_same_counts(log: SmallLog, trainers: tuple[Tr
     assert first.accounts == second.accounts
 
 
-# By hand.
+# Results computed by hand.
 
 OPEN = SmallLog([("a", 0, 100), ("b", 0, 100)])
 
 
 def test_costs_by_hand() -> None:
-    """One trainer starts on a, grows to b (up at rate 10), loses a (down at rate 20), and goes on."""
+    """A trainer starts on a, grows to b (up at rate 10), loses a (down at rate 20), and continues."""
     log = SmallLog([("a", 0, 30), ("b", 10, 50)])
     one = trainer(costs=(2, 1, 4))
     paper = replay(log, best_rates(one), EqualSharePolicy())
@@ -266,7 +266,7 @@ def test_costs_by_hand() -> None:
 
 @pytest.mark.parametrize(("own", "assumed", "charged"), [(0.0, 5.0, 100.0), (3.0, 5.0, 60.0), (0.0, 0.0, 0.0)])
 def test_full_cost_charges_a_start_at_the_rate_that_follows(own: float, assumed: float, charged: float) -> None:
-    """What the trainer says counts before what is assumed of all."""
+    """The trainer's own cost takes precedence over the common assumption."""
     how = ReplaySettings(cost=Cost.FULL, start_seconds=assumed)
     outcome = replay(OPEN, best_rates(trainer(costs=(0, 0, own))), EqualSharePolicy(), how)
     assert outcome.losses.start == charged
@@ -286,7 +286,7 @@ def test_a_trainer_ends_when_its_work_is_done_and_the_next_has_its_nodes_from_th
     assert [(account.started, account.finished) for account in outcome.accounts] == [(0, 15), (15, 35)]
     assert [account.samples for account in outcome.accounts] == pytest.approx([300, 400])
     assert outcome.used_seconds == 70
-    assert outcome.unused == 0  # nobody is there who could use the rest
+    assert outcome.unused == 0  # no trainer could use the rest
 
 
 def test_who_is_done_as_its_nodes_are_taken_has_lost_nothing() -> None:
@@ -304,7 +304,7 @@ def test_who_is_done_as_the_log_ends_is_done() -> None:
 @pytest.mark.parametrize("epoch", [0.0, 1.7e9, 1e12])
 @pytest.mark.parametrize("work", [1 / 3, 7.1, 612.3])
 def test_trainers_end_whatever_the_clock_counts_from(epoch: float, work: float) -> None:
-    """With times as large as those of Unix, what is left to do can be less than the clock can tell."""
+    """With times as large as Unix time, the remaining time can be less than the resolution of the clock."""
     log = SmallLog([("a", epoch, epoch + 200), ("b", epoch, epoch + 200)])
     trainers = [trainer(f"t{index}", work_left=work * (index + 1)) for index in range(3)]
     outcome = replay(log, best_rates(*trainers), MilpPolicy("throughput"))
@@ -314,7 +314,7 @@ def test_trainers_end_whatever_the_clock_counts_from(epoch: float, work: float) 
 
 
 def test_submissions_wait_for_their_time_and_their_turn() -> None:
-    """At most two at a time, first come, first served; each change of those that are there is one event."""
+    """At most two at a time, first come, first served; each change of the trainers is one event."""
     trainers = [trainer(f"t{i}", most=1, work_left=100.0 * (i + 1), submitted=s) for i, s in enumerate([0, 2, 1, 50])]
     spy = Spy(EqualSharePolicy())
     outcome = replay(OPEN, best_rates(*trainers), spy, ReplaySettings(concurrent=2))
@@ -362,7 +362,7 @@ def test_forecasts_that_change_are_no_event_and_no_reason_to_decide() -> None:
 
 
 def test_what_forecasts_are_worth_is_learned() -> None:
-    """Nodes that a job is going to need close after 10 s here, the others after 100 s: so they are expected to."""
+    """Nodes with a planned job close after 10 s here, the others after 100 s: the same is then expected."""
     starts = range(0, 20_000, 200)
     holes = [("soon", start, start + 10) for start in starts] + [("late", start, start + 100) for start in starts]
     forecasts = {start: {"soon": start + 150.0, "late": None} for start in starts}
@@ -378,7 +378,7 @@ def test_forecasts_of_a_log_that_has_none_are_refused() -> None:
 
 
 class Faulty(EqualSharePolicy):
-    """From 10 s on it gives everyone everything, from 20 s on it raises, from 30 s on it is well again."""
+    """From 10 s on it gives all nodes to every trainer, from 20 s on it raises, from 30 s on it works again."""
 
     name = "faulty"
 
@@ -393,7 +393,7 @@ class Faulty(EqualSharePolicy):
 def test_a_policy_that_fails_is_refused_by_name_and_the_last_good_allocation_stays(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is left of it, that is: nodes that close are gone."""
+    """Except for nodes that have closed."""
     log = SmallLog([("a", 0, 25), ("b", 0, 50), ("c", 10, 50), ("d", 30, 50)])
     with caplog.at_level(logging.ERROR):
         outcome = replay(log, best_rates(trainer("t"), trainer("u")), Faulty())
@@ -418,7 +418,7 @@ def test_progress_is_told_on_the_logs_clock() -> None:
 
 @pytest.mark.slow
 def test_learned_curves_come_close_to_known_ones() -> None:
-    """Many nodes come and go; after the first sizes are tried, decisions are those with the true curves."""
+    """Many nodes open and close; after the first sizes are tried, decisions equal those with the true curves."""
     rng = random.Random(5)
     holes = [
         (f"n{node:02}", start, start + rng.uniform(200, 500))

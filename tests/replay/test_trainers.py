@@ -1,4 +1,4 @@
-"""Built-in trainers and lists of a user's own."""
+"""Built-in trainers and user-defined lists."""
 
 from __future__ import annotations
 

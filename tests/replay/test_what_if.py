@@ -1,4 +1,4 @@
-"""The table of other costs: each cell is the replay with these costs, wherever it is computed."""
+"""The table of other costs: each cell equals the replay with these costs, in any process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_case():
 
 
 def test_each_cell_is_what_a_hand_computes(case):
-    """850 s on one node and 200 s with another; it grows at 10/s, loses a node at 16/s, all at 10/s; two starts."""
+    """850 s on one node and 200 s on two; it grows at 10/s, loses a node at 16/s, the last at 10/s; two starts."""
     table = what_if(case, 1000.0, processes=1)
     assert (table["rescale_factors"], table["start_seconds"]) == (list(RESCALE_FACTORS), list(START_SECONDS))
     for factor, row in zip(RESCALE_FACTORS, table["efficiency"], strict=True):
@@ -71,7 +71,7 @@ from tests.replay.test_what_if import make_case
 
 def interrupted(_futures):
     time.sleep(0.3)  # the processes import meanwhile
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process is the last that notices
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process reacts last
     os.killpg(0, signal.SIGINT)  # as a terminal does
     time.sleep(0.5)
     raise KeyboardInterrupt

@@ -90,7 +90,7 @@ def test_nodes_that_are_planned_for_hidden_jobs_are_no_windows(cluster) -> None:
     for partition, left in (("backfill", 0), ("preemptible", 1)):
         windows, unused, notes = survey(cluster, partition)
         assert sum(map(len, windows)) == left, "another job waits, and backfill is not preemptible"
-        assert list(unused.values()).count("planned for a job that this site does not show") == 3
+        assert list(unused.values()).count("planned for a job that this site hides") == 3
         assert sum("hides" in note for note in notes) == len(notes) >= 1
     assert cluster.state_of(head) == "PENDING"
 

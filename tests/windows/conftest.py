@@ -1,4 +1,4 @@
-"""What tests of windows share."""
+"""Fixtures of the windows tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def utc(monkeypatch):
-    """Read dates as the recorded machine wrote them, wherever the tests run."""
+    """Use the time zone of the recorded machine, wherever the tests run."""
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "UTC")
         time.tzset()

@@ -1,4 +1,4 @@
-"""What a real OpenPBS printed, and a runner that plays it back."""
+"""Recorded output of a real OpenPBS, and a runner that replays it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FIXTURES = Path(__file__).parent / "fixtures" / "openpbs-23.06.06"
 
 NOW = 1795228055.0
 HEAD_START = 1795228645.0
-"""When the top job was going to start on all nodes: 02:37:25 UTC."""
+"""When the top job was planned to start on all nodes: 02:37:25 UTC."""
 
 COMMANDS = {
     ("qstat", "-f"): "jobs.json",
@@ -31,7 +31,7 @@ def content(name):
 
 
 def with_hole():
-    """Take job 2004 away: node pbs1[6] is idle until the top job starts."""
+    """Remove job 2004: node pbs1[6] is idle until the top job starts."""
     jobs, nodes = content("jobs.json"), content("nodes.json")
     del jobs["Jobs"]["2004.pbs1"]
     free = nodes["nodes"]["pbs1[6]"]
@@ -42,7 +42,7 @@ def with_hole():
 
 
 class Answers:
-    """Runs nothing: answers from the fixtures, or from `changed` (file name -> content or error), and remembers."""
+    """Returns the fixtures or `changed` (file name -> content or error) instead of running commands; records them."""
 
     def __init__(self, changed=None):
         self.changed = dict(changed or {})

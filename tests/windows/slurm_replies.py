@@ -1,4 +1,4 @@
-"""A runner that answers with what a real Slurm printed."""
+"""A runner that replays recorded output of a real Slurm."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from freetrain_parsl.errors import BatchSystemError
 FIXTURES = Path(__file__).parent / "fixtures"
 
 NOW = 1795262145.0
-"""When the answers of 22.05.8 were captured."""
+"""When the output of 22.05.8 was captured."""
 
 
 class Replies:
-    """Answers the commands of one version; `change` replaces answers, by the beginning of the command.
+    """Replays the commands of one version; `change` replaces replies, by the beginning of the command.
 
-    An answer that is an exception is raised; a command without an answer is an error.
+    A reply that is an exception is raised; a command without a reply is an error.
     """
 
     def __init__(self, version: str = "22.05.8", change: dict[str, str | Exception] | None = None) -> None:

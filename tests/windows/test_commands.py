@@ -1,4 +1,4 @@
-"""Commands of the batch system are run as programs; what keeps one from starting is told in one line."""
+"""Commands of the batch system are run as programs; failures to start are reported in one line."""
 
 from __future__ import annotations
 

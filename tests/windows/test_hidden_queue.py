@@ -1,4 +1,4 @@
-"""Windows where the batch system hides the jobs of others: what is nobody's, and when our blocks make way."""
+"""Windows where the batch system hides other users' jobs: which nodes are free, and when our blocks yield."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_nodes_that_our_own_pending_job_is_planned_on_count_as_free() -> None:
     found = find(hidden(3, planned="n1 n2", pending=(ours,), preemptible=True), "a")
     assert set(steps(found)) == {"n1", "n3"}
     found = find(hidden(3, planned="n1", pending=(ours,)), "a")
-    assert set(steps(found)) == {"n1", "n2", "n3"}, "nobody else waits"
+    assert set(steps(found)) == {"n1", "n2", "n3"}, "no other job is pending"
 
 
 def test_a_planned_node_shows_that_somebody_waits_though_the_statistics_do_not_yet() -> None:
-    """Its own passes are the backfill scheduler's; the statistics are the main scheduler's."""
+    """The mark is from the backfill scheduler's passes; the statistics are from the main scheduler's."""
     found = find(hidden(4, planned="n4", running="a=n1"), "a")
     assert (found.windows, found.wanted) == ((), {})
     assert "other jobs are pending" in found.unused["n2"]
@@ -55,7 +55,7 @@ def test_while_nobody_waits_nothing_makes_way() -> None:
 
 
 def test_when_somebody_waits_there_are_no_windows_and_all_blocks_make_way() -> None:
-    """Nobody can tell for which nodes."""
+    """It is unknown for which nodes."""
     found = find(hidden(5, planned="n5", running="a=n1,n2 b=n3", waiting=1), "a", "b")
     assert found.windows == ()
     assert found.wanted == {"n1": NOW, "n2": NOW, "n3": NOW}

@@ -1,4 +1,4 @@
-"""Whatever a batch system's command prints, it is read or refused as `UnreadableAnswer`, in one line."""
+"""Any output of a batch system's command is either parsed or rejected with a one-line `UnreadableAnswer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing host lists; reading them is tested with the batch systems' own."""
+"""Compression of host lists; expansion is tested with the batch systems' output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = st.from_regex(r"[ab0-2]{1,2}[0-9]{0,2}[a-]{0,1}", fullmatch=True)
 
 @given(st.lists(NAMES, max_size=30))
 def test_what_is_compressed_expands_to_the_same_names(names):
-    """Each once, whatever zeros they lead with."""
+    """Without duplicates, for any leading zeros."""
     text = compress_hosts(names)
     expanded = expand_hosts(text) if names else []
     assert len(expanded) == len(set(expanded))

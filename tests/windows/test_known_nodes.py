@@ -1,4 +1,4 @@
-"""Nodes brought up to date by the queue are what asking for them would tell, or less."""
+"""Nodes updated from the queue have at most the free resources that a query would report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("n1", "n2", "n3")
 
 
 def described(jobs: dict[str, tuple[str, ...]]) -> dict[str, Node]:
-    """Nodes as a batch system would tell; each job takes one CPU of each of its nodes."""
+    """Return nodes as reported by a batch system; each job takes one CPU of each of its nodes."""
     used = {name: sum(name in nodes for nodes in jobs.values()) for name in NAMES}
     return {name: Node(name, not used[name], cpus=CPUS, cpus_free=CPUS - used[name]) for name in NAMES}
 

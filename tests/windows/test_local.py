@@ -9,7 +9,7 @@ from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
 
 
 class Client:
-    """Answers as a cluster does; one answer a survey."""
+    """Responds like a cluster, with one response per survey."""
 
     def __init__(self, windows=(), jobs=None):
         self.answer = {"time": 1000.0, "windows": list(windows), "jobs": jobs or {}}

@@ -1,4 +1,4 @@
-"""Windows on PBS, with the answers of a real OpenPBS 23.06."""
+"""Windows on PBS, with the output of a real OpenPBS 23.06."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_an_idle_node_there_is_no_window():
 
 
 def test_our_waiting_job_takes_no_window_from_us():
-    """The top job being ours, nobody else needs the idle node before bflong, which does not fit before it."""
+    """With our own top job, no other job needs the idle node before bflong, which does not fit before it."""
     found, _ = source(with_hole())
     ours = found.survey(["2003.pbs1"])
     assert ours.blocks["2003.pbs1"].state is BlockState.PENDING
@@ -109,11 +109,11 @@ def test_a_site_that_hides_the_jobs_of_others_is_noted():
         found.check(60.0)
 
 
-# -- manners -------------------------------------------------------------------------------------------------
+# -- rate of queries -----------------------------------------------------------------------------------------
 
 
 def test_a_round_is_two_commands():
-    """Queues and server are asked every five minutes, reservations every minute."""
+    """Queues and server are queried every five minutes, reservations every minute."""
     clock = Clock()
     found, answers = source(with_hole(), clock=clock)
     found.survey()
@@ -185,14 +185,14 @@ def test_a_server_without_history_is_no_error():
 
 
 def test_a_block_that_was_requeued_is_told_to_linger():
-    """Preemption by requeue: nobody waits for the block's second run, so it must not have one."""
+    """Preemption by requeue: the block's second run is not needed and must not happen."""
     jobs = content("jobs.json")
     jobs["Jobs"]["2005.pbs1"]["run_count"] = 1
     found, answers = source({"jobs.json": jobs})
     blocks = found.survey(["2005.pbs1"]).blocks
     assert blocks["2005.pbs1"].state is BlockState.PREEMPTED
     assert blocks["2005.pbs1"].lingers
-    assert not any(command[0] == "qdel" for command in answers.asked), "to ask changes nothing"
+    assert not any(command[0] == "qdel" for command in answers.asked), "a survey changes nothing"
     assert "qstat -x" not in answers.names()
 
 
@@ -220,7 +220,7 @@ def test_our_jobs_are_found_by_user_and_name():
     assert source(user="bob")[0].find_jobs("bf") == {}
 
 
-# -- refusals ------------------------------------------------------------------------------------------------
+# -- rejections ----------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_queue_is_refused_with_the_nearest_name():
@@ -260,7 +260,7 @@ def test_a_queue_that_can_be_used_is_not_refused():
         ("qsub: would exceed complex's per-user limit of jobs in 'Q' state", True),
         ("qsub: cannot connect to server pbs1 (errno=15010)", True),
         ("qsub: Queue is not enabled", True),
-        ("qsub: a word that nobody knows", False),
+        ("qsub: an unknown message", False),
     ],
 )
 def test_refusals_keep_the_words_of_qsub_and_tell_whether_they_pass(complaint, passing):

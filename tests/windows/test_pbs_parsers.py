@@ -1,4 +1,4 @@
-"""What a real OpenPBS 23.06 printed, as nodes, queues, jobs and reservations."""
+"""Output of a real OpenPBS 23.06, as nodes, queues, jobs and reservations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_vnodes_that_run_nothing_are_left_out():
 
 
 def test_a_node_given_as_a_whole_has_nothing_free():
-    """pbs1[6] is exclusive to a job that asked for CPUs only: its GPUs are not free."""
+    """pbs1[6] is exclusive to a job that requested only CPUs: its GPUs are not free."""
     node = parse_nodes(read_answer(text("nodes.json"), "pbsnodes"))["pbs1[6]"].node
     assert not node.idle
     assert (node.cpus_free, node.gpus_free, node.memory_free) == (0, 0, 0)
@@ -124,7 +124,7 @@ def test_queues_are_partitions_with_their_priority():
 
 
 def test_a_queue_has_the_nodes_that_its_chunks_can_use():
-    """Nodes bound to another queue, of another scheduler, or without the queue's own word are not its nodes."""
+    """Nodes bound to another queue, of another scheduler, or without the queue's constraint are not its nodes."""
     nodes, all_queues = content("nodes.json"), content("queues.json")
     nodes["nodes"]["pbs1[0]"]["queue"] = "main"
     nodes["nodes"]["pbs1[1]"]["partition"] = "other"
@@ -249,7 +249,7 @@ def test_the_other_pending_jobs_have_no_plan():
     ],
 )
 def test_comments_tell_whether_nodes_are_what_a_job_waits_for(comment, eligible):
-    """What is not known counts as waiting for nodes."""
+    """Unknown comments count as waiting for nodes."""
     assert pending(comment=comment).eligible is eligible
 
 
@@ -301,7 +301,7 @@ def test_a_suspended_job_comes_back_to_its_own_nodes():
 
 
 def test_subjobs_are_known_from_their_nodes():
-    """An array is one waiting job; what runs of it is told by the nodes, since when their state changed."""
+    """An array is one pending job; its running subjobs are known from the nodes, since when their state changed."""
     jobs, nodes = content("jobs.json"), content("nodes.json")
     array = jobs["Jobs"].pop("2004.pbs1")
     array.update(job_state="B", array_state_count="Queued:3 Running:1 Exiting:0 Expired:6 ")
@@ -323,7 +323,7 @@ def test_an_empty_queue_is_no_error():
     assert jobs == {}
     assert notes == ()
     assert found.pending == ()
-    assert {running.job for running in found.running} == {"2002.pbs1", "2004.pbs1", "2006.pbs1"}  # by the nodes
+    assert {running.job for running in found.running} == {"2002.pbs1", "2004.pbs1", "2006.pbs1"}  # from the nodes
 
 
 # -- our own -------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def history(number, **changed):
 
 
 def test_ends_of_real_jobs():
-    """As OpenPBS 23.06 told them: finished, deleted while it ran, killed with its server, deleted while it waited."""
+    """As reported by OpenPBS 23.06: finished, deleted while running, killed with its server, deleted while pending."""
     assert history(1).state is BlockState.COMPLETED
     assert (history(4).state, history(4).reason) == (BlockState.CANCELLED, "was deleted by root@pbs1")
     assert history(5).state is BlockState.PREEMPTED

@@ -1,4 +1,4 @@
-"""Reading what PBS prints: JSON that is none, sizes, durations, vnodes."""
+"""Parsing of PBS output: invalid JSON, sizes, durations, vnodes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_json_is_not_mended():
     ],
 )
 def test_broken_values_are_mended_and_counted(printed, meant):
-    """The value that PBS failed to write is read as it was meant, and the note says that there was one."""
+    """A value that PBS printed incorrectly is repaired, and a note reports it."""
     read = answer(f'\t"Job_Name":\t{printed},', '\t"Priority":\t0')
     assert read.content["Job_Name"] == meant
     assert read.content["Priority"] == 0

@@ -1,4 +1,4 @@
-"""Windows, blocks and refusals of Slurm, on what a real one printed."""
+"""Windows, blocks and rejections of Slurm, with recorded output of a real one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ POLL_INTERVAL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_i
 
 
 def hiding(waiting: int = 0) -> Replies:
-    """Answer as a site that hides the jobs of others, of whom so many wait."""
+    """Reply like a site that hides other users' jobs, `waiting` of which are pending."""
     statistics = f"Main schedule statistics (microseconds):\n\tLast queue length: {waiting}\n"
     return Replies(change={"scontrol show config": CONFIG + "PrivateData = jobs\n", "sdiag": statistics})
 
 
 def requests_of(command: str) -> int:
-    """Count what a command asks of slurmctld."""
+    """Count the requests of a command to slurmctld."""
     words = command.split()
     if "--version" in words:
         return 0
@@ -41,11 +41,11 @@ class TestConformance(WindowSourceConformance):
     """The contract of every window source."""
 
     def make_source(self):
-        """Answer as a real 22.05.8."""
+        """Reply like a real 22.05.8."""
         return source(Replies())
 
     def own_job(self):
-        """Name the dependent job, whose name was put in."""
+        """Return the dependent job, whose name was inserted."""
         return "24", "freetrain-ab12-1"
 
 
@@ -64,14 +64,14 @@ class TestWindows:
         assert (window.nodes, window.closes, window.kind) == (("node06",), HEAD_START, WindowKind.PREEMPTIBLE)
 
     def test_every_other_node_has_a_reason(self):
-        """For whoever asks why."""
+        """As shown to users."""
         unused = source(Replies(), gpus_per_node=4).staircase().unused
         assert unused["node07"] == "drained: bad disk, see ticket"
         assert unused["node08"].startswith("runs job 17 of ada until ")
         assert set(unused) == {f"node0{n}" for n in (1, 2, 3, 4, 5, 7, 8)}
 
     def test_terms_are_those_of_the_site(self):
-        """The start takes up to bf_interval; walltimes are minutes; nodes count whoever has them."""
+        """The start takes up to bf_interval; walltimes are minutes; nodes include those in use."""
         assert source(Replies()).survey().nodes == 8
         terms = source(Replies()).survey().terms
         assert (terms.start_delay, terms.walltime_step, terms.min_nodes, terms.max_nodes) == (2.0, 60.0, 1, None)
@@ -84,7 +84,7 @@ class TestWindows:
 
     @pytest.mark.parametrize("version", ["24.11.5", "26.05.5"])
     def test_newer_versions_are_asked_for_json(self, version):
-        """And give the same kind of windows."""
+        """The windows are of the same kind."""
         replies = Replies(version)
         survey = source(replies, clock=lambda: 1795227430.0).survey()
         assert any("--json" in command for command in replies.commands)
@@ -109,14 +109,14 @@ class TestWindows:
         assert sum("--json" in command for command in replies.commands) == 1
 
     def test_other_failures_of_json_are_failures(self):
-        """A controller that is down does not speak text either."""
+        """A controller that is down does not return text either."""
         replies = Replies("24.11.5", {"squeue --json": BatchSystemError("squeue failed: Unable to contact")})
         with pytest.raises(BatchSystemError, match="Unable to contact"):
             source(replies).survey()
         assert not any("--Format" in command for command in replies.commands)
 
     def test_a_round_is_one_command(self):
-        """What seldom changes is asked for seldom, but again after an error."""
+        """Data that rarely changes is rarely queried, but again after an error."""
         replies = Replies()
         now = [NOW]
         asked = source(replies, clock=lambda: now[0])
@@ -139,7 +139,7 @@ class TestWindows:
 
     @pytest.mark.parametrize("hidden", [False, True])
     def test_an_hour_at_the_default_interval_takes_at_most_twelve_requests_a_minute(self, hidden):
-        """Counted as slurmctld 22.05 does; with two blocks that are watched, of which one comes and goes."""
+        """Counted as in slurmctld 22.05, with two monitored blocks, of which one starts and ends."""
         replies = hiding() if hidden else Replies()
         now = [NOW]
         asked = source(replies, clock=lambda: now[0])
@@ -150,7 +150,7 @@ class TestWindows:
         assert 4 < requests / 60 <= 12
 
     def test_jobs_of_others_wait_where_more_wait_than_are_shown(self):
-        """The jobs that are shown are ours: the scheduler's statistics count them too."""
+        """The visible jobs are ours: the scheduler's statistics include them."""
         ours = sum(job.eligible for job in source(Replies()).state().pending)
         assert ours > 0
         for partition, waiting, windows in (("main", ours, 1), ("main", ours + 1, 0), ("backfill", ours + 1, 1)):
@@ -160,7 +160,7 @@ class TestWindows:
             assert len(source(replies, partition=partition).survey().windows) == windows
 
     def test_a_site_that_hides_jobs_and_tells_no_statistics_is_refused_unless_preemptible(self):
-        """Nothing shows whether somebody waits."""
+        """It cannot be determined whether other jobs are pending."""
         replies = hiding()
         replies.change["sdiag"] = BatchSystemError("sdiag failed: Access/permission denied")
         with pytest.raises(InvalidSettings, match=r"does not report how many are pending .*may be preempted"):
@@ -168,7 +168,7 @@ class TestWindows:
         source(replies, partition="backfill").check(60.0)
 
     def test_nodes_are_asked_again_when_a_job_has_left_its_nodes_in_no_ordinary_way(self):
-        """Its node may be down: the queue does not tell."""
+        """Its node may be down, which the queue does not show."""
         replies = Replies()
         asked = source(replies)
         asked.survey()
@@ -183,7 +183,7 @@ class TestWindows:
         assert [command.split()[0] for command in replies.commands[1:]] == ["squeue", "scontrol"]
 
     def test_a_node_whose_job_has_ended_is_a_window_at_the_next_look(self):
-        """Though nodes are not asked for."""
+        """Although nodes are not queried."""
         replies = Replies()
         asked = source(replies)
         before = {name for window in asked.survey().windows for name in window.nodes}
@@ -195,7 +195,7 @@ class TestWindows:
         assert "node08" in {name for window in asked.survey().windows for name in window.nodes}
 
     def test_constraint_that_is_no_plain_and_is_refused(self):
-        """Rather than windows on the wrong nodes."""
+        """Instead of finding windows on the wrong nodes."""
         with pytest.raises(InvalidSettings, match="features joined by '&'"):
             source(Replies(), constraint="a100|v100")
 
@@ -217,10 +217,10 @@ class TestWindows:
 
 
 class TestBlocks:
-    """What became of our jobs."""
+    """States of our jobs."""
 
     def test_states_of_one_squeue(self):
-        """Those that ended minutes ago too, without another command."""
+        """Including those that ended minutes ago, without another command."""
         replies = Replies()
         blocks = source(replies).survey(["17", "24", "18", "23", "22"]).blocks
         assert {job: status.state for job, status in blocks.items()} == {
@@ -235,12 +235,12 @@ class TestBlocks:
         assert not any(command.startswith("sacct") for command in replies.commands)
 
     def database(self, **answers: str | Exception) -> Replies:
-        """Answer as a Slurm with a database."""
+        """Reply like a Slurm with a database."""
         config = "SchedulerType = sched/backfill\nAccountingStorageType = accounting_storage/slurmdbd\n"
         return Replies(change={"scontrol show config": config, **answers})
 
     def test_vanished_job_is_asked_of_the_database(self):
-        """With who cancelled it."""
+        """The reason contains the user who cancelled it."""
         replies = self.database(sacct="7|CANCELLED by 0\n8|TIMEOUT\n9|CANCELLED by 4294967\n")
         blocks = source(replies).survey(["7", "8", "9", "10"]).blocks
         assert (blocks["7"].state, blocks["7"].reason) == (BlockState.CANCELLED, "was cancelled by root")
@@ -249,7 +249,7 @@ class TestBlocks:
         assert blocks["10"].state is BlockState.UNKNOWN
 
     def test_job_that_we_cancelled_is_not_asked_of_the_database(self):
-        """We know by whom; of another we ask."""
+        """The reason is known; for other jobs it is queried."""
         replies = self.database(sacct="14|CANCELLED by 0\n")
         asked = source(replies)
         asked.cancel(["13"])
@@ -264,7 +264,7 @@ class TestBlocks:
         "failure", [BatchSystemError("sacct did not answer within 30 s"), CommandNotFound("sacct is not on PATH")]
     )
     def test_database_that_does_not_answer_is_left_alone(self, failure):
-        """For ten minutes; the survey goes on without."""
+        """For ten minutes; the survey continues without it."""
         replies = self.database(sacct=failure)
         now = [NOW]
         asked = source(replies, clock=lambda: now[0])
@@ -276,7 +276,7 @@ class TestBlocks:
         assert sum(command.startswith("sacct") for command in replies.commands) == 2
 
     def test_all_are_cancelled_with_one_command(self):
-        """And none with none."""
+        """Without jobs, no command is run."""
         replies = Replies()
         asked = source(replies)
         asked.cancel(["1", "2"])
@@ -284,7 +284,7 @@ class TestBlocks:
         assert replies.commands == ["scancel 1 2"]
 
     def test_cancelling_what_is_gone_is_no_error(self):
-        """Any other failure is."""
+        """Any other failure is an error."""
         gone = {"scancel": BatchSystemError("scancel failed: error: Kill job error on job id 1: Invalid job id")}
         source(Replies(change=gone)).cancel(["1"])
         with pytest.raises(BatchSystemError):
@@ -348,7 +348,7 @@ class TestBadInput:
         ],
     )
     def test_check_asks_the_database_for_rights(self, settings, message):
-        """Where it enforces them; the one who may is not refused."""
+        """If it enforces them; an authorised user is not rejected."""
         config = (
             "SchedulerType = sched/backfill\nAccountingStorageType = accounting_storage/slurmdbd\n"
             "AccountingStorageEnforce = associations,limits,qos\n"
@@ -381,13 +381,13 @@ class TestBadInput:
         ],
     )
     def test_garbage_is_refused_by_name(self, command, named):
-        """With the command and what was wrong, in one line."""
+        """The command and the problem are reported in one line."""
         with pytest.raises(BatchSystemError, match=f"^{named} returned output that cannot be parsed: ") as caught:
             source(Replies(change={command: "<html>\nlogin"})).survey()
         assert "\n" not in str(caught.value)
 
     def test_garbled_host_list_is_refused(self):
-        """Wherever it stands."""
+        """Wherever it occurs."""
         text = (FIXTURES / "slurm-22.05.8" / "squeue.txt").read_text().replace("node[01-05]", "node[01-")
         with pytest.raises(BatchSystemError, match=r"squeue returned .*not a list of nodes"):
             source(Replies(change={"squeue --noheader --all": text})).survey()
@@ -421,7 +421,7 @@ class TestBadInput:
     ],
 )
 def test_complaints_of_sbatch(complaint, words, passing):
-    """In plain English, with Slurm's own words and whether to try again."""
+    """In plain English, with Slurm's message and whether to retry."""
     refusal = source(Replies()).explain_refusal(complaint)
     assert words in refusal.reason
     assert refusal.passing is passing

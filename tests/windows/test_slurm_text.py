@@ -1,4 +1,4 @@
-"""What Slurm's commands print, read."""
+"""Parsing of the output of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(name: str) -> str:
 
 @pytest.fixture
 def utc(monkeypatch):
-    """Local time is UTC, as it was where the outputs were captured."""
+    """Set local time to UTC, as on the machine where the output was captured."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     yield
@@ -53,7 +53,7 @@ def utc(monkeypatch):
     ],
 )
 def test_walltimes(text, seconds):
-    """Every form of Slurm's manual, none of them losing seconds."""
+    """Every format in Slurm's manual, without loss of seconds."""
     assert parse_seconds(text) == seconds
 
 
@@ -76,7 +76,7 @@ def test_times_of_both_forms(utc):
     ],
 )
 def test_gpus_are_counted_of_every_type(gres, count):
-    """And nothing else is."""
+    """No other resources are counted."""
     assert count_gpus(gres) == count
 
 
@@ -96,14 +96,14 @@ def test_jobs_of_squeue():
         "18": False,  # held
         "20": False,  # begin time
         "21": True,
-        "22": False,  # asks for more nodes than there are
+        "22": False,  # requests more nodes than there are
         "24": False,  # dependency
     }
 
 
 @pytest.mark.parametrize("line", ["not of squeue", "1\tmain\n", "x" + "\t" * 14, "1" + "\t" * 13])
 def test_line_that_is_none_is_refused(line):
-    """With its beginning."""
+    """The message contains its beginning."""
     with pytest.raises(ValueError, match="line"):
         parse_jobs(line)
 
@@ -145,14 +145,14 @@ def test_states_of_nodes(state, idle, unusable):
 
 @pytest.mark.parametrize("text", ["slurm_load_node error", "NodeName=n1\n   CPUTot=4", "NodeName=n1 State=IDLE"])
 def test_record_that_is_no_node_is_refused(text):
-    """Rather than half of a cluster taken for all of it."""
+    """Instead of accepting part of a cluster as all of it."""
     with pytest.raises(ValueError, match=r"node|invalid literal"):
         parse_nodes(text)
 
 
 @pytest.mark.parametrize("version", ["22.05.8", "24.11.5", "26.05.5"])
 def test_partitions_of_every_version(version):
-    """The one that yields to a larger tier on the same nodes is preemptible, if preemption goes by partition."""
+    """The one that yields to a higher tier on the same nodes is preemptible, if preemption is by partition."""
     text = read(f"slurm-{version}/scontrol_show_partition.txt")
     partitions = parse_partitions(text, "preempt/partition_prio")
     main, low = partitions["main"], partitions["backfill"]
@@ -186,13 +186,13 @@ def test_reservations_of_every_version(utc, version, start):
 
 
 def test_no_reservations():
-    """Slurm says so in words."""
+    """Slurm prints a sentence."""
     assert parse_reservations("No reservations in the system\n") == ()
 
 
 @pytest.mark.parametrize("version", ["22.05.8", "24.11.5", "26.05.5"])
 def test_configuration(version):
-    """Settings as words."""
+    """Settings as strings."""
     assert parse_config(read(f"slurm-{version}/scontrol_show_config.txt"))["SchedulerType"] == "sched/backfill"
 
 
@@ -213,7 +213,7 @@ def test_json_of_newer_versions(version):
 
 
 def test_json_nodes_of_22_05():
-    """Flags lie beside the state, words are in small letters."""
+    """Flags are separate from the state, strings are in lower case."""
     nodes = parse_json_nodes(read("slurm-22.05.8/sinfo.json"))
     assert sum(node.idle for node in nodes.values()) > 0
     assert [node.unusable.partition(":")[0] for node in nodes.values() if node.unusable] == ["drained"]
@@ -221,14 +221,14 @@ def test_json_nodes_of_22_05():
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3}', '{"jobs": [{"job_id": 3}]}', '{"jobs": [3]}'])
 def test_json_that_is_none_of_squeue_is_refused(text):
-    """Also that of 22.05, which does not tell where jobs are planned."""
+    """Also that of 22.05, which does not report where jobs are planned."""
     with pytest.raises(ValueError, match=r"jobs|job"):
         parse_json_jobs(text)
 
 
 @pytest.mark.parametrize("name", ["a\tb", "two\nlines", "freetrain.", ""])
 def test_a_job_may_have_any_name(name):
-    """Names come last and cut off, so that nobody's can break the reading of the others."""
+    """Names come last and truncated, so that no name can break the parsing of other fields."""
     line = "7\tmain\tPENDING\tada\t5:00\tN/A\tN/A\t1\t\t(null)\t\t1\tNone\t(null)\t"
     jobs = parse_jobs(f"{line}{name:10}\t\n{line}next      \t\n")
     assert len(jobs) == 2
@@ -241,7 +241,7 @@ def test_a_job_may_have_any_name(name):
     [("", set()), ("a100", {"a100"}), ("a100&nvme", {"a100", "nvme"}), ("a|b", None), ("[a|b]*2", None), ("!x", None)],
 )
 def test_plain_constraints(constraint, features):
-    """Only an "and" of words is understood."""
+    """Only an "and" of features is supported."""
     assert plain_features(constraint) == features
 
 
@@ -276,7 +276,7 @@ def record(state: str, reason: str = "None") -> JobRecord:
     ],
 )
 def test_states_of_jobs(state, reason, expected):
-    """Only a running block has nodes and an end; each that is not as usual says why."""
+    """Only a running block has nodes and an end; every unusual state has a reason."""
     status = block_status(record(state, reason))
     assert status.state is expected
     assert bool(status.nodes) is (status.ends is not None) is (expected is BlockState.RUNNING)

@@ -1,4 +1,4 @@
-"""The staircase: free nodes close at the first of what is planned there; where nothing is planned, the worst counts."""
+"""The availability profile: free nodes close at the first planned start; without a plan, the worst case counts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cluster(
     partition: dict[str, Any] | None = None,
     plan_jobs: int | None = None,
 ) -> BatchState:
-    """Nodes n1..n<count> in partition main; `running` is job -> (its nodes, its end)."""
+    """Make nodes n1..n<count> in partition main; `running` is job -> (its nodes, its end)."""
     names = tuple(f"n{index + 1}" for index in range(count))
     jobs = tuple(
         RunningJob(job, job, "ada", "main", tuple(held.split()), ends) for job, (held, ends) in (running or {}).items()
@@ -56,13 +56,13 @@ def cluster(
 
 
 def job(name: str, node_count: int, **more: Any) -> PendingJob:
-    """Make a pending job of somebody else."""
+    """Make another user's pending job."""
     more.setdefault("walltime", 600.0)
     return PendingJob(name, name, "bob", more.pop("partition", "main"), node_count, **more)
 
 
 def steps(staircase: Staircase) -> dict[str, float | None]:
-    """Node -> when its window closes."""
+    """Return node -> when its window closes."""
     return {name: window.closes for window in staircase.windows for name in window.nodes}
 
 
@@ -72,10 +72,10 @@ def find(state: BatchState, *ours: str, **needs: Any) -> Staircase:
 
 
 class TestPlan:
-    """What the batch system tells is taken as it is."""
+    """The batch system's plan is used as it is."""
 
     def test_nodes_that_nobody_plans_for_stay_open(self) -> None:
-        """No plan, no end; nodes with the same end are one window."""
+        """Without a plan there is no end; nodes with the same end are one window."""
         (window,) = find(cluster(3)).windows
         assert window.nodes == ("n1", "n2", "n3")
         assert window.closes is None
@@ -102,7 +102,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("start", [NOW, NOW - 50])
     def test_node_whose_job_is_due_is_not_free(self, start: float) -> None:
-        """A start that is planned for now, or is late, takes the node."""
+        """A start that is planned for now or overdue takes the node."""
         staircase = find(cluster(2, pending=(job("7", 1, start=start, planned_nodes=("n1",)),)))
         assert steps(staircase) == {"n2": None}
         assert staircase.unused == {"n1": "job 7 of bob is about to start on it"}
@@ -124,7 +124,7 @@ class TestPlan:
         assert staircase.unused["n2"].startswith("in reservation class until ")
 
     def test_preemptible_partition_gives_preemptible_windows(self) -> None:
-        """They close when they are planned to, if that is known; nothing is wanted back: it is taken."""
+        """They close at the planned time, if known; there are no yield requests, because jobs are preempted."""
         state = cluster(
             3,
             {"9": ("n3", 2000.0)},
@@ -137,13 +137,13 @@ class TestPlan:
         assert staircase.wanted == {}
 
     def test_unplanned_job_of_a_larger_tier_closes_nothing_preemptible(self) -> None:
-        """It preempts when it comes; waiting for it would leave the nodes idle."""
+        """It preempts when it starts; waiting for it would leave the nodes idle."""
         pending = (job("1", 1, partition="urgent"),)
         assert steps(find(cluster(1, pending=pending, partition={"preemptible": True}))) == {"n1": None}
         assert steps(find(cluster(1, pending=pending))) == {}
 
     def test_partition_that_is_down_has_no_windows(self) -> None:
-        """And every node says so."""
+        """It is the reason of every node."""
         staircase = find(cluster(2, partition={"up": False}))
         assert staircase.windows == ()
         assert set(staircase.unused) == {"n1", "n2"}
@@ -155,7 +155,7 @@ class TestPlan:
 
 
 class TestUnplanned:
-    """Where the plan says nothing, the worst is assumed and noted."""
+    """If the plan is incomplete, the worst case is assumed and noted."""
 
     def test_job_that_fits_now_takes_the_nodes_that_are_free_longest(self) -> None:
         """It could start on any; it is certain to fit on these."""
@@ -170,7 +170,7 @@ class TestUnplanned:
         )
 
     def test_job_too_long_for_the_hole_takes_nothing(self) -> None:
-        """A planned job that goes first keeps it out."""
+        """A planned job that starts earlier keeps it from starting."""
         head = job("1", 2, priority=9, start=1900.0, planned_nodes=("n1", "n2"))
         for walltime, left in ((3600.0, {"n1": 1900.0, "n2": 1900.0}), (900.0, {"n2": 1900.0})):
             staircase = find(cluster(2, pending=(head, job("2", 1, priority=5, walltime=walltime))))
@@ -183,7 +183,7 @@ class TestUnplanned:
         assert steps(find(cluster(1, pending=(head, job("2", 1, priority=9, walltime=math.inf))))) == {}
 
     def test_job_that_fits_later_closes_nodes_then(self) -> None:
-        """As soon as enough nodes are free, all others leaving theirs to it."""
+        """As soon as enough nodes are free, if all other jobs leave theirs to it."""
         state = cluster(4, {"1": ("n3", 1300.0), "2": ("n4", 1700.0)}, (job("3", 3),))
         staircase = find(state)
         assert steps(staircase) == {"n1": 1300.0, "n2": 1300.0}
@@ -199,11 +199,11 @@ class TestUnplanned:
         assert steps(find(cluster(1, pending=pending))) == {"n1": None}
 
     def test_held_and_dependent_jobs_are_left_aside(self) -> None:
-        """Nobody knows when they could start."""
+        """It is unknown when they could start."""
         assert steps(find(cluster(1, pending=(job("1", 1, eligible=False),)))) == {"n1": None}
 
     def test_job_deeper_than_the_plan_is_left_aside_and_noted(self) -> None:
-        """The scheduler does not look at it."""
+        """The scheduler does not consider it."""
         planned = job("1", 1, priority=9, start=1500.0, planned_nodes=("n1",))
         staircase = find(cluster(2, pending=(planned, job("2", 1)), plan_jobs=1))
         assert steps(staircase) == {"n1": 1500.0, "n2": None}
@@ -228,7 +228,7 @@ class TestUnplanned:
         assert steps(find(down)) == {"n1": None, "n2": None}
 
     def test_many_jobs_make_one_note(self) -> None:
-        """Named are the first few."""
+        """The first few are listed."""
         (note,) = find(cluster(9, pending=tuple(job(str(n), 1) for n in range(1, 9)))).notes
         assert note.startswith("8 jobs (1, 2, 3, 4, 5, …): eligible")
 
@@ -246,7 +246,7 @@ class TestUnused:
             "n7": Node("n7", idle=True, cpus=4, gpus=2, features=frozenset({"v100"})),
         }
         state = cluster(8, {"12": ("n5", None), "13": ("n6", 2000.0)}, nodes=nodes)
-        state.nodes.pop("n8")  # type: ignore[attr-defined]  # what a damaged answer would leave out
+        state.nodes.pop("n8")  # type: ignore[attr-defined]  # as if missing from the output
         staircase = find(state, "13", gpus=2, features=frozenset({"v100"}))
         assert staircase.unused == {
             "n1": "drained: bad disk",
@@ -260,7 +260,7 @@ class TestUnused:
         assert steps(staircase) == {"n7": None}
 
     def test_busy_nodes_name_their_job(self) -> None:
-        """Ours as ours."""
+        """Our own jobs are marked as ours."""
         unused = find(
             cluster(3, {"1": ("n1", None), "2": ("n2", None)}, nodes={"n3": Node("n3", idle=False, cpus=4)}), "2"
         )
@@ -285,25 +285,25 @@ class TestUnused:
 
 
 class TestWanted:
-    """Which of our nodes others wait for."""
+    """Which of our nodes other jobs wait for."""
 
     def test_job_that_would_start_without_us_names_our_nodes(self) -> None:
-        """Free ones first, then ours, only as many as it needs."""
+        """Free nodes first, then ours, only as many as it needs."""
         state = cluster(4, {"1": ("n3 n4", 9000.0)}, (job("2", 3),))
         assert find(state, "1").wanted == {"n3": NOW}
 
     def test_freetrain_of_another_user_wants_none_of_ours(self) -> None:
-        """Else two of them would make way for each other for ever."""
+        """Otherwise they would yield to each other forever."""
         other = replace(job("2", 3), name="freetrain.theirs.ab12.block-0")
         found = find(cluster(4, {"1": ("n3 n4", 9000.0)}, (other,)), "1")
         assert found.wanted == {}
 
     def test_job_that_starts_on_free_nodes_wants_none_of_ours(self) -> None:
-        """Nothing is gained by handing back."""
+        """Releasing nodes would gain nothing."""
         assert find(cluster(3, {"1": ("n3", 9000.0)}, (job("2", 2),)), "1").wanted == {}
 
     def test_planned_job_wants_ours_when_the_others_are_free(self) -> None:
-        """It is we who hold it up, from then on."""
+        """From then on, we delay it."""
         state = cluster(
             3,
             {"1": ("n1", 9000.0), "2": ("n2 n3", 1500.0)},
@@ -321,7 +321,7 @@ class TestWanted:
         assert find(state, "1").wanted == {}
 
     def test_nobody_is_let_past_a_job_that_waits(self) -> None:
-        """Our nodes are of no use to a job that would hold up the one before it."""
+        """Our nodes do not help a job that would delay the one before it."""
         state = cluster(
             2, {"1": ("n1", 9000.0), "2": ("n2", 1500.0)}, (job("3", 2, priority=9), job("4", 1, priority=1))
         )
@@ -335,7 +335,7 @@ class TestWanted:
 
     @pytest.mark.parametrize(("tier", "wanted"), [(0.5, {"n1": NOW}), (9.0, {})])
     def test_jobs_that_yield_are_not_in_the_way(self, tier: float, wanted: dict[str, float]) -> None:
-        """A job that could preempt the others is held up by us alone."""
+        """A job that could preempt the others is delayed only by us."""
         state = cluster(2, {"1": ("n1", 9000.0)}, (job("3", 2, start=9000.0, planned_nodes=("n1", "n2")),))
         low = Partition("low", ("n1", "n2"), tier=tier, preemptible=True)
         more = (*state.running, RunningJob("2", "2", "eve", "low", ("n2",), 9500.0))
@@ -376,9 +376,9 @@ def _state(held: list[str], queue: list[tuple[int, float, bool]]) -> BatchState:
 
 
 def _starts_now(free: int, others: int, queue: list[tuple[int, float, bool]]) -> list[int]:
-    """EASY by brute force over start times: a job starts now if no job before it could then start later than it can.
+    """EASY by brute force over start times: a job starts now if this delays no job before it.
 
-    `others` nodes become free at 1300; who starts is all that is asked.
+    `others` nodes become free at 1300; only which jobs start now is returned.
     """
     started: list[tuple[int, float]] = []  # nodes, end
     waiting: list[tuple[int, float]] = []  # nodes, when it could start at the earliest
@@ -424,7 +424,7 @@ class TestWantedAgainstBruteForce:
     def test_first_job_in_the_queue_always_gets_its_nodes(
         self, held: list[str], queue: list[tuple[int, float, bool]]
     ) -> None:
-        """If it would start at once without us, exactly the nodes that it lacks are named."""
+        """If it would start immediately without us, exactly the nodes that it lacks are returned."""
         count = queue[0][0]
         first = [(count, queue[0][1], True)]
         state = _state(held, first)
@@ -435,7 +435,7 @@ class TestWantedAgainstBruteForce:
 
     @given(holders, small_jobs)
     def test_claims_are_what_the_started_jobs_lack(self, held: list[str], queue: list[tuple[int, float, bool]]) -> None:
-        """All jobs that EASY would start without us get their nodes, and nobody else any."""
+        """All jobs that EASY would start without us get their nodes, and no other jobs."""
         state = _state(held, queue)
         ours = [running.job for running in state.running if running.job.startswith("ours")]
         free, mine = held.count("free"), held.count("ours")
@@ -449,7 +449,7 @@ class TestWindowsAgainstBruteForce:
 
     @given(holders, st.integers(1, 5), st.sampled_from([100.0, 500.0]))
     def test_unplanned_job_always_has_room(self, held: list[str], count: int, walltime: float) -> None:
-        """Whatever we take, and keep until it closes, the job starts as early as without us."""
+        """Whatever nodes we use until they close, the job starts as early as without us."""
         state = _state(held, [(count, walltime, True)])
         closes = {name: math.inf if time is None else time for name, time in steps(find(state)).items()}
         ends = {"free": NOW, "other": 1300.0, "ours": 5000.0, "down": math.inf}

@@ -244,7 +244,7 @@ def _rate(value: Any) -> float:
 
 
 def _read_csv(file: Path, text: str) -> list[tuple[int, Any, Any]]:
-    """Rows (line, nodes, rate) as far as they are numbers; text stays text, for the caller to refuse."""
+    """Return rows (line, nodes, rate); values that are not numbers remain strings, for the caller to reject."""
     reader = csv.reader(text.splitlines())
     header = [name.strip().lower() for name in next(reader, [])]
     if header != ["nodes", "rate"]:

@@ -139,7 +139,7 @@ def _cards(log: Mapping[str, Any], best: Mapping[str, Any]) -> list[Element]:
         ("Efficiency", percent(best["efficiency"]), "of the same trainings on dedicated nodes"),
         ("Share of the oracle", percent(best["oracle_ratio"]), "no plan can exceed the oracle's 100 %"),
         ("Node-hours used", count(hours["used"]), f"of {count(hours['idle'])} idle ({percent(share, 0)})"),
-        ("Median", count(log["median_idle"]), "idle nodes, weighted by time"),
+        ("Median idle nodes", count(log["median_idle"]), "weighted by time"),
     ]
     if times["finished"]:
         cards.append(("Trainings finished", count(times["finished"]), f"on average after {duration(times['mean'])}"))

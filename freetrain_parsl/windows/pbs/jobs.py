@@ -127,9 +127,7 @@ def block_status(attributes: Mapping[str, Any]) -> BlockStatus:
     runs = as_number(attributes.get("run_count"))
     if state in HOLDS_NODES:
         if runs > 1:
-            return BlockStatus(
-                BlockState.PREEMPTED, reason="was requeued and started again", lingers=True
-            )
+            return BlockStatus(BlockState.PREEMPTED, reason="was requeued and started again", lingers=True)
         return BlockStatus(BlockState.RUNNING, as_vnodes(as_text(attributes.get("exec_vnode"))), _ends(attributes))
     if state in ("F", "X"):
         return _finished(attributes, comment)

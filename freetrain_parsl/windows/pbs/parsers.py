@@ -396,7 +396,7 @@ def _unlisted(vnodes: Mapping[str, Vnode], jobs: Mapping[str, Mapping[str, Any]]
             RunningJob(
                 job=job,
                 name=as_text(array.get("Job_Name")),
-                user=as_text(array.get("euser")) or "somebody",
+                user=as_text(array.get("euser")) or "another user",
                 partition=as_text(array.get("queue")),
                 nodes=tuple(vnode.node.name for vnode in on),
                 ends=None if walltime is None else began + walltime,

@@ -221,8 +221,7 @@ class SlurmWindowSource(WindowSource):
             raise InvalidSettings("this Slurm has no default partition: set `partition`")
         if self.partition not in partitions:
             raise InvalidSettings(
-                f"partition {self.partition!r} does not exist on this cluster"
-                f"{did_you_mean(self.partition, partitions)}"
+                f"partition {self.partition!r} does not exist on this cluster{did_you_mean(self.partition, partitions)}"
             )
         return partitions[self.partition]
 
