@@ -196,7 +196,7 @@ def _known(option: str, name: str, known: Iterable[str]) -> str:
     """Return a valid name; otherwise raise an error that lists the valid ones."""
     names = sorted(known)
     if name not in names:
-        raise InvalidSettings(f"{option}: no {name!r}{did_you_mean(name, names)}; known are {', '.join(names)}")
+        raise InvalidSettings(f"{option}: unknown {name!r}{did_you_mean(name, names)}; available: {', '.join(names)}")
     return name
 
 

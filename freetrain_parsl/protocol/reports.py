@@ -24,12 +24,24 @@ __all__ = [
 ]
 
 
-class PauseReason(str, Enum):
-    """Why a run ended before its training was done; the value is the text for the log."""
+class PauseReason(Enum):
+    """Why a run ended before its training was done."""
 
-    REQUESTED = "a pause was requested"
-    CLOSING = "a node is about to close"
-    LEFT = "the other members continue without this process"
+    REQUESTED = "requested"
+    CLOSING = "closing"
+    LEFT = "left"
+
+    @property
+    def sentence(self) -> str:
+        """The reason, for logs and manifests."""
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    PauseReason.REQUESTED: "a pause was requested",
+    PauseReason.CLOSING: "a node is about to close",
+    PauseReason.LEFT: "the other members continue without this process",
+}
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Unwind(BaseException):
     """Carries a pause through the user's function; a BaseException, so that ``except Exception`` does not stop it."""
 
     def __init__(self, reason: PauseReason) -> None:
-        super().__init__(reason.value)
+        super().__init__(reason.sentence)
         self.reason = reason
 
 
@@ -457,7 +457,7 @@ class Runtime:
         return closes_in <= self._write_seconds + margin + self._pace.longest_step
 
     def _pause(self, reason: PauseReason) -> NoReturn:
-        self._save_last(reason.value, mark=self._mark, patiently=False)
+        self._save_last(reason.sentence, mark=self._mark, patiently=False)
         self._unwind(reason)
 
     def _unwind(self, reason: PauseReason) -> NoReturn:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from freetrain_parsl.executor.control.training.cost_estimates import learned_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import PlanningError
+from freetrain_parsl.executor.control.training.cost_estimates import learned_costs
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.planning.planner import Planner

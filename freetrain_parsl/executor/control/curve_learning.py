@@ -46,7 +46,7 @@ class CurveLearning:
     def remove(self, name: str) -> None:
         """Forget a training."""
         for kept in (self._profiles, self._last, self._known):
-            kept.pop(name, None)  # type: ignore[attr-defined]  # a tuple of different dictionaries
+            kept.pop(name, None)
 
     def observe(self, name: str, *, group: int, nodes: int, slots: int, progress: Progress) -> None:
         """Take a progress report.

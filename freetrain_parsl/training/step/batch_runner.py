@@ -254,4 +254,3 @@ class BatchRunner:
 
     def _makes_steps(self) -> bool:
         return not self.cut_off and (self._piece is None or self._piece.last)
-

@@ -542,9 +542,10 @@ class TrainingMachine:
             case RunFinished():
                 if first:
                     self._finish(event.payload)
-            case PeersFailed(reason=reason) | RunPaused(reason=PauseReason.LEFT as reason):
+            case PeersFailed() | RunPaused(reason=PauseReason.LEFT):
+                reason = end.reason if isinstance(end, PeersFailed) else end.reason.sentence
                 if missed and participant.role is Role.MEMBER and not self.over:
-                    self._note_failure(Failure(str(reason), crash=False))
+                    self._note_failure(Failure(reason, crash=False))
             case RunPaused():
                 # A node is about to close, or the slot was commanded to end: all members pause.
                 if missed and not self.over and not isinstance(self.phase, (Waiting, Pausing)):
