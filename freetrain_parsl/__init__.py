@@ -13,40 +13,63 @@ if TYPE_CHECKING:
     from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
     from freetrain_parsl.errors import FreeTrainError
     from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.executor.htex.launch import Container
+    from freetrain_parsl.executor.journal import read_journal
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
-    from freetrain_parsl.planning.model import RescaleCosts, Trainer, Window
+    from freetrain_parsl.planning.model import Decision, RescaleCosts, Trainer, Window
+    from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
+    from freetrain_parsl.planning.policies.milp import MilpPolicy
+    from freetrain_parsl.planning.policies.window import WindowPolicy
     from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.training.fragment import run_alone
     from freetrain_parsl.training.session import TrainingSession
 
 __all__ = [
+    "Container",
+    "Decision",
     "EmbeddedCluster",
     "EmbeddedClusterProvider",
+    "EqualSharePolicy",
     "FreeTrainError",
     "FreeTrainExecutor",
+    "MilpPolicy",
     "PlannerSettings",
+    "Policy",
     "RescaleCosts",
     "ScalingCurve",
     "Trainer",
     "TrainingApp",
     "TrainingSession",
     "Window",
+    "WindowPolicy",
     "__version__",
+    "read_journal",
+    "run_alone",
     "training_app",
 ]
 
 # Where each public name lives: loaded when first used, so that importing this package loads neither torch nor HiGHS.
 _HOMES = {
+    "Container": "freetrain_parsl.executor.htex.launch",
+    "Decision": "freetrain_parsl.planning.model",
     "EmbeddedCluster": "freetrain_parsl.cluster.client",
     "EmbeddedClusterProvider": "freetrain_parsl.cluster.provider",
+    "EqualSharePolicy": "freetrain_parsl.planning.policies.equal_share",
     "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
+    "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "PlannerSettings": "freetrain_parsl.planning.settings",
+    "Policy": "freetrain_parsl.planning.policies.base",
     "RescaleCosts": "freetrain_parsl.planning.model",
     "ScalingCurve": "freetrain_parsl.planning.curves.scaling",
     "Trainer": "freetrain_parsl.planning.model",
     "TrainingApp": "freetrain_parsl.app",
     "TrainingSession": "freetrain_parsl.training.session",
     "Window": "freetrain_parsl.planning.model",
+    "WindowPolicy": "freetrain_parsl.planning.policies.window",
+    "read_journal": "freetrain_parsl.executor.journal",
+    "run_alone": "freetrain_parsl.training.fragment",
     "training_app": "freetrain_parsl.app",
 }
 

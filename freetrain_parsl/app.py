@@ -78,6 +78,12 @@ class TrainingApp(AppBase):
         self._curve = ScalingCurve.of(options.scaling)
         self.request(options.name or "checked-at-decoration")  # raises at the decorator if the description is invalid
 
+    @property
+    def training_function(self) -> Callable[..., Any]:
+        """The plain function; `run_alone` calls it."""
+        function: Callable[..., Any] = self.func
+        return function
+
     def options(self, **changes: Any) -> TrainingApp:
         """Return a copy of the app with some of the decorator's arguments changed.
 

@@ -134,7 +134,7 @@ def run_alone(
     Parameters
     ----------
     function, args, kwargs
-        Called as ``function(session, *args, **kwargs)``.
+        Called as ``function(session, *args, **kwargs)``; a training app stands for its function.
     directory
         Checkpoint directory; a second call resumes from it. ``None``: checkpoints are discarded.
     seed
@@ -152,6 +152,7 @@ def run_alone(
     InvalidTrainer
         The function has no parameter for the session.
     """
+    function = getattr(function, "training_function", function)
     check_signature(function)
     with tempfile.TemporaryDirectory(prefix="freetrain-") as scratch:
         end = run_fragment(

@@ -345,3 +345,12 @@ def test_a_scheduler_keeps_its_class_and_steps_once_a_batch() -> None:
     }
     assert LRScheduler.step is before
     assert "step" not in vars(StepLR)
+
+
+def test_a_training_app_runs_alone_as_its_function_does() -> None:
+    from freetrain_parsl import training_app
+
+    def returns(session: Any, value: int) -> int:
+        return value
+
+    assert run_alone(training_app(returns), value=3) == run_alone(returns, 3) == 3
