@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import socket
 import threading
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,6 +22,7 @@ import torch.distributed as dist
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
+from freetrain_parsl.training.group.connections import GroupConnections
 from freetrain_parsl.training.group.reachability import check_reachable
 
 if TYPE_CHECKING:  # torch.distributed does not export these
@@ -145,8 +144,8 @@ class Group:
         self.over_gpus = False
         """Whether GPU tensors are sent directly."""
         self._waiting: Callable[[], AbstractContextManager[None]] = mailbox.waiting if mailbox else nullcontext
-        self._others_sockets = _sockets().keys()
-        self._sockets: frozenset[str] | None = None  # while the group is forming: all new sockets
+        self.connections = GroupConnections()
+        """The group's own among all sockets of this process."""
         self._joined = False
         self._trainer = trainer
         self._mesh: DeviceMesh | None = None
@@ -231,11 +230,11 @@ class Group:
                 if self.gradients is not None:
                     with self.waits():
                         admission.check(self.gradients)
+            self.connections.form(self.gather)
         except PeerFailed:
             self.leave()
             raise
         dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 - no public API
-        self._sockets = frozenset(_sockets().keys() - self._others_sockets)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
         """Return the members as a device mesh for sharded models; for this a group of one becomes a process group.
@@ -267,16 +266,8 @@ class Group:
         return self._mesh
 
     def abort(self) -> None:
-        """Abort the collectives in which members wait; from any thread.
-
-        gloo's own abort does not wake a waiting collective (torch 2.13); closing its connections does.
-        """
-        for name, descriptor in _sockets().items():
-            ours = name not in self._others_sockets if self._sockets is None else name in self._sockets
-            if ours:
-                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.getpeername()  # raises for the listening socket: its shutdown would end the process
-                    connection.shutdown(socket.SHUT_RDWR)
+        """Abort the collectives in which members wait; from any thread."""
+        self.connections.shut_down()
         if self.over_gpus and self._joined:
             group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - no public API
             group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - the same
@@ -327,7 +318,8 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
     with _network_interface(membership.interface), group.waits():
         try:
             if membership.address is not None:
-                check_reachable(own_store, membership.rank, membership.world_size, membership.address)
+                members = check_reachable(own_store, membership.rank, membership.world_size, membership.address)
+                group.connections = GroupConnections(members)
             admission = Admission.share(own_store, membership.rank, membership.world_size, membership.admission)
             dist.init_process_group(
                 backend,
@@ -365,17 +357,6 @@ def gist(error: BaseException) -> str:
     """Return the first sentence of a long torch message, without the location in torch's source."""
     text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error).strip())
     return re.split(r"\. |\n", text, maxsplit=1)[0] or type(error).__name__
-
-
-def _sockets() -> dict[str, int]:
-    """Return the sockets of this process: unique names and descriptors."""
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed in the meantime
-            name = str(entry.readlink())
-            if name.startswith("socket:"):
-                found[name] = int(entry.name)
-    return found
 
 
 def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:

@@ -28,7 +28,7 @@ _PATIENCE = 5.0  # seconds for a connection: covers two retransmissions, after 1
 _DONE = (0, errno.EISCONN, errno.ECONNREFUSED)  # refused: the host is reachable, the process has left
 
 
-def check_reachable(store: Store, rank: int, world_size: int, address: str) -> None:
+def check_reachable(store: Store, rank: int, world_size: int, address: str) -> frozenset[str]:
     """Check that all members reach each other; all members call this, and all get the same result.
 
     Parameters
@@ -39,6 +39,11 @@ def check_reachable(store: Store, rank: int, world_size: int, address: str) -> N
         This member's number, and how many there are.
     address
         This member's IP address for connections from the others.
+
+    Returns
+    -------
+    addresses
+        The members' IP addresses.
 
     Raises
     ------
@@ -57,14 +62,18 @@ def check_reachable(store: Store, rank: int, world_size: int, address: str) -> N
         store.set(f"reachable/{rank}", json.dumps(place))
         others = {other: json.loads(store.get(f"reachable/{other}")) for other in range(rank)}
         failed = sorted(_unreached({other: tuple(sent) if sent else None for other, sent in others.items()}))
-        store.set(f"unreached/{rank}", json.dumps(failed))
+        store.set(f"unreached/{rank}", json.dumps([place[0] if place else None, failed]))
         if rank == 0:
-            answers = {member: json.loads(store.get(f"unreached/{member}")) for member in range(1, world_size)}
-            store.set("unreached", json.dumps([[member, other] for member in answers for other in answers[member]]))
-        pairs = tuple((int(member), int(other)) for member, other in json.loads(store.get("unreached")))
+            answers = [json.loads(store.get(f"unreached/{member}")) for member in range(world_size)]
+            addresses = sorted({where for where, _ in answers if where})
+            missing = [[member, other] for member, (_, unreached) in enumerate(answers) for other in unreached]
+            store.set("unreached", json.dumps([addresses, missing]))
+        members, missing = json.loads(store.get("unreached"))
+        pairs = tuple((int(member), int(other)) for member, other in missing)
     if pairs:
         failures = ", ".join(f"{member} does not reach {other}" for member, other in pairs)
         raise PeerFailed(f"in a group of {world_size}, rank {failures} at its network interface", unreachable=pairs)
+    return frozenset(members)
 
 
 def _unreached(places: Mapping[int, tuple[str, int] | None]) -> set[int]:
