@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.format import check_restorable
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset
 from freetrain_parsl.training.data.order import Order
+from freetrain_parsl.training.data.sampler import check_sampler, parts_of
 from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.audit import Audit
+    from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.runtime import Runtime
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
@@ -196,8 +199,8 @@ class TrainingSession:
 
     def loader(
         self,
-        dataset: MapDataset | Stream,
-        batch_size: int,
+        dataset: MapDataset | Stream | DataLoader[Any],
+        batch_size: int | None = None,
         *,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -209,6 +212,7 @@ class TrainingSession:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed_samples: bool = True,
+        sampler: IndexSampler | None = None,
     ) -> SessionLoader:
         """Return the training data in batches, on the device; every sample exactly once per epoch.
 
@@ -218,9 +222,10 @@ class TrainingSession:
         Parameters
         ----------
         dataset
-            A map-style dataset (``len()`` and indexing), or a `stream`.
+            A map-style dataset (``len()`` and indexing), a `stream`, or a ``DataLoader`` over a map-style dataset, of
+            which dataset, batch size, sampler, ``drop_last``, ``num_workers`` and ``collate_fn`` are used.
         batch_size
-            Samples in a batch, over all processes.
+            Samples in a batch, over all processes. With a ``DataLoader``: its own by default.
         shuffle
             Whether each epoch has its own order, which depends only on the seed and the epoch. Not for streams.
         drop_last
@@ -245,6 +250,10 @@ class TrainingSession:
         seed_samples
             Whether random numbers are seeded for each sample, so that augmentation does not depend on the fetching
             process. Takes some microseconds per sample; not for datasets that fetch samples in bulk (``__getitems__``).
+        sampler
+            Yields the positions of an epoch instead of `shuffle`, with repetitions if it likes: weighted, sorted by
+            length, a subset. What it yields is divided over the processes, each position exactly as often as yielded.
+            It must have a length and draw its random numbers from torch.
 
         Raises
         ------
@@ -253,7 +262,29 @@ class TrainingSession:
         CheckpointMismatch
             The newest checkpoint belongs to another dataset or batch size.
         """
+        if isinstance(dataset, DataLoader):
+            given = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn, "sampler": sampler}
+            dataset, own = parts_of(dataset)
+            own |= {name: value for name, value in given.items() if value}
+            return self.loader(
+                dataset,
+                **own,
+                micro_batch=micro_batch,
+                deterministic=deterministic,
+                shards=shards,
+                scaled=scaled,
+                ramp=ramp,
+                seed_samples=seed_samples,
+            )
+        if batch_size is None:
+            raise UsageError("session.loader: give batch_size=…, the samples in a batch over all processes")
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
+        if sampler is not None:
+            check_sampler(sampler)
+            if isinstance(dataset, Stream):
+                raise UsageError("session.loader: a stream has one order; it takes no sampler")
+            if drop_last and len(sampler) < batch_size:
+                raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(sampler)} samples")
         for name, number in (("micro_batch", micro_batch), ("shards", shards), ("ramp", ramp)):
             if number is not None and number < 1:
                 raise UsageError(f"session.loader: {name} must be at least 1, got {number}")
@@ -268,6 +299,7 @@ class TrainingSession:
             micro_batch=micro_batch,
             shards=shards if deterministic else None,
             scaled=scaled,
+            drawn=None if sampler is None else len(sampler),
         )
         self._runtime.use(order, ramp=ramp)
         return SessionLoader(
@@ -277,6 +309,7 @@ class TrainingSession:
             num_workers=num_workers,
             collate_fn=collate_fn,
             seed_samples=seed_samples,
+            sampler=sampler,
         )
 
     def stream(self, source: Iterable[Any], samples: int) -> Stream:

@@ -75,10 +75,11 @@ def audit(counts: torch.Tensor, expected: torch.Tensor) -> Audit:
     counts
         Steps on each sample, one element per sample of the dataset.
     expected
-        Positions of the samples of a whole epoch, each once.
+        Positions of the samples of a whole epoch; a sampler may repeat some.
     """
+    missing = torch.bincount(expected, minlength=len(counts)) - counts
     return Audit(
         samples_seen=int(counts.sum()),
-        samples_lost=int((counts[expected] == 0).sum()),
-        duplicate_samples=int((counts - 1).clamp(min=0).sum()),
+        samples_lost=int(missing.clamp(min=0).sum()),
+        duplicate_samples=int((-missing).clamp(min=0).sum()),
     )

@@ -10,10 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import mix, seed_cpu
+from freetrain_parsl.training.data.sampler import draw
 from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.runtime import Runtime
 
 
@@ -41,8 +43,10 @@ class SessionLoader:
         num_workers: int,
         collate_fn: Callable[[list[Any]], Any] | None,
         seed_samples: bool,
+        sampler: IndexSampler | None = None,
     ) -> None:
         self.order = order
+        self._sampler = sampler
         self._runtime = runtime
         self._plan = _Plan(runtime, order)
         self._generator = torch.Generator()
@@ -63,7 +67,7 @@ class SessionLoader:
         runtime = self._runtime
         if not runtime.begin_pass():
             return
-        positions = self.order.epoch(runtime.cursor.epoch)
+        positions = self._positions(runtime.cursor.epoch)
         fetched: Iterator[Any] | None = None
         group = runtime.group
         first = True
@@ -84,6 +88,11 @@ class SessionLoader:
         if not runtime.cursor.pass_ended:
             runtime.end_pass(positions)
         runtime.boundary()
+
+    def _positions(self, epoch: int) -> torch.Tensor:
+        if self._sampler is None:
+            return self.order.epoch(epoch)
+        return draw(self._sampler, self.order.length, self.order.seed, epoch)[: self.order.samples]
 
     def _batch(self, positions: torch.Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""

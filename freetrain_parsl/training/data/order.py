@@ -84,6 +84,8 @@ class Order:
         ``None``: one shard per member.
     scaled
         Whether the batch grows with the number of members.
+    drawn
+        Positions in an epoch that a sampler yields, perhaps with repetitions; ``None``: each sample once.
     """
 
     length: int
@@ -94,20 +96,25 @@ class Order:
     micro_batch: int | None = None
     shards: int | None = None
     scaled: bool = False
+    drawn: int | None = None
 
     @property
     def batches(self) -> int:
         """Batches of `batch_size` in an epoch."""
-        full, rest = divmod(self.length, self.batch_size)
+        full, rest = divmod(self._available, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     @property
     def samples(self) -> int:
         """Samples in an epoch."""
-        return min(self.length, self.batches * self.batch_size)
+        return min(self._available, self.batches * self.batch_size)
+
+    @property
+    def _available(self) -> int:
+        return self.length if self.drawn is None else self.drawn
 
     def epoch(self, epoch: int) -> torch.Tensor:
-        """Return the positions of an epoch in order, int64, shape (samples,)."""
+        """Return the positions of an epoch in order, int64, shape (samples,); not if a sampler draws them."""
         if not self.shuffle:
             return torch.arange(self.samples)
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))

@@ -1,0 +1,139 @@
+"""A user's sampler or DataLoader is divided over the processes exactly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import sampled
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from training_crew import SAMPLES, net
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.audit import Audit
+from freetrain_parsl.training.data.sampler import draw
+from freetrain_parsl.training.fragment import Finished, run_alone
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from crew import Crew
+
+
+def test_a_weighted_sampler_is_trained_on_as_often_as_it_yields() -> None:
+    result = run_alone(sampled.train)
+    assert [len(epoch) for epoch in result["seen"]] == [40, 40]
+    assert result["seen"][0] != result["seen"][1], "each epoch is drawn anew"
+    assert len(set(result["seen"][0])) < 40, "with repetitions"
+    assert result["audit"] == Audit(80, 0, 0)
+
+
+def test_the_positions_of_an_epoch_are_the_same_in_every_process_and_leave_torchs_generator_alone() -> None:
+    before = torch.get_rng_state()
+    first = draw(sampled.weighted(), SAMPLES, 7, 1)
+    torch.rand(3)
+    torch.set_rng_state(before)
+    assert torch.equal(first, draw(sampled.weighted(), SAMPLES, 7, 1))
+    assert not torch.equal(first, draw(sampled.weighted(), SAMPLES, 7, 2))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_generator_of_the_samplers_own_is_seeded_too() -> None:
+    own = [RandomSampler(range(50), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    assert torch.equal(draw(own[0], 50, 7, 0), draw(own[1], 50, 7, 0))
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_the_same_samples_as_one(crew: Crew, tmp_path: Path) -> None:
+    alone = run_alone(sampled.train)
+    outcomes = crew.run(2, tmp_path, sampled.train)
+    values = [outcome.end.value for outcome in outcomes if outcome and isinstance(outcome.end, Finished)]
+    assert len(values) == 2
+    for epoch in range(2):
+        together = sorted(values[0]["seen"][epoch] + values[1]["seen"][epoch])
+        assert together == sorted(alone["seen"][epoch])
+    assert values[0]["audit"] == Audit(80, 0, 0)
+    for name, value in alone["state"].items():
+        torch.testing.assert_close(values[0]["state"][name], value)
+
+
+def positions_of(loader: Any, **options: Any) -> list[int]:
+    """Train one epoch on a DataLoader, and return the positions in order."""
+
+    def train(session: Any) -> list[int]:
+        model = net()
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        seen: list[int] = []
+        data = session.loader(loader, **options)
+        for _ in session.epochs(1):
+            for x, y, positions in data:
+                session.step(cross_entropy(model(x), y))
+                seen += positions.tolist()
+        return seen
+
+    return run_alone(train)
+
+
+def test_a_data_loader_is_used_with_its_own_options() -> None:
+    data = sampled.Recorded()
+    assert positions_of(DataLoader(data, batch_size=8)) == list(range(SAMPLES))
+    shuffled = positions_of(DataLoader(data, batch_size=8, shuffle=True))
+    assert shuffled != sorted(shuffled) == list(range(SAMPLES))
+    assert len(positions_of(DataLoader(data, batch_size=16, drop_last=True))) == SAMPLES // 16 * 16
+    assert len(positions_of(sampled.by_own_loader())) == 40
+    subset = positions_of(DataLoader(data, batch_size=4, sampler=SubsetRandomSampler([3, 5, 7, 9, 11])), batch_size=2)
+    assert sorted(subset) == [3, 5, 7, 9, 11]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class Liar:
+    """A sampler whose length is wrong."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        return iter([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (DataLoader(Stream(), batch_size=2), {}, "session.stream"),
+        (
+            DataLoader(range(9), batch_sampler=BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)),
+            {},
+            "has a batch_sampler of its own",
+        ),
+        (range(9), {"batch_size": 2, "sampler": DistributedSampler(range(9), 2, 0)}, "divides the data itself"),
+        (
+            range(9),
+            {"batch_size": 2, "sampler": BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)},
+            "a sampler of single positions",
+        ),
+        (range(9), {"batch_size": 2, "sampler": iter(range(9))}, "needs len"),
+        (range(9), {"batch_size": 2, "sampler": []}, "the sampler is empty"),
+        (range(9), {"batch_size": 2, "sampler": [1, 99]}, "outside the dataset of 9"),
+        (range(9), {"batch_size": 2, "sampler": Liar()}, "has length 5 but yields 2"),
+        (range(9), {"batch_size": 8, "sampler": [1, 2], "drop_last": True}, "no batch of 8 in 2"),
+        (range(9), {}, "give batch_size="),
+    ],
+)
+def test_what_cannot_be_divided_is_rejected_in_one_line(loader: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        positions_of(loader, **options)
+    assert "\n" not in str(caught.value)
