@@ -98,6 +98,24 @@ def test_survivors_that_do_not_answer_are_given_up_in_time(stage: Stage) -> None
     assert stage.place("s0") == (0, 1, True)
 
 
+def test_a_survivor_that_never_answers_is_dropped_though_the_others_fail_to_meet_before(stage: Stage) -> None:
+    """The others, which wait for it in vain, report a failed group after 60 s, and each new command includes it."""
+    stage.running("n0", "n1", "n2")
+    stage.lose("s2", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    stage.now += 60
+    stage.group_fails("s0", generation=stage.changes["s0"].generation)
+    stage.now += 2
+    stage.beats("s0", "s1")
+    stage.turn()
+    assert stage.place("s1") == (1, 2, True), "it gets another command"
+    stage.now += 9
+    stage.beats("s0", "s1")
+    stage.turn()
+    assert stage.killed == ["s1"]
+
+
 def test_a_newcomer_that_dies_while_it_warms_up_is_not_waited_for(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1", "n2")

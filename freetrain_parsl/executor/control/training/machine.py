@@ -329,7 +329,7 @@ class TrainingMachine:
         for rank, slot in enumerate(ranks):
             member = participants[slot]
             member.role, member.group_failed, member.complaint, member.waited = Role.MEMBER, None, "", 0.0
-            if failure:
+            if failure and member.deadline is None:  # else it has not answered the command before this one
                 member.deadline = self._now + self._limits.peer_timeout + self._limits.meeting_timeout
             place = Place(after.number, rank, len(ranks))
             self._send(member, ChangeGroup(self.name, member.run, after.number, place, abort=failure))
@@ -408,6 +408,7 @@ class TrainingMachine:
         if self.over or member.role is Role.LEAVER:
             self._dismiss([member], abort=True)
         elif change is None or not change.failure or report.generation >= change.after.number:
+            member.deadline = None
             member.group_failed, member.complaint = self._now, report.reason  # else its command is in transit
 
     def _exclude_unreachable(self, report: GroupFailed | PeersFailed) -> None:
