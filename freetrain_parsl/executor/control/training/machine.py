@@ -127,6 +127,7 @@ class TrainingMachine:
         self._storage_problem = ""
         self._code_note = ""
         self._stall = ""
+        self._arrived: frozenset[str] = frozenset()  # at the meeting of the next group
         self._now = now
         self._registry: SlotRegistry
         self._commands: list[Command] = []
@@ -186,6 +187,7 @@ class TrainingMachine:
         self._registry, self._now = registry, now
         match event:
             case on.Tick():
+                self._arrived = event.arrived
                 self._tick(event.arrived)
             case on.Reported():
                 self._reported(event)
@@ -316,7 +318,9 @@ class TrainingMachine:
     def _regroup(self, ranks: tuple[str, ...], *, failure: bool) -> None:
         """Command these slots to form the next group, and all other members of the current one to leave."""
         pauses = isinstance(self.phase, Pausing) or (isinstance(self.phase, Regrouping) and self.phase.pauses)
+        arrived = self._arrived if isinstance(self.phase, Regrouping) else frozenset()
         before = self._close_change()
+        self._arrived = frozenset()
         participants = self.participants
         nodes = frozenset(participants[slot].node for slot in ranks)
         after = Group(next(self._numbers), nodes, ranks, self._now)
@@ -329,7 +333,9 @@ class TrainingMachine:
         for rank, slot in enumerate(ranks):
             member = participants[slot]
             member.role, member.group_failed, member.complaint, member.waited = Role.MEMBER, None, "", 0.0
-            if failure and member.deadline is None:  # else it has not answered the command before this one
+            # Only a member that has responded to the previous command, by a report or by coming to the meeting, gets
+            # more time.
+            if failure and (member.deadline is None or slot in arrived):
                 member.deadline = self._now + self._limits.peer_timeout + self._limits.meeting_timeout
             place = Place(after.number, rank, len(ranks))
             self._send(member, ChangeGroup(self.name, member.run, after.number, place, abort=failure))
