@@ -177,7 +177,8 @@ class Conductor:
         if training.over or member.role is Role.LEAVER:
             self._dismiss(training, [member], abort=True)
         elif change is None or not change.abort or message["generation"] >= change.after.number:
-            member.stranded, member.complaint = self._clock(), message["reason"]  # else its order is on the way
+            # Else its order is on the way.
+            member.stranded, member.complaint, member.deadline = self._clock(), message["reason"], None
 
     def on_regrouped(self, slot: Slot, message: Message) -> None:
         """Note that a member goes on in its new group."""
@@ -341,7 +342,9 @@ class Conductor:
         for rank, slot in enumerate(ranks):
             member = crew[slot]
             member.role, member.stranded, member.complaint, member.waited = Role.MEMBER, None, "", 0.0
-            if abort:
+            if (
+                abort and member.deadline is None
+            ):  # else it has not answered the order before: that does not give it time
                 member.deadline = now + self._settings.loss_timeout + self._settings.meeting_timeout
             place = {"next": after.number, "rank": rank, "world_size": len(ranks), "abort": abort}
             self._tell(training, member, "regroup", place)
