@@ -322,6 +322,8 @@ class Conductor:
     def _order(self, training: Training, before: Generation, ranks: tuple[str, ...], *, abort: bool) -> None:
         """Order these slots into the next group, and all others of the present one out."""
         now = self._clock()
+        change = training.change
+        came = frozenset() if change is None else self.rendezvous.visitors(change.after.key(training.name))
         self._abandon_change(training)
         self._numbers += 1
         crew = training.crew
@@ -342,9 +344,8 @@ class Conductor:
         for rank, slot in enumerate(ranks):
             member = crew[slot]
             member.role, member.stranded, member.complaint, member.waited = Role.MEMBER, None, "", 0.0
-            if (
-                abort and member.deadline is None
-            ):  # else it has not answered the order before: that does not give it time
+            # Only who has answered the order before this one, by a report or by coming to the meeting, gets time anew.
+            if abort and (member.deadline is None or slot in came):
                 member.deadline = now + self._settings.loss_timeout + self._settings.meeting_timeout
             place = {"next": after.number, "rank": rank, "world_size": len(ranks), "abort": abort}
             self._tell(training, member, "regroup", place)
