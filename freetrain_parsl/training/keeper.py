@@ -25,7 +25,7 @@ from freetrain_parsl.training.checkpoint import Checkpoints, Facts
 from freetrain_parsl.training.code_change import accept_code, other_code_of_this_call
 from freetrain_parsl.training.joint import JointSave, JointWrite
 from freetrain_parsl.training.schedule import TRIES, Schedule
-from freetrain_parsl.training.snapshot import HostBuffers
+from freetrain_parsl.training.snapshot import HostBuffers, in_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -186,7 +186,7 @@ class Keeper:
             facts = replace(facts, blocked_seconds=round(blocked, 6))
             self._background.start(lambda: self._write(state, facts))
             return
-        state = make_state()
+        state = in_host_memory(make_state())
         try:
             try:
                 entry = self._write(state, facts)
@@ -408,7 +408,7 @@ class Keeper:
         try:
             plain, shards = sharded.split(make_state())
             kept = (plain if group.is_first else {}), sharded.local_parts(shards)
-            plain, local = kept if wait else self._buffers.copy(kept)
+            plain, local = in_host_memory(kept) if wait else self._buffers.copy(kept)
             write = JointWrite(where, shards, local, group, self._directory.path)
         except Exception:
             if draft is not None:

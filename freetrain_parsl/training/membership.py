@@ -40,6 +40,8 @@ else:
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
 )
+_CONNECTING = timedelta(seconds=20)
+"""Limit for connections among members that have all come, and reached each other, a moment before."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
 
@@ -334,7 +336,7 @@ def join(membership: Membership, store: Store | None, notice: Notice | None = No
                 store=own_store,
                 rank=membership.rank,
                 world_size=membership.world_size,
-                timeout=membership.meeting,
+                timeout=membership.meeting if membership.address is None else min(membership.meeting, _CONNECTING),
             )
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch's own errors are RuntimeErrors
             # torch numbers its groups, and the number is in the keys by which they meet: those to come count from 0.
