@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 from training_crew import SAMPLES, Dictionary, Normed, Outcome, classify, evaluate_on_first, fail, run_member
 
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
+from freetrain_parsl.training.group import process_group
+from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.process_group import RendezvousStore, join
+from freetrain_parsl.training.group.reachability import check_reachable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,3 +129,24 @@ def test_members_that_do_not_come_are_lost_peers() -> None:
     with pytest.raises(PeerFailed, match="did not all connect"):
         join(membership, store)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_member_that_arrives_and_does_not_connect_is_a_failed_peer_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was stopped, or killed, between the meeting and the connection."""
+    monkeypatch.setattr(process_group, "_CONNECT_TIMEOUT", timedelta(seconds=1))
+    backend = Dictionary()
+    here = Membership("net", world_size=2, interface="lo", address="127.0.0.1")
+    other = threading.Thread(target=_arrive_and_vanish, args=(RendezvousStore(backend),))
+    other.start()
+    begun = time.monotonic()
+    with pytest.raises(PeerFailed, match="did not all connect"):
+        join(here, RendezvousStore(backend))
+    other.join()
+    assert time.monotonic() - begun < here.meeting.total_seconds() / 2
+    assert not torch.distributed.is_initialized()
+
+
+def _arrive_and_vanish(store: RendezvousStore) -> None:
+    group = PrefixStore("net/0", store)
+    check_reachable(group, 1, 2, "127.0.0.1")
+    Admission.share(group, 1, 2, timedelta(seconds=10))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from freetrain_parsl.training.checkpoints.host_copy import HostBuffers
+from freetrain_parsl.training.checkpoints.host_copy import HostBuffers, in_host_memory
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -81,3 +81,12 @@ def test_a_copy_from_a_gpu_is_complete_when_it_is_returned() -> None:
         taken = buffers.copy({"x": tensor})["x"]
         assert taken.is_pinned()
         assert torch.equal(taken, tensor.cpu())
+
+
+def test_what_is_in_host_memory_already_is_not_copied() -> None:
+    state = {"x": torch.ones(2), "nested": [(torch.zeros(1),)], "step": 3}
+    taken = in_host_memory(state)
+    assert taken["x"] is not None
+    assert taken["x"].data_ptr() == state["x"].data_ptr()
+    assert taken["nested"][0][0].data_ptr() == state["nested"][0][0].data_ptr()
+    assert taken["step"] == 3

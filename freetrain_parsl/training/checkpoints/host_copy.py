@@ -39,6 +39,11 @@ class HostBuffers:
         return result
 
 
+def in_host_memory(state: Any) -> Any:
+    """Return a state that a process without a GPU can load: tensors of devices are copied, all others are shared."""
+    return _Copying({}, share=True).copy(state, ())
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Copy with one thread: memory bandwidth is the limit or, on shared cores, threads that wait for each other."""
@@ -53,8 +58,9 @@ def _one_thread() -> Iterator[None]:
 class _Copying:
     """A copy in progress."""
 
-    def __init__(self, before: dict[tuple[Any, ...], torch.Tensor]) -> None:
+    def __init__(self, before: dict[tuple[Any, ...], torch.Tensor], *, share: bool = False) -> None:
         self._before = before
+        self._share = share
         self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
         self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}
         self.devices: set[torch.device] = set()
@@ -74,6 +80,8 @@ class _Copying:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        if self._share and tensor.device.type == "cpu":
+            return tensor
         if tensor.layout is not torch.strided:
             return tensor.to("cpu", copy=True)
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -81,9 +89,10 @@ class _Copying:
             return self._seen[memory]
         buffer = self._before.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-        if tensor.is_cuda:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and not self._share)
+        asynchronous = buffer.is_pinned() if tensor.is_cuda else False
+        buffer.copy_(tensor, non_blocking=asynchronous)
+        if asynchronous:
             self.devices.add(tensor.device)
         self.buffers[path] = self._seen[memory] = buffer
         return buffer

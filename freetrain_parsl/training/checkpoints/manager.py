@@ -23,7 +23,7 @@ from freetrain_parsl.training.checkpoints import sharded
 from freetrain_parsl.training.checkpoints.background import Background
 from freetrain_parsl.training.checkpoints.code_change import accept_code, other_code_of_this_call
 from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts
-from freetrain_parsl.training.checkpoints.host_copy import HostBuffers
+from freetrain_parsl.training.checkpoints.host_copy import HostBuffers, in_host_memory
 from freetrain_parsl.training.checkpoints.save_schedule import TRIES, Schedule
 from freetrain_parsl.training.checkpoints.sharded_write import JointSave, JointWrite
 
@@ -187,7 +187,7 @@ class CheckpointManager:
             facts = replace(facts, blocked_seconds=round(blocked, 6))
             self._background.start(lambda: self._write(state, facts))
             return
-        state = make_state()
+        state = in_host_memory(make_state())
         try:
             try:
                 entry = self._write(state, facts)
@@ -409,7 +409,7 @@ class CheckpointManager:
         try:
             plain, shards = sharded.split(make_state())
             kept = (plain if group.is_first else {}), sharded.local_parts(shards)
-            plain, local = kept if wait else self._buffers.copy(kept)
+            plain, local = in_host_memory(kept) if wait else self._buffers.copy(kept)
             write = JointWrite(where, shards, local, group, self._directory.path)
         except Exception:
             if draft is not None:

@@ -39,6 +39,8 @@ else:
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
 )
+_CONNECT_TIMEOUT = timedelta(seconds=20)
+"""For connections between members that have all arrived and reached each other a moment before."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
 
@@ -326,7 +328,7 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
                 store=own_store,
                 rank=membership.rank,
                 world_size=membership.world_size,
-                timeout=membership.meeting,
+                timeout=membership.meeting if membership.address is None else min(membership.meeting, _CONNECT_TIMEOUT),
             )
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch raises RuntimeErrors
             # torch numbers its groups, and the number is part of the rendezvous keys: newcomers count from 0.
