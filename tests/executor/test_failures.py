@@ -134,42 +134,6 @@ def test_a_survivor_that_waits_at_the_meeting_is_not_dropped_with_the_one_that_d
     assert stage.killed == ["s2"]
 
 
-def test_a_survivor_that_never_answers_is_given_up_though_the_others_fail_to_meet_before(stage: Stage) -> None:
-    """Those who wait for it in vain ask for another group after 60 s, again and again, and each has an order for it."""
-    stage.running("n0", "n1", "n2")
-    stage.lose("s2", crash=False)
-    stage.now += 0.2
-    stage.turn()
-    stage.now += 60
-    stage.stranded("s0", generation=stage.orders["s0"]["next"])
-    stage.now += 2
-    stage.beats("s0", "s1")
-    stage.turn()
-    assert stage.order("s1") == (1, 2, True), "it gets another order"
-    stage.now += 9
-    stage.beats("s0", "s1")
-    stage.turn()
-    assert stage.killed == ["s1"]
-
-
-def test_a_survivor_that_waits_at_the_meeting_is_not_given_up_with_the_one_that_does_not_come(stage: Stage) -> None:
-    stage.running("n0", "n1", "n2", "n3")
-    stage.lose("s3", crash=False)
-    stage.now += 0.2
-    stage.turn()
-    for slot in ("s0", "s1"):
-        stage.kv(slot, group=stage.group(slot), request=1, operation="get", keys=["x"], timeout=60.0, amount=0)
-    stage.now += 50
-    stage.lose("s1", crash=False)
-    stage.now += 0.2
-    stage.turn()
-    assert (stage.order("s0"), stage.order("s2")) == ((0, 2, True), (1, 2, True))
-    stage.now += 21
-    stage.beats("s0", "s2")
-    stage.turn()
-    assert stage.killed == ["s2"]
-
-
 def test_a_newcomer_that_dies_while_it_warms_up_is_not_waited_for(stage: Stage) -> None:
     stage.running("n0")
     stage.on("n0", "n1", "n2")
