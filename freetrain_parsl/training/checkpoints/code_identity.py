@@ -21,14 +21,13 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.protocol.options import Code, digest_of
+from freetrain_parsl.training.checkpoints.control_flow import NO_EFFECT, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["code_of"]
 
-_SKIPPED = {"NOP", "CACHE", "RESUME", "EXTENDED_ARG", "PRECALL"}
-_JUMPS = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _FLAGS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
@@ -120,7 +119,7 @@ class _Walk:
         """Add what a code object and its nested code objects refer to by global names."""
         owner: types.ModuleType | None = None
         for instruction in dis.get_instructions(code):
-            if instruction.opname in _SKIPPED:
+            if instruction.opname in NO_EFFECT:
                 continue
             name = instruction.argval
             if instruction.opname in _GLOBALS and name in names and not name.startswith("__"):
@@ -197,67 +196,7 @@ class _Walk:
         arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         yield repr(code.co_varnames[: arguments + bool(code.co_flags & inspect.CO_VARKEYWORDS)])
         yield str(code.co_flags & _FLAGS)
-        instructions = list(dis.get_instructions(code))
-        flow = _Flow(instructions)
-        for instruction in instructions:
-            if instruction.opname in _SKIPPED:
-                continue
-            if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
-                yield flow.jump(instruction)
-            elif instruction.opcode in dis.hasconst:
-                yield f"{instruction.opname} {self.value(instruction.argval)}"
-            else:
-                yield f"{instruction.opname} {instruction.argval!r}"
-        for entry in getattr(dis.Bytecode(code), "exception_entries", ()):  # from Python 3.11 on
-            yield f"try {[flow.place(offset) for offset in (entry.start, entry.end, entry.target)]} {entry.depth}"
-
-
-class _Flow:
-    """Jump targets, in numbers of relevant instructions.
-
-    Jumps to jumps are followed: whether the compiler did so depends on the line numbers of the source.
-    """
-
-    def __init__(self, instructions: list[dis.Instruction]) -> None:
-        self._counting = [one for one in instructions if one.opname not in _SKIPPED]
-        self._places: dict[int, int] = {}
-        place = 0
-        for one in instructions:
-            self._places[one.offset] = place
-            place += one.opname not in _SKIPPED
-
-    def place(self, offset: int) -> int:
-        """Return the number of the instruction at an offset, or of the next relevant one."""
-        return self._places.get(offset, len(self._counting))
-
-    def jump(self, instruction: dis.Instruction) -> str:
-        """Describe a jump and its final target."""
-        way, place = _way(instruction), self.place(instruction.argval)
-        for _ in self._counting:  # upper bound: jumps may form a cycle
-            if place >= len(self._counting):
-                break
-            target = self._counting[place]
-            onward = _way(target)
-            if onward == "JUMP":
-                place = self.place(target.argval)
-            elif way.endswith("_OR_POP") and onward in (way, _popping(way)):  # taken here implies taken there
-                way, place = onward, self.place(target.argval)
-            elif way.endswith("_OR_POP") and onward.removesuffix("_OR_POP").endswith(("IF_TRUE", "IF_FALSE")):
-                way, place = _popping(way), place + 1  # taken here implies not taken there
-            else:
-                break
-        return f"{way} {place}"
-
-
-def _way(instruction: dis.Instruction) -> str:
-    """Return the name of a jump without its direction."""
-    name = instruction.opname.replace("FORWARD_", "").replace("BACKWARD_", "")
-    return "JUMP" if instruction.opname in _JUMPS else name
-
-
-def _popping(way: str) -> str:
-    """Return the name of the jump that always pops its condition."""
-    return f"POP_{way.removesuffix('_OR_POP')}"
+        yield from steps_of(code, self.value)
 
 
 def _elements(array: Any) -> str:
