@@ -30,8 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=PARTS, help="run only the tests of this part (see tests/__main__.py)")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those marked `gpu`: a session uses one wherever it finds one, and results differ."""
+    if config.getoption("--part") != "gpu" and "gpu" not in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def part_of(item: pytest.Item) -> str:
     """Return the part of a test by its marks."""
+    if item.get_closest_marker("gpu"):
+        return "gpu"
     if item.get_closest_marker("alone"):
         return "alone"
     if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))):

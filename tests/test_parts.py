@@ -27,7 +27,7 @@ def test_a_part_without_tests_is_no_failure_unless_all_are(codes, code):
 
 
 @pytest.mark.parametrize(
-    ("codes", "calls"), [([0, NOTHING, 0, 0], 4), ([FAILED, 0, 0, 0], 4), ([2], 1), ([NOTHING, 4], 2)]
+    ("codes", "calls"), [([0, NOTHING, 0, 0, NOTHING], 5), ([FAILED, 0, 0, 0, 0], 5), ([2], 1), ([NOTHING, 4], 2)]
 )
 def test_what_follows_a_failed_test_runs_but_not_what_follows_an_interruption(codes, calls, monkeypatch):
     asked = []
@@ -52,11 +52,11 @@ def test_what_measures_runs_alone_on_any_machine():
 
 
 def test_marks_tell_the_part():
-    """`alone` takes precedence over `cluster`, `slurm` and `hosts`; then `slow`; a test without these is quick."""
+    """`gpu` takes precedence over `alone`, and that over `cluster`, `slurm` and `hosts`; then `slow`; a test without these is quick."""
 
     def part(*marks):
         return part_of(SimpleNamespace(get_closest_marker=lambda name: name in marks))
 
     parts = [part(), part("gpu"), part("slow"), part("cluster"), part("slurm"), part("hosts", "slow")]
-    assert parts == ["quick", "quick", "slow", "daemons", "daemons", "daemons"]
+    assert parts == ["quick", "gpu", "slow", "daemons", "daemons", "daemons"]
     assert part("slurm", "alone") == "alone"

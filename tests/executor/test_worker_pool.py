@@ -47,7 +47,7 @@ def test_a_process_that_is_forked_from_the_server_can_use_the_accelerator():
     import torch
 
     if not torch.cuda.is_available():
-        pytest.skip("there is no GPU, or this torch cannot use it")
+        pytest.skip("there is no GPU (or no -m gpu)")
     script = (
         "import multiprocessing, sys, torch\n"
         "context = multiprocessing.get_context('forkserver')\n"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, or this torch cannot use it"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU (or no -m gpu)"),
 ]
 
 
