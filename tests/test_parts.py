@@ -52,7 +52,7 @@ def test_what_measures_runs_alone_on_any_machine():
 
 
 def test_marks_tell_the_part():
-    """`gpu` takes precedence over `alone`, and that over `cluster`, `slurm` and `hosts`; then `slow`; a test without these is quick."""
+    """`gpu` comes first, then `alone`, then `cluster`, `slurm` and `hosts`, then `slow`; others are quick."""
 
     def part(*marks):
         return part_of(SimpleNamespace(get_closest_marker=lambda name: name in marks))
