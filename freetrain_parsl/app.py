@@ -18,7 +18,7 @@ from freetrain_parsl.training.signature import check_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
+    from datetime import datetime, timedelta
 
     from parsl.dataflow.futures import AppFuture
 
@@ -37,6 +37,7 @@ class _Options:
     max_nodes: int = 1
     scaling: CurveLike = None
     priority: float = 1.0
+    deadline: datetime | timedelta | None = None
     samples: int | None = None
     epochs: int | None = None
     rescale_costs: RescaleCosts | None = None
@@ -184,6 +185,7 @@ class TrainingApp(AppBase):
             max_nodes=options.max_nodes,
             scaling=self._curve,
             priority=options.priority,
+            deadline=options.deadline,
             samples=options.samples,
             costs=options.rescale_costs,
         )
@@ -225,6 +227,7 @@ def training_app(
     max_nodes: int = ...,
     scaling: CurveLike = ...,
     priority: float = ...,
+    deadline: datetime | timedelta | None = ...,
     samples: int | None = ...,
     epochs: int | None = ...,
     rescale_costs: RescaleCosts | None = ...,
@@ -261,6 +264,9 @@ def training_app(
         Default: each doubling keeps 90 % of the efficiency.
     priority
         Weight for objectives that use one.
+    deadline
+        When the training should be finished, for the objective ``deadline``: a time (without a time zone, in that of
+        the driver), or the time after its submission.
     samples, epochs
         Total work. With `epochs`, ``session.epochs()`` needs no argument. Both are optional: the session reports the
         total to the planner once it is known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, timedelta
 from typing import ClassVar
 
 import pytest
@@ -36,6 +37,9 @@ def test_an_app_looks_like_its_function() -> None:
         ({"scaling": [(2, 1.0), (1, 2.0)]}, "numbers of nodes must increase"),
         ({"scaling": {1: float("nan")}}, "scaling curve"),
         ({"priority": 0.0}, "priority must be positive"),
+        ({"deadline": timedelta(0)}, "deadline must be positive"),
+        ({"deadline": 60.0}, "deadline must be a datetime or a timedelta, got 60.0"),
+        ({"deadline": datetime.fromisoformat("0001-01-01")}, "out of range"),
         ({"samples": 0}, "samples must be positive"),
         ({"epochs": -1}, "epochs must be positive"),
         ({"name": "../escape"}, "letters, digits"),

@@ -153,6 +153,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "min_nodes": section.count("min_nodes", most=_MOST_NODES),
         "max_nodes": section.count("max_nodes", most=_MOST_NODES),
         "priority": section.number("priority"),
+        "deadline": section.time_or_duration("deadline"),
         "samples": section.count("samples"),
         "epochs": section.count("epochs"),
         "seed": section.count("seed", least=0),

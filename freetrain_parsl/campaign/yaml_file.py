@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _VARIABLE = re.compile(r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line feed and tab are allowed
+_STARTS_WITH_DATE = re.compile(r"\d{4}-\d")
 _LONGEST_KEY = 200
 _LONGEST_PATH = 4096  # bytes, of Linux
 _LONGEST_COUNT = 300
@@ -248,6 +249,18 @@ class Section:
         if positive and duration is not None and duration <= timedelta(0):
             raise self.refusal("must be longer than zero", key)
         return duration
+
+    def time_or_duration(self, key: str) -> datetime | timedelta | None:
+        """Return a time such as ``2026-11-30 08:00``, or a positive duration."""
+        value = self.text(key)
+        if value is None:
+            return None
+        if not _STARTS_WITH_DATE.match(value):
+            return self.duration(key, positive=True)
+        try:
+            return datetime.fromisoformat(value)
+        except ValueError:
+            raise self.refusal(f"{value!r} is not a time such as '2026-11-30 08:00'", key) from None
 
     def memory(self, key: str) -> int | None:
         """Return an amount of memory, bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
@@ -37,6 +38,8 @@ class TrainingRequest:
         Total work in samples; ``None``: known only once the session has its loader and epochs.
     costs
         Rescale costs; ``None``: the executor's.
+    deadline
+        When it should be finished: a time, or the time after it was submitted; for objectives that use one.
     """
 
     options: SessionOptions
@@ -46,6 +49,7 @@ class TrainingRequest:
     priority: float = 1.0
     samples: int | None = None
     costs: RescaleCosts | None = None
+    deadline: datetime | timedelta | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.name):
@@ -56,6 +60,12 @@ class TrainingRequest:
         for word, value in (("samples", self.samples), ("epochs", self.options.epochs)):
             if value is not None and value <= 0:
                 raise InvalidTrainer(f"training {self.name!r}: {word} must be positive, got {value}")
+        if not isinstance(self.deadline, (datetime, timedelta, type(None))):
+            raise InvalidTrainer(
+                f"training {self.name!r}: deadline must be a datetime or a timedelta, got {self.deadline!r}"
+            )
+        if isinstance(self.deadline, timedelta) and self.deadline <= timedelta(0):
+            raise InvalidTrainer(f"training {self.name!r}: deadline must be positive, got {self.deadline}")
         self.trainer()  # its own checks
 
     @property
@@ -73,8 +83,17 @@ class TrainingRequest:
             costs=self.costs or costs or RescaleCosts(),
             work_left=float("inf") if self.samples is None else float(self.samples),
             priority=self.priority,
+            deadline=self._deadline(submitted),
             submitted=submitted,
         )
+
+    def _deadline(self, submitted: float) -> float | None:
+        if isinstance(self.deadline, timedelta):
+            return submitted + self.deadline.total_seconds()
+        try:
+            return None if self.deadline is None else self.deadline.timestamp()
+        except (ValueError, OverflowError):  # the years 1 and 9999, in some time zones
+            raise InvalidTrainer(f"training {self.name!r}: deadline {self.deadline} is out of range") from None
 
 
 def session_options(name: str, **options: Any) -> SessionOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,7 @@ trainings:
     min_nodes: 2
     max_nodes: 4
     priority: 2.5
+    deadline: 2026-11-30 08:00
     epochs: 7
     samples: 1400
     seed: 3
@@ -55,6 +56,7 @@ trainings:
     assert (read.name, training.name) == ("one", "first")
     assert training.arguments == {"lr": 0.001, "epochs": 7}
     assert (request.min_nodes, request.max_nodes, request.priority) == (2, 4, 2.5)
+    assert request.deadline == datetime.fromisoformat("2026-11-30T08:00")
     assert (request.options.epochs, request.samples, request.options.seed) == (7, 1400, 3)
     assert (request.scaling(4), request.options.checkpoint_interval, request.costs.up) == (30, timedelta(minutes=2), 4)
     assert read.import_paths == (HERE,)
@@ -133,6 +135,10 @@ MANY = ", ".join(map(str, range(150)))
         (f"trainings: [{{app: '{APP}', max_nodes: four}}]", "max_nodes: must be a whole number"),
         (f"trainings: [{{app: '{APP}', min_nodes: 5, max_nodes: 3}}]", r"max_nodes \(3\) is less than min_nodes \(5\)"),
         (f"trainings: [{{app: '{APP}', priority: 0}}]", "priority must be positive"),
+        (f"trainings: [{{app: '{APP}', deadline: 0s}}]", "deadline: must be longer than zero"),
+        (f"trainings: [{{app: '{APP}', deadline: 2026-13-01}}]", "deadline: '2026-13-01' is not a time such as"),
+        (f"trainings: [{{app: '{APP}', deadline: soon}}]", "deadline: "),
+        (f"trainings: [{{app: '{APP}', deadline: 0001-01-01}}]", "is out of range"),
         (
             f"trainings: [{{app: '{APP}', scaling: 3}}]",
             "scaling: must be a mapping of nodes to samples per second, or a file",

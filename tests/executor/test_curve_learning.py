@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.executor.control.curve_learning import CurveLearning
+from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
 from freetrain_parsl.protocol.reports import Progress
@@ -18,66 +19,86 @@ def trainer(name: str = "t", curve: ScalingCurve | None = None, **changes) -> Tr
 class Run:
     """A training that reports at a given rate."""
 
-    def __init__(self, one: Trainer) -> None:
+    def __init__(self, curve: ScalingCurve | None = None) -> None:
         self.learning = CurveLearning()
-        self.trainer = one
-        self.learning.add(one)
+        self.submitted = self.learning.completed(planner.TrainerSubmitted(0.0, trainer(curve=curve)))
         self.samples, self.slot_seconds, self.group = 0, 0.0, 0
 
-    def trains(self, nodes: int, rate: float, seconds: float = 10.0, *, slots_per_node: int = 1) -> None:
+    def trains(
+        self, nodes: int, rate: float, seconds: float = 10.0, *, slots_per_node: int = 1, reports: int = 2
+    ) -> Trainer | None:
+        """Return what the planner receives last."""
         self.group += 1
-        for _ in range(2):
-            slots = nodes * slots_per_node
+        slots, last = nodes * slots_per_node, None
+        for _ in range(reports):
             report = Progress(samples=self.samples, slot_seconds=self.slot_seconds)
-            self.learning.observe(self.trainer.name, group=self.group, nodes=nodes, slots=slots, progress=report)
-            self.samples += int(rate * seconds)
+            event = self.learning.observe(0.0, "t", group=self.group, nodes=nodes, slots=slots, progress=report)
+            last = event.trainer if event else last
+            self.samples += round(rate * seconds)
             self.slot_seconds += seconds * slots
-
-    def update(self) -> Trainer:
-        (updated,) = self.learning.changed([self.trainer])
-        return updated
+        return last
 
 
-def test_a_training_of_which_nothing_is_known_starts_on_its_least_nodes() -> None:
-    assert Run(trainer(min_nodes=2)).update().max_nodes == 2
+def rates(found: Trainer | None, *nodes: int) -> list[float]:
+    assert found is not None
+    assert not found.curve.relative
+    return [found.curve(count) for count in nodes]
 
 
-def test_what_is_measured_allows_twice_as_many_nodes() -> None:
-    run = Run(trainer())
+def test_a_training_of_which_nothing_is_known_has_the_default_curve() -> None:
+    assert Run().submitted == planner.TrainerSubmitted(0.0, trainer())
+
+
+def test_the_first_measurement_scales_the_default_curve() -> None:
+    assert rates(Run().trains(2, 90.0), 1, 2, 4) == pytest.approx([50.0, 90.0, 162.0])
+
+
+def test_a_size_that_is_not_worthwhile_is_seen_when_it_is_measured() -> None:
+    run = Run()
     run.trains(1, 100.0)
-    first = run.update()
-    assert (first.max_nodes, first.curve(1), first.curve(2)) == (2, 100.0, 200.0)
-    run.trains(2, 150.0)
-    second = run.update()
-    assert (second.max_nodes, second.curve(2)) == (4, 150.0)
+    assert rates(run.trains(2, 90.0), 1, 2, 4) == pytest.approx([100.0, 90.0, 162.0])
 
 
 def test_a_stated_curve_keeps_its_shape_around_what_is_measured() -> None:
-    run = Run(trainer(curve=ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0}), max_nodes=4))
-    run.trains(2, 9.0)
-    updated = run.update()
-    assert (updated.max_nodes, updated.curve(1), updated.curve(4)) == (4, 5.0, 15.0)
+    run = Run(ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0}))
+    assert rates(run.trains(2, 9.0), 1, 2, 4) == [5.0, 9.0, 15.0]
 
 
 def test_slots_of_a_node_train_at_the_same_time() -> None:
-    run = Run(trainer())
-    run.trains(1, 100.0, slots_per_node=4)
-    assert run.update().curve(1) == pytest.approx(100.0)
+    assert rates(Run().trains(1, 100.0, slots_per_node=4), 1) == pytest.approx([100.0])
 
 
-def test_a_stretch_that_spans_a_change_of_the_group_is_no_measurement() -> None:
-    run = Run(trainer())
-    for group in range(5):
-        report = Progress(samples=100 * group, slot_seconds=10.0 * group)
-        run.learning.observe("t", group=group, nodes=1, slots=1, progress=report)
-    assert run.update().max_nodes == 1
+def test_a_period_that_spans_a_change_of_the_group_is_not_measured() -> None:
+    run = Run()
+    assert [run.trains(nodes, 100.0, reports=1) for nodes in (1, 2, 1, 4)] == [None] * 4
 
 
-def test_the_planner_hears_of_significant_changes_only() -> None:
-    run = Run(trainer())
+def test_the_planner_receives_significant_changes_only() -> None:
+    run = Run()
     run.trains(1, 100.0, seconds=100.0)
-    run.update()
-    run.trains(1, 101.0, seconds=10.0)
-    assert run.learning.changed([run.trainer]) == []
-    run.trains(1, 400.0, seconds=100.0)
-    assert len(run.learning.changed([run.trainer])) == 1
+    assert run.trains(1, 101.0, seconds=10.0) is None
+    assert rates(run.trains(1, 400.0, seconds=100.0), 1)[0] > 150
+
+
+def test_later_descriptions_of_the_training_keep_the_measured_curve() -> None:
+    run = Run()
+    run.trains(1, 100.0)
+    costs = RescaleCosts(up=9.0)
+    learned = run.learning.completed(planner.TrainerLearned(1.0, trainer(costs=costs)))
+    assert isinstance(learned, planner.TrainerLearned)
+    assert (learned.trainer.costs, rates(learned.trainer, 1)) == (costs, pytest.approx([100.0]))
+    run.learning.completed(planner.TrainerProgressed(2.0, "t", 7.0))
+    withheld = planner.TrainerWithheld(3.0, "t")
+    assert run.learning.completed(withheld) is withheld
+    again = run.learning.completed(planner.TrainerSubmitted(4.0, trainer()))
+    assert isinstance(again, planner.TrainerSubmitted)
+    assert rates(again.trainer, 1) == pytest.approx([100.0])
+
+
+def test_a_new_training_of_the_same_name_is_unknown() -> None:
+    run = Run()
+    run.trains(1, 100.0)
+    run.learning.completed(planner.TrainerFinished(1.0, "t"))
+    assert run.trains(1, 100.0) is None
+    again = planner.TrainerSubmitted(2.0, trainer())
+    assert run.learning.completed(again) == again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 import pytest
@@ -383,6 +383,32 @@ def test_the_planner_learns_what_rescales_cost_if_that_is_news(stage: Stage) -> 
         stage.joins("s0", paused=2.0)
     learned = [event.trainer.costs for event in stage.events if isinstance(event, ev.TrainerLearned)]
     assert [(costs.up, costs.down) for costs in learned] == [(1.5, 2.0), (0.75, 2.0)]
+
+
+def test_the_planner_learns_the_rate_at_each_size(stage: Stage) -> None:
+    stage.running("n0")
+    stage.events.clear()
+    stage.progress("s0", step=11, samples=1000, slot_seconds=10.0)
+    stage.progress("s0", step=21, samples=2000, slot_seconds=20.0)
+    stage.on("n0", "n1")
+    stage.ready("s1")
+    stage.turn()
+    stage.progress("s0", step=31, samples=3000, slot_seconds=30.0)  # a change is under way
+    stage.joins("s0", "s1")
+    stage.progress("s0", step=41, samples=4000, slot_seconds=40.0)
+    stage.progress("s0", step=51, samples=5000, slot_seconds=70.0)
+    learned = [event.trainer for event in stage.events if isinstance(event, ev.TrainerLearned)]
+    rates = [[trainer.curve(nodes) for nodes in (1, 2, 4)] for trainer in learned]
+    assert rates[0] == pytest.approx([100, 180, 324], rel=0.02)
+    assert rates[-1] == pytest.approx([100, 67, 120], rel=0.02)
+
+
+def test_a_deadline_is_a_time_or_counts_from_the_submission(stage: Stage) -> None:
+    stage.now = 50.0
+    stage.submit("in", deadline=timedelta(seconds=100))
+    stage.submit("at", deadline=datetime.fromtimestamp(400.0, timezone.utc))
+    submitted = [event.trainer for event in stage.events if isinstance(event, ev.TrainerSubmitted)]
+    assert [trainer.deadline for trainer in submitted] == [150.0, 400.0]
 
 
 def test_costs_that_the_user_states_are_believed(stage: Stage) -> None:

@@ -1,19 +1,15 @@
-"""Scaling curves of running trainings, learned from the throughput that they report at each number of nodes.
-
-A training without a stated curve starts on its ``min_nodes`` and is tried on more while that pays; a stated curve keeps
-its shape where nothing has been measured. See `freetrain_parsl.planning.curves.learning`.
-"""
+"""Scaling curves of running trainings, learned from the throughput that they report at each number of nodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.curves.learning import Profile, learned
+from freetrain_parsl.planning import events as planner
+from freetrain_parsl.planning.curves.learning import Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.protocol.reports import Progress
 
@@ -31,66 +27,75 @@ class _Stretch:
     slot_seconds: float
 
 
+class _Learned:
+    """What is known about one training."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.profile = Profile(trainer.curve)
+        self.curve = trainer.curve
+        self.last: _Stretch | None = None
+
+    def described(self) -> Trainer:
+        """Return the training with the curve that the planner knows."""
+        return replace(self.trainer, curve=self.curve)
+
+
 class CurveLearning:
-    """What has been measured of each training; pure."""
+    """Puts measured scaling curves into the descriptions of trainings on their way to the planner. Pure."""
 
     def __init__(self) -> None:
-        self._profiles: dict[str, Profile] = {}
-        self._last: dict[str, _Stretch] = {}
-        self._known: dict[str, Trainer] = {}
+        self._learned: dict[str, _Learned] = {}
 
-    def add(self, trainer: Trainer) -> None:
-        """Start measuring a training; its own curve is the prior unless it is relative."""
-        self._profiles[trainer.name] = Profile(trainer.curve)
+    def completed(self, event: planner.Event) -> planner.Event:
+        """Return an event about a training with the curve measured so far."""
+        match event:
+            case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
+                known = self._learned.setdefault(trainer.name, _Learned(trainer))
+                known.trainer = trainer
+                return replace(event, trainer=known.described())
+            case planner.TrainerProgressed(trainer=name, work_left=left) if name in self._learned:
+                self._learned[name].trainer = replace(self._learned[name].trainer, work_left=left)
+            case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
+                self._learned.pop(name, None)
+        return event
 
-    def remove(self, name: str) -> None:
-        """Forget a training."""
-        for kept in (self._profiles, self._last, self._known):
-            kept.pop(name, None)
-
-    def observe(self, name: str, *, group: int, nodes: int, slots: int, progress: Progress) -> None:
-        """Take a progress report.
+    def observe(
+        self, now: float, name: str, *, group: int, nodes: int, slots: int, progress: Progress
+    ) -> planner.TrainerLearned | None:
+        """Take a progress report; return what the planner should know if the curve has changed significantly.
 
         Parameters
         ----------
+        now
+            Seconds.
         name
             The training.
         group
-            Number of its group: stretches that span a change of the group are not measurements.
+            Number of its group. A period in which the group changed is not measured.
         nodes, slots
             Size of the group.
         progress
-            The report; the time of its steps is measured where they are made.
+            The report; the time of its steps is measured where they are made, without checkpoints and changes.
         """
-        profile, last = self._profiles.get(name), self._last.get(name)
-        self._last[name] = _Stretch(group, progress.samples, progress.slot_seconds)
-        if profile is None or last is None or last.group != group:
-            return
+        known = self._learned.get(name)
+        if known is None:
+            return None
+        last, known.last = known.last, _Stretch(group, progress.samples, progress.slot_seconds)
+        if last is None or last.group != group:
+            return None
         samples, seconds = progress.samples - last.samples, (progress.slot_seconds - last.slot_seconds) / slots
-        if samples > 0 and seconds > 0:
-            profile.observe(nodes, samples, seconds)
-
-    def changed(self, trainers: Iterable[Trainer]) -> list[Trainer]:
-        """Return the trainers of whom the planner should get another description, with that description.
-
-        Parameters
-        ----------
-        trainers
-            All that are alive, as their users describe them, with the work left and the costs known now.
-        """
-        updated = []
-        for trainer in learned(trainers, self._profiles):
-            known = self._known.get(trainer.name)
-            if known is None or _differ(known, trainer):
-                self._known[trainer.name] = trainer
-                updated.append(trainer)
-        return updated
+        if samples <= 0 or seconds <= 0:
+            return None
+        known.profile.observe(nodes, samples, seconds)
+        if not _differ(known.curve, known.profile.curve):
+            return None
+        known.curve = known.profile.curve
+        return planner.TrainerLearned(now, known.described())
 
 
-def _differ(known: Trainer, now: Trainer) -> bool:
-    if (known.max_nodes, known.costs, known.curve.relative) != (now.max_nodes, now.costs, now.curve.relative):
-        return True
-    before, after = dict(known.curve.points), dict(now.curve.points)
-    if before.keys() != after.keys():
+def _differ(known: ScalingCurve, now: ScalingCurve) -> bool:
+    before, after = dict(known.points), dict(now.points)
+    if known.relative != now.relative or before.keys() != after.keys():
         return True
     return any(abs(after[nodes] - rate) > _SIGNIFICANT * rate for nodes, rate in before.items())

@@ -9,15 +9,18 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.control.curve_learning import CurveLearning
 from freetrain_parsl.executor.control.rendezvous import RendezvousServer
 from freetrain_parsl.executor.control.storage_watch import StorageWatch
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
 from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
 from freetrain_parsl.executor.control.training.machine import TrainingMachine
+from freetrain_parsl.executor.control.training.states import Running
 from freetrain_parsl.executor.payloads import error_in, settle_with_payload
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import StartRun
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.storage.root import probe_root
 
 if TYPE_CHECKING:
@@ -96,6 +99,7 @@ class TrainingManager:
         self._numbers = count(1)
         self._machine_nodes: int | None = None
         self._failure_rate = FailureRate()
+        self._curves = CurveLearning()
         self.rendezvous = RendezvousServer(send)
 
     # Requests of the user, the planner and the control loop.
@@ -155,6 +159,8 @@ class TrainingManager:
         """Handle a report of a run."""
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.Reported(slot.name, message.run, message.report))
+            if isinstance(message.report, Progress) and managed.machine.progress is message.report:
+                self._learn(managed, message.report)
 
     def on_run_ended(self, slot: Slot, message: RunEnded) -> None:
         """Handle the end of a run."""
@@ -181,6 +187,21 @@ class TrainingManager:
         """Return the number of a slot's current run."""
         managed = self._of(slot.name)
         return None if managed is None else managed.machine.participants[slot.name].run
+
+    def _learn(self, managed: _Managed, progress: Progress) -> None:
+        """Add a report of a group that trains undisturbed to the training's scaling curve."""
+        if isinstance(phase := managed.machine.phase, Running):
+            group = phase.group
+            learned = self._curves.observe(
+                self._clock(),
+                managed.machine.name,
+                group=group.number,
+                nodes=len(group.nodes),
+                slots=len(group.ranks),
+                progress=progress,
+            )
+            if learned is not None:
+                self._inform(learned)
 
     # Events and commands.
 
@@ -211,7 +232,7 @@ class TrainingManager:
                 case do.CountRestart():
                     self._failure_rate.failures += 1
                 case do.Inform(event):
-                    self._inform(event)
+                    self._inform(self._curves.completed(event))
                 case do.KeepProgress(progress):
                     self._journal.keep_progress(self._clock(), managed.machine.name, progress)
                 case do.Log(entry):

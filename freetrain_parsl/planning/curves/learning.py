@@ -1,11 +1,15 @@
-"""Online scaling curves: start without data, measure at the sizes visited, and try larger ones while it pays off.
+"""Online scaling curves: measure at the sizes visited, and estimate the others.
 
-An unknown trainer begins on its ``min_nodes``. From then on it may have up to twice the largest number of nodes
-measured, where its efficiency is estimated to be that of its best rate so far. If efficiency falls with size, this is
-an upper bound: a size that the policy does not choose at that estimate is not worthwhile, and one that it chooses is
-then measured. The estimate is therefore wrong for at most log2(max_nodes / min_nodes) doublings. Two doublings without
-a gain end the search; a single one may be due to a node boundary, which can halve a rate before the next doubling
-recovers it.
+With a prior, the ratio of measured to expected rates scales the prior at the sizes that have not been visited: a stated
+curve keeps its shape, and the default curve becomes one in samples per second. The default is optimistic (each doubling
+keeps 90 % of the efficiency), so that larger sizes are tried when nodes are free, and kept only if they are worthwhile.
+
+Without a prior, sizes are searched: an unknown trainer begins on its ``min_nodes``. It may then have up to twice the
+largest number of nodes measured, where its efficiency is estimated to be that of its best rate so far. If efficiency
+falls with size, this is an upper bound: a size that the policy does not choose at that estimate is not worthwhile, and
+one that it chooses is then measured. The estimate is therefore wrong for at most log2(max_nodes / min_nodes) doublings.
+Two doublings without a gain end the search; a single one may be due to a node boundary, which can halve a rate before
+the next doubling recovers it.
 """
 
 from __future__ import annotations
@@ -31,11 +35,12 @@ class Profile:
     Parameters
     ----------
     prior
-        The user's curve; its shape is used where nothing has been measured. ``None`` or a relative curve: no prior.
+        The user's curve; its shape is used where nothing has been measured. A relative curve is only a shape, which the
+        first measurement scales. ``None``: larger sizes are searched by doubling.
     """
 
     def __init__(self, prior: ScalingCurve | None = None) -> None:
-        self._prior = None if prior is None or prior.relative else prior
+        self._prior = prior
         self._samples: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
         self._curve: ScalingCurve | None = None
@@ -70,13 +75,18 @@ class Profile:
 
     @property
     def known(self) -> bool:
-        """Whether there is any information: a prior, or samples processed on any number of nodes."""
-        return self._prior is not None or any(self._samples.values())
+        """Whether rates are known: from a prior that is not relative, or from samples processed."""
+        return (self._prior is not None and not self._prior.relative) or any(self._samples.values())
+
+    @property
+    def searches(self) -> bool:
+        """Whether larger sizes are searched by doubling, for lack of a prior."""
+        return self._prior is None
 
     @property
     def largest_worth_trying(self) -> int | None:
         """Twice the largest number of nodes so far, at most four times the best; ``None`` with a prior or no data."""
-        if self._prior is not None or not self.known:
+        if not (self.searches and self.known):
             return None
         return min(2 * max(self._samples), 4 * self._best(self.measured))
 
@@ -84,7 +94,7 @@ class Profile:
     def curve(self) -> ScalingCurve:
         """The best estimate: the measurements, extended by the prior's shape or linearly from the best one.
 
-        Without any information, the default curve, which is relative.
+        Without any measurement the prior or, without one, the default curve, which is relative.
         """
         if self._curve is None:
             self._curve = self._estimate()
@@ -92,7 +102,7 @@ class Profile:
 
     def _estimate(self) -> ScalingCurve:
         if not self.known:
-            return ScalingCurve.default()
+            return self._prior or ScalingCurve.default()
         rates = self.measured
         if self._prior is not None:
             return ScalingCurve(self._around(self._prior, rates)) if rates else self._prior
@@ -139,7 +149,7 @@ def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> lis
         profile = profiles.get(trainer.name)
         if profile is None:
             result.append(trainer)
-        elif not profile.known:
+        elif not profile.known and profile.searches:
             start = ScalingCurve({n: n * unit for n in (1, trainer.min_nodes)})
             result.append(replace(trainer, curve=start, max_nodes=trainer.min_nodes))
         else:
