@@ -317,7 +317,7 @@ class Planner:
         """Keep the nodes of a trainer that ends before a rescale would pay off."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
-        ends_soon = trainer.work_left / rate <= trainer.costs.up
+        ends_soon = not trainer.curve.relative and trainer.work_left / rate <= trainer.costs.up
         return replace(trainer, max_nodes=nodes) if ends_soon else trainer
 
     def _decide(
@@ -386,7 +386,7 @@ class Planner:
         """Let a trainer request no more nodes if it will finish on its `nodes` before a new block is ready."""
         if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
             return trainer
-        if trainer.work_left / rate > self._holdings.startup + trainer.costs.up:
+        if trainer.curve.relative or trainer.work_left / rate > self._holdings.startup + trainer.costs.up:
             return trainer
         return replace(trainer, max_nodes=lasting) if lasting >= trainer.min_nodes else None
 

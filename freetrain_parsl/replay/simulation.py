@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.learning import Profile, learned
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import PoolNode
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.settings import PlannerSettings
@@ -61,6 +62,8 @@ class Curves(str, Enum):
     KNOWN = "known"
     LEARNED = "learned"
     """None; it learns them from measurements."""
+    SHAPE = "shape"
+    DEFAULT = "default"
 
 
 @dataclass(frozen=True)
@@ -315,6 +318,8 @@ class _Replay:
             self._alive[trainer.name] = account
             if self._settings.curves is Curves.LEARNED:
                 self._profiles[trainer.name] = Profile()
+            if self._settings.curves is Curves.SHAPE:
+                self._profiles[trainer.name] = Profile(ScalingCurve.default())
             yield ev.TrainerSubmitted(self._now, self._told(trainer))
 
     def _told(self, trainer: Trainer) -> Trainer:
@@ -322,6 +327,8 @@ class _Replay:
         costs = replace(trainer.costs, start=self._start_seconds(trainer))
         deadline = None if trainer.deadline is None else self._log.start + trainer.deadline
         submitted = self._log.start + trainer.submitted
+        if self._settings.curves is Curves.DEFAULT:
+            trainer = replace(trainer, curve=ScalingCurve.default())
         return replace(trainer, costs=costs, deadline=deadline, submitted=submitted)
 
     def _start_seconds(self, trainer: Trainer) -> float:

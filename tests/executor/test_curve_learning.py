@@ -32,8 +32,8 @@ class Run:
         slots, last = nodes * slots_per_node, None
         for _ in range(reports):
             report = Progress(samples=self.samples, slot_seconds=self.slot_seconds)
-            event = self.learning.observe(0.0, "t", group=self.group, nodes=nodes, slots=slots, progress=report)
-            last = event.trainer if event else last
+            events = self.learning.observe(0.0, "t", group=self.group, nodes=nodes, slots=slots, progress=report)
+            last = events[0].trainer if events else last
             self.samples += round(rate * seconds)
             self.slot_seconds += seconds * slots
         return last
@@ -62,6 +62,21 @@ def test_a_size_that_is_not_worthwhile_is_seen_when_it_is_measured() -> None:
 def test_a_stated_curve_keeps_its_shape_around_what_is_measured() -> None:
     run = Run(ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0}))
     assert rates(run.trains(2, 9.0), 1, 2, 4) == [5.0, 9.0, 15.0]
+
+
+def test_an_unknown_training_does_not_wait_behind_those_that_are_known() -> None:
+    run = Run()
+    other = run.learning.completed(planner.TrainerSubmitted(0.0, trainer("other")))
+    assert isinstance(other, planner.TrainerSubmitted)
+    assert other.trainer.curve(1) == 1.0
+    for samples in (0, 1000):
+        report = Progress(samples=samples, slot_seconds=samples / 100)
+        changed = run.learning.observe(5.0, "t", group=1, nodes=1, slots=1, progress=report)
+    assert [(event.trainer.name, event.trainer.curve(1)) for event in changed] == [("t", 100.0), ("other", 100.0)]
+    assert [event.trainer.curve.relative for event in changed] == [False, True]
+    late = run.learning.completed(planner.TrainerSubmitted(6.0, trainer("late")))
+    assert isinstance(late, planner.TrainerSubmitted)
+    assert late.trainer.curve(2) == 180.0
 
 
 def test_slots_of_a_node_train_at_the_same_time() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as planner
-from freetrain_parsl.planning.curves.learning import Profile
+from freetrain_parsl.planning.curves.learning import Profile, best_rate_per_node
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -27,7 +27,7 @@ class _Stretch:
     slot_seconds: float
 
 
-class _Learned:
+class _Known:
     """What is known about one training."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -37,33 +37,40 @@ class _Learned:
         self.last: _Stretch | None = None
 
     def described(self) -> Trainer:
-        """Return the training with the curve that the planner knows."""
+        """Return the training with the curve that the planner has."""
         return replace(self.trainer, curve=self.curve)
 
 
 class CurveLearning:
-    """Puts measured scaling curves into the descriptions of trainings on their way to the planner. Pure."""
+    """Puts measured scaling curves into the descriptions of trainings on their way to the planner. Pure.
+
+    The relative curve of a training that has not been measured is scaled to the fastest other training, so that it does
+    not wait behind trainings whose rates are known.
+    """
 
     def __init__(self) -> None:
-        self._learned: dict[str, _Learned] = {}
+        self._known: dict[str, _Known] = {}
 
     def completed(self, event: planner.Event) -> planner.Event:
         """Return an event about a training with the curve measured so far."""
         match event:
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
-                known = self._learned.setdefault(trainer.name, _Learned(trainer))
+                if trainer.name not in self._known:
+                    self._known[trainer.name] = known = _Known(trainer)
+                    known.curve = self._estimate(known, self._best_rate())
+                known = self._known[trainer.name]
                 known.trainer = trainer
                 return replace(event, trainer=known.described())
-            case planner.TrainerProgressed(trainer=name, work_left=left) if name in self._learned:
-                self._learned[name].trainer = replace(self._learned[name].trainer, work_left=left)
+            case planner.TrainerProgressed(trainer=name, work_left=left) if name in self._known:
+                self._known[name].trainer = replace(self._known[name].trainer, work_left=left)
             case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
-                self._learned.pop(name, None)
+                self._known.pop(name, None)
         return event
 
     def observe(
         self, now: float, name: str, *, group: int, nodes: int, slots: int, progress: Progress
-    ) -> planner.TrainerLearned | None:
-        """Take a progress report; return what the planner should know if the curve has changed significantly.
+    ) -> list[planner.TrainerLearned]:
+        """Take a progress report; return what the planner should know if curves have changed significantly.
 
         Parameters
         ----------
@@ -78,20 +85,37 @@ class CurveLearning:
         progress
             The report; the time of its steps is measured where they are made, without checkpoints and changes.
         """
-        known = self._learned.get(name)
+        known = self._known.get(name)
         if known is None:
-            return None
+            return []
         last, known.last = known.last, _Stretch(group, progress.samples, progress.slot_seconds)
         if last is None or last.group != group:
-            return None
+            return []
         samples, seconds = progress.samples - last.samples, (progress.slot_seconds - last.slot_seconds) / slots
         if samples <= 0 or seconds <= 0:
-            return None
+            return []
         known.profile.observe(nodes, samples, seconds)
         if not _differ(known.curve, known.profile.curve):
-            return None
+            return []
         known.curve = known.profile.curve
-        return planner.TrainerLearned(now, known.described())
+        return [planner.TrainerLearned(now, known.described()), *self._scale_unknown(now)]
+
+    def _scale_unknown(self, now: float) -> list[planner.TrainerLearned]:
+        best = self._best_rate()
+        changed = []
+        for known in self._known.values():
+            if not known.profile.known and _differ(known.curve, curve := self._estimate(known, best)):
+                known.curve = curve
+                changed.append(planner.TrainerLearned(now, known.described()))
+        return changed
+
+    def _best_rate(self) -> float:
+        return best_rate_per_node(known.profile.curve for known in self._known.values())
+
+    @staticmethod
+    def _estimate(known: _Known, best_rate: float) -> ScalingCurve:
+        curve = known.profile.curve
+        return curve if known.profile.known else curve.scaled(best_rate)
 
 
 def _differ(known: ScalingCurve, now: ScalingCurve) -> bool:

@@ -192,7 +192,7 @@ class TrainingManager:
         """Add a report of a group that trains undisturbed to the training's scaling curve."""
         if isinstance(phase := managed.machine.phase, Running):
             group = phase.group
-            learned = self._curves.observe(
+            changed = self._curves.observe(
                 self._clock(),
                 managed.machine.name,
                 group=group.number,
@@ -200,7 +200,7 @@ class TrainingManager:
                 slots=len(group.ranks),
                 progress=progress,
             )
-            if learned is not None:
+            for learned in changed:
                 self._inform(learned)
 
     # Events and commands.

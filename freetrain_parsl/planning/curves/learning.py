@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Trainer
 
-__all__ = ["Profile", "learned"]
+__all__ = ["Profile", "best_rate_per_node", "learned"]
 
 
 class Profile:
@@ -128,6 +128,11 @@ class Profile:
         return {**{n: prior(n) * ratios(max(n, ratios.first_nodes)) for n in counts}, **rates}
 
 
+def best_rate_per_node(curves: Iterable[ScalingCurve]) -> float:
+    """Return the largest rate per node, in samples per second, of curves that are not relative; 1 if there is none."""
+    return max((rate / n for curve in curves if not curve.relative for n, rate in curve.points), default=1.0)
+
+
 def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> list[Trainer]:
     """Return the trainers with the curves learned so far and with ``max_nodes`` limited to sizes worth trying.
 
@@ -143,7 +148,7 @@ def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> lis
     """
     trainers = list(trainers)
     curves = [profiles[t.name].curve if t.name in profiles else t.curve for t in trainers]
-    unit = max((rate / n for curve in curves if not curve.relative for n, rate in curve.points), default=1.0)
+    unit = best_rate_per_node(curves)
     result = []
     for trainer, curve in zip(trainers, curves, strict=True):
         profile = profiles.get(trainer.name)
@@ -152,6 +157,8 @@ def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> lis
         elif not profile.known and profile.searches:
             start = ScalingCurve({n: n * unit for n in (1, trainer.min_nodes)})
             result.append(replace(trainer, curve=start, max_nodes=trainer.min_nodes))
+        elif not profile.known:
+            result.append(replace(trainer, curve=curve.scaled(unit)))
         else:
             most = min(profile.largest_worth_trying or trainer.max_nodes, trainer.max_nodes)
             result.append(replace(trainer, curve=curve, max_nodes=max(most, trainer.min_nodes)))

@@ -165,6 +165,10 @@ class ScalingCurve:
         table[0] = 0.0
         return table
 
+    def scaled(self, factor: float) -> ScalingCurve:
+        """Return the curve with all rates multiplied by a factor; a relative curve stays relative."""
+        return ScalingCurve([(nodes, factor * rate) for nodes, rate in self._points], relative=self._relative)
+
     def with_measurement(self, nodes: int, rate: float, weight: float = 1.0) -> ScalingCurve:
         """Return a curve updated by a measurement.
 

@@ -230,10 +230,10 @@ def _training_time(trainer: Trainer, moment: Moment) -> float:
 def _pressure(trainer: Trainer, moment: Moment) -> Table | None:
     """Tabulate the share of the work left that is done by the deadline on a constant 0, 1, …, N nodes.
 
-    ``None`` if there is no deadline, no work left, no allowed count in the pool, or no sufficient count even beyond the
-    pool.
+    ``None`` if there is no deadline, no work left, no rate in samples per second, no allowed count in the pool, or no
+    sufficient count even beyond the pool.
     """
-    if trainer.deadline is None or not 0 < trainer.work_left < math.inf:
+    if trainer.deadline is None or trainer.curve.relative or not 0 < trainer.work_left < math.inf:
         return None
     current = moment.held.get(trainer.name, 0)
     rates = _allowed_rates(trainer, max(moment.nodes, trainer.max_nodes))
