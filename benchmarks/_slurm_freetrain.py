@@ -73,7 +73,10 @@ def main() -> int:
         provider=provider,
         address="127.0.0.1",
         policy="milp",
-        planner=PlannerSettings(**options["planner"]),
+        planner=PlannerSettings(
+            **{name: timedelta(seconds=seconds) for name, seconds in options["planner"].items()},
+            max_nodes_per_block=options["nodes_per_block"],
+        ),
         poll_interval=timedelta(seconds=options["poll"]),
         grace=timedelta(seconds=options["grace"]),
         checkpoint_dir=directory / "checkpoints",

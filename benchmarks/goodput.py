@@ -47,13 +47,13 @@ TARGET = 0.90
 LEAD = 15.0  # seconds in which all nodes are busy: the driver starts
 GRACE = 5.0
 PLANNER = PlannerSettings(
-    startup=8,
-    min_useful=15,
-    closing_margin=3,
-    max_walltime=3600,
-    idle_timeout=10,
-    settle=1,
-    replan_interval=5,
+    startup=timedelta(seconds=8),
+    min_useful=timedelta(seconds=15),
+    closing_margin=timedelta(seconds=3),
+    max_walltime=timedelta(hours=1),
+    idle_timeout=timedelta(seconds=10),
+    settle=timedelta(seconds=1),
+    replan_interval=timedelta(seconds=5),
     max_nodes_per_block=1,  # a block is preempted as a whole
 )
 

@@ -66,7 +66,7 @@ OTHER = "nobody"  # an ordinary user: owner of the main queue, or of our jobs if
 GRACE = 10  # grace period of the preemptible partitions, seconds
 CYCLE = 10  # sites typically have 30 s between scheduler passes; here the queue is compressed
 POLL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
-PLANNER = {
+PLANNER = {  # seconds
     "startup": 8.0,
     "min_useful": 10.0,
     "closing_margin": 3.0,
@@ -74,8 +74,8 @@ PLANNER = {
     "idle_timeout": 5.0,
     "replan_interval": 10.0,
     "settle": 1.0,
-    "max_nodes_per_block": 2,  # a block is preempted, and yields, as a whole
 }
+NODES_PER_BLOCK = 2  # a block is preempted, and yields, as a whole
 SETTLED = 5.0  # seconds until the first main jobs have their nodes; start of the trainings and of the measurement
 MINIMUM = PLANNER["startup"] + PLANNER["min_useful"] + PLANNER["closing_margin"]
 PARTITIONS = (
@@ -138,6 +138,7 @@ def _guest(
         "nodes": options.nodes,
         "trainings": options.trainings,
         "planner": PLANNER,
+        "nodes_per_block": NODES_PER_BLOCK,
         "poll": options.poll,
         "grace": GRACE / 2,
         "fixed_nodes": options.fixed_nodes,

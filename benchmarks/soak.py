@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 PLANNER = PlannerSettings(
-    startup=8, min_useful=4, closing_margin=2, max_walltime=600, idle_timeout=5, settle=1, replan_interval=5
+    startup=timedelta(seconds=8),
+    min_useful=timedelta(seconds=4),
+    closing_margin=timedelta(seconds=2),
+    max_walltime=timedelta(minutes=10),
+    idle_timeout=timedelta(seconds=5),
+    settle=timedelta(seconds=1),
+    replan_interval=timedelta(seconds=5),
 )
 EVERY = 5.0  # seconds between samples
 QUANTITIES = ("memory_mb", "descriptors", "threads", "journal_kb_per_training")

@@ -67,7 +67,7 @@ def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
             f"{site.name} requires for checkpoints; set another checkpoints.directory"
         )
     if site.outlives_driver:
-        site.window_source().check(least_walltime(site.planner_settings))
+        site.window_source().check(least_walltime(site.planner_settings.in_seconds()))
 
 
 def find_run(directory: Path | None) -> Path:

@@ -402,11 +402,8 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
     values: dict[str, Any] = {}
     for item in fields(PlannerSettings):
         section = manners if item.name in _MANNERS else planner
-        if item.type == "float":
-            duration = section.duration(item.name)
-            values |= _given(**{item.name: None if duration is None else duration.total_seconds()})
-        else:
-            values |= _given(**{item.name: section.count(item.name)})
+        read = section.duration if item.type == "timedelta" else section.count
+        values |= _given(**{item.name: read(item.name)})
     settings = planner.checked(PlannerSettings, **values)
     executor = _given(
         poll_interval=manners.duration("poll_interval", positive=True),

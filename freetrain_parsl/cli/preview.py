@@ -75,7 +75,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
 
     requests = None if campaign is None else _read_campaign(campaign, variables)
     variables.refuse_unused()
-    settings = chosen.settings
+    settings = chosen.settings.in_seconds()
     chosen.source.check(least_walltime(settings))
     survey = chosen.source.survey()
     pending, notes = _our_jobs(chosen.source)

@@ -300,7 +300,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or window_source_for(provider)
-        source.check(least_walltime(self.planner))
+        planner_settings = self.planner.in_seconds()
+        source.check(least_walltime(planner_settings))
         server = SlotServer(self.cert_dir, _PORTS, sorted(self.all_addresses))
         self._slot_settings = SlotSettings(
             addresses=tuple(sorted(self.all_addresses)),
@@ -329,7 +330,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         )
         self._driver = ControlLoop(
             policy=self._policy,
-            planner_settings=self.planner,
+            planner_settings=planner_settings,
             server=server,
             submitter=self._submitter,
             journal=Journal(self.journal_path),

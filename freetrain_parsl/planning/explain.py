@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import BlockTerms, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import SettingsInSeconds
 
 __all__ = ["Explanation", "Verdict", "explain_windows"]
 
@@ -49,7 +49,7 @@ def explain_windows(
     windows: Sequence[Window],
     trainers: Sequence[Trainer],
     policy: Policy,
-    settings: PlannerSettings,
+    settings: SettingsInSeconds,
     terms: BlockTerms,
     now: float,
     pending: int = 0,
@@ -97,7 +97,7 @@ class _Reasons:
     plan: Preview
     trainers: Sequence[Trainer]
     policy: Policy
-    settings: PlannerSettings
+    settings: SettingsInSeconds
     terms: BlockTerms
     now: float
     pending: int

@@ -21,7 +21,7 @@ from freetrain_parsl.planning.blocks.planner import Holdings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
 from freetrain_parsl.planning.node_survival import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
-from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.planning.settings import PlannerSettings, SettingsInSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -64,11 +64,11 @@ class Planner:
     def __init__(
         self,
         policy: Policy,
-        settings: PlannerSettings | None = None,
+        settings: SettingsInSeconds | None = None,
         on_decision: Callable[[float, str, Decision], None] | None = None,
     ) -> None:
         self.policy = policy
-        self.settings = settings or PlannerSettings()
+        self.settings = settings or PlannerSettings().in_seconds()
         self.statistics = PlannerStatistics()
         self.outlook = Outlook()
         self._on_decision = on_decision

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import BlockTerms, Decision, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import SettingsInSeconds
 
 __all__ = ["Preview", "Share", "preview"]
 
@@ -65,7 +65,7 @@ def preview(
     windows: Sequence[Window],
     trainers: Sequence[Trainer],
     policy: Policy,
-    settings: PlannerSettings,
+    settings: SettingsInSeconds,
     terms: BlockTerms,
     now: float,
 ) -> Preview:
@@ -92,7 +92,7 @@ def _shares(
     requests: Sequence[ev.RequestBlock],
     trainers: Iterable[Trainer],
     decision: Decision | None,
-    settings: PlannerSettings,
+    settings: SettingsInSeconds,
 ) -> list[tuple[Share, ...]]:
     useful = [max(0.0, request.seconds - settings.startup - settings.closing_margin) for request in requests]
     shares: list[list[Share]] = [[] for _ in requests]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
 
-from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.settings_checks import check_count, check_duration
 
-__all__ = ["PlannerSettings"]
+__all__ = ["PlannerSettings", "SettingsInSeconds"]
 
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """The planner's assumptions about the site; all times in seconds.
+    """The planner's assumptions about the site.
 
     Parameters
     ----------
@@ -40,25 +41,54 @@ class PlannerSettings:
         Maximum number of blocks that may be pending or starting.
     max_nodes_per_block
         Larger blocks are split; a preempted block takes all its nodes with it.
+
+    Raises
+    ------
+    InvalidSettings
+        A value is out of range.
     """
 
-    startup: float = 30.0
-    min_useful: float = 60.0
-    closing_margin: float = 10.0
-    max_walltime: float = 3600.0
-    hidden_jobs_walltime: float = 900.0
-    idle_timeout: float = 30.0
-    join_timeout: float = 180.0
-    replan_interval: float = 30.0
-    settle: float = 2.0
+    startup: timedelta = timedelta(seconds=30)
+    min_useful: timedelta = timedelta(minutes=1)
+    closing_margin: timedelta = timedelta(seconds=10)
+    max_walltime: timedelta = timedelta(hours=1)
+    hidden_jobs_walltime: timedelta = timedelta(minutes=15)
+    idle_timeout: timedelta = timedelta(seconds=30)
+    join_timeout: timedelta = timedelta(minutes=3)
+    replan_interval: timedelta = timedelta(seconds=30)
+    settle: timedelta = timedelta(seconds=2)
     max_pending_blocks: int = 8
     max_nodes_per_block: int | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            least = 1 if item.name.startswith("max_") else 0
-            if value is not None and not (math.isfinite(value) and value >= least):
-                raise InvalidSettings(
-                    f"planner setting {item.name!r} must be a number of at least {least}, got {value!r}"
-                )
+            setting, value = f"PlannerSettings: {item.name}", getattr(self, item.name)
+            if item.type == "timedelta":
+                check_duration(setting, value, least=timedelta(seconds=1 if item.name == "max_walltime" else 0))
+            elif value is not None or item.type == "int":
+                check_count(setting, value)
+
+    def in_seconds(self) -> SettingsInSeconds:
+        """Return the same settings as the planner computes with them."""
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, timedelta):
+                values[name] = value.total_seconds()
+        return SettingsInSeconds(**values)
+
+
+@dataclass(frozen=True)
+class SettingsInSeconds:
+    """`PlannerSettings` with durations as seconds, like all times inside the planner."""
+
+    startup: float
+    min_useful: float
+    closing_margin: float
+    max_walltime: float
+    hidden_jobs_walltime: float
+    idle_timeout: float
+    join_timeout: float
+    replan_interval: float
+    settle: float
+    max_pending_blocks: int
+    max_nodes_per_block: int | None

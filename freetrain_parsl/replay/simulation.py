@@ -10,6 +10,7 @@ import math
 import time as wall_clock
 from collections import deque
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cost", "Curves", "Knowledge", "Outcome", "ReplaySettings", "replay"]
 
-_PLANNER = PlannerSettings(closing_margin=0.0, settle=0.0, replan_interval=1e12)
+_PLANNER = PlannerSettings(closing_margin=timedelta(0), settle=timedelta(0), replan_interval=timedelta.max).in_seconds()
 _IDLE = "idle"  # the one block that all idle nodes belong to
 
 

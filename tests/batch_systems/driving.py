@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     from freetrain_parsl.report.run import RunState
     from tests.batch_systems.backends import Backend
 
-# All in seconds, where a site has minutes.
+# Seconds where a site has minutes.
 PLANNER = PlannerSettings(
-    startup=8, min_useful=10, closing_margin=3, max_walltime=600, idle_timeout=3, join_timeout=120, settle=1
+    startup=timedelta(seconds=8),
+    min_useful=timedelta(seconds=10),
+    closing_margin=timedelta(seconds=3),
+    max_walltime=timedelta(minutes=10),
+    idle_timeout=timedelta(seconds=3),
+    join_timeout=timedelta(minutes=2),
+    settle=timedelta(seconds=1),
 )
 SAMPLES_PER_EPOCH = 200
 

@@ -48,7 +48,8 @@ def test_every_shipped_site_makes_a_provider_and_a_window_source(name: str, no_c
         before = list(no_commands)
         assert isinstance(read.window_source(), source)
         assert no_commands == before, "a window source runs no command until it is queried"
-    assert least_walltime(read.planner_settings) < read.planner_settings.max_walltime
+    planner = read.planner_settings.in_seconds()
+    assert least_walltime(planner) < planner.max_walltime
 
 
 def test_the_shipped_sites_are_those_that_are_tested_here() -> None:
@@ -101,7 +102,7 @@ def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
     assert provider.worker_init == (
         "export PYTHONPATH='/apps dir'\"${PYTHONPATH:+:$PYTHONPATH}\"\nmodule load python\n"
     )
-    planner = read.planner_settings
+    planner = read.planner_settings.in_seconds()
     assert (planner.startup, planner.max_walltime, planner.max_nodes_per_block) == (40, 7200, 8)
     assert (planner.max_pending_blocks, planner.min_useful) == (2, 60)
     assert (read.node.slots, read.node.accelerators) == (4, 4)
@@ -192,7 +193,7 @@ def test_accelerators_may_have_names(no_commands: list[str]) -> None:
         ("system: slurm\nplanner: {startup: 60}", "site.yaml:2: planner.startup: a duration must be written like"),
         (
             "system: slurm\nplanner: {max_walltime: 0 s}",
-            "planner setting 'max_walltime' must be a number of at least 1",
+            "planner: PlannerSettings: max_walltime must be at least 1 s, got 0 s",
         ),
         ("system: slurm\nplanner: {max_pending_blocks: 1}", "unknown key 'planner.max_pending_blocks'"),
         ("system: slurm\nmanners: {poll_interval: 0 s}", "manners.poll_interval: must be longer than zero"),

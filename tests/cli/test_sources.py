@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import typer
 
@@ -9,6 +11,7 @@ from freetrain_parsl.cli import sources
 from freetrain_parsl.cli.sources import SourceOptions, choose_source, errors_in_one_line, read_variables
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, UsageError
 from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.settings import PlannerSettings
 
 SITE = """
 system: slurm
@@ -92,7 +95,7 @@ def test_a_site_file_says_everything(tmp_path):
     variables.refuse_unused()
     assert (chosen.source.partition, chosen.source.account) == ("gpu", "phys")
     assert chosen.title == "site site, Slurm, partition gpu"
-    assert (chosen.settings.startup, chosen.settings.min_useful) == (40, 900)
+    assert chosen.settings == PlannerSettings(startup=timedelta(seconds=40), min_useful=timedelta(minutes=15))
     assert (chosen.policy, chosen.costs) == ("window", RescaleCosts(1, 2, 3))
     assert chosen.least_interval == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from parsl.serialize import serialize
@@ -168,8 +169,14 @@ def a_driver(
     """Create a driver with a journal in `directory`."""
     return ControlLoop(
         policy=resolve_policy("milp"),
-        planner_settings=PlannerSettings(
-            startup=1, min_useful=1, closing_margin=1, max_walltime=600, idle_timeout=2, settle=0.2
+        planner_settings=replace(
+            PlannerSettings().in_seconds(),
+            startup=1,
+            min_useful=1,
+            closing_margin=1,
+            max_walltime=600,
+            idle_timeout=2,
+            settle=0.2,
         ),
         server=server,
         submitter=submitter,

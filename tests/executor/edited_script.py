@@ -38,7 +38,12 @@ if __name__ == "__main__":
         checkpoint_dir="checkpoints",
         threads_per_slot=1,
         poll_interval=timedelta(seconds=0.5),
-        planner=PlannerSettings(startup=8, min_useful=5, closing_margin=3, settle=1),
+        planner=PlannerSettings(
+            startup=timedelta(seconds=8),
+            min_useful=timedelta(seconds=5),
+            closing_margin=timedelta(seconds=3),
+            settle=timedelta(seconds=1),
+        ),
     )
     with parsl.load(Config(executors=[executor], run_dir="runs", strategy="none", initialize_logging=False)):
         named = train.options(name="named")

@@ -11,7 +11,12 @@ def fresh_config() -> Config:
     """Return a configuration with two nodes and no other jobs."""
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(nodes=2),
-        planner=PlannerSettings(startup=5, min_useful=2, closing_margin=2, settle=1),
+        planner=PlannerSettings(
+            startup=timedelta(seconds=5),
+            min_useful=timedelta(seconds=2),
+            closing_margin=timedelta(seconds=2),
+            settle=timedelta(seconds=1),
+        ),
         poll_interval=timedelta(seconds=0.5),
         threads_per_slot=1,
     )

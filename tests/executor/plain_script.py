@@ -48,7 +48,12 @@ if __name__ == "__main__":
         slots_per_node=2,
         threads_per_slot=1,
         poll_interval=timedelta(seconds=0.5),
-        planner=PlannerSettings(startup=8, min_useful=5, closing_margin=3, settle=1),
+        planner=PlannerSettings(
+            startup=timedelta(seconds=8),
+            min_useful=timedelta(seconds=5),
+            closing_margin=timedelta(seconds=3),
+            settle=timedelta(seconds=1),
+        ),
     )
     with parsl.load(Config(executors=[executor], run_dir=sys.argv[1], strategy="none", initialize_logging=False)):
         print(*train(lr=0.1).result())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingApp, training_app
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from freetrain_parsl.cluster.client import ClusterClient
 
 PLANNER = PlannerSettings(
-    startup=5,
-    min_useful=2,
-    closing_margin=1.5,
-    max_walltime=300,
-    idle_timeout=2,
-    join_timeout=180,
-    settle=1,
-    replan_interval=0.5,
+    startup=timedelta(seconds=5),
+    min_useful=timedelta(seconds=2),
+    closing_margin=timedelta(seconds=1.5),
+    max_walltime=timedelta(minutes=5),
+    idle_timeout=timedelta(seconds=2),
+    join_timeout=timedelta(minutes=3),
+    settle=timedelta(seconds=1),
+    replan_interval=timedelta(seconds=0.5),
 )
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -99,8 +99,14 @@ class _Site:
             max_refusals=5,
             job_prefix="x",
         )
-        planner = PlannerSettings(
-            startup=0.1, min_useful=0.1, closing_margin=0.1, max_walltime=3600, idle_timeout=600, settle=0.01
+        planner = replace(
+            PlannerSettings().in_seconds(),
+            startup=0.1,
+            min_useful=0.1,
+            closing_margin=0.1,
+            max_walltime=3600,
+            idle_timeout=600,
+            settle=0.01,
         )
         self.driver = ControlLoop(
             policy=resolve_policy("equal-share"),

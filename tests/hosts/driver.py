@@ -65,9 +65,9 @@ def main() -> None:
             planner=replace(
                 PLANNER,
                 max_nodes_per_block=plan["nodes_per_block"],
-                join_timeout=180,
-                idle_timeout=300,
-                max_walltime=900,
+                join_timeout=timedelta(minutes=3),
+                idle_timeout=timedelta(minutes=5),
+                max_walltime=timedelta(minutes=15),
             ),
             poll_interval=timedelta(seconds=0.5),
             submissions_per_minute=100,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as ev
@@ -13,7 +14,9 @@ from freetrain_parsl.planning.settings import PlannerSettings
 if TYPE_CHECKING:
     from freetrain_parsl.planning.planner import Planner
 
-SETTINGS = PlannerSettings(
+DEFAULTS = PlannerSettings().in_seconds()
+SETTINGS = replace(
+    DEFAULTS,
     startup=10,
     min_useful=20,
     closing_margin=5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,9 +15,9 @@ from freetrain_parsl.planning.model import BlockTerms, Decision, RescaleCosts, T
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.preview import preview
-from freetrain_parsl.planning.settings import PlannerSettings
+from tests.planning.small_events import DEFAULTS
 
-SETTINGS = PlannerSettings(startup=10, min_useful=20, closing_margin=5, max_walltime=1000, max_pending_blocks=4)
+SETTINGS = replace(DEFAULTS, startup=10, min_useful=20, closing_margin=5, max_walltime=1000, max_pending_blocks=4)
 LINEAR = ScalingCurve({1: 10.0, 64: 640.0})
 FLAT = ScalingCurve({1: 10.0, 2: 10.0})
 NOW = 1000.0
@@ -101,7 +102,7 @@ def test_blocks_that_wait_already_are_the_most_that_may():
 
 
 def test_what_is_wanted_beyond_the_number_of_blocks_waits():
-    settings = PlannerSettings(**{**vars(SETTINGS), "max_pending_blocks": 2})
+    settings = replace(SETTINGS, max_pending_blocks=2)
     longer, shorter = explain([window("a", lasts=600), window("b")], [trainer()], settings=settings, pending=1).verdicts
     assert longer.used == ("a",)
     assert shorter.why == "2 blocks then wait in the queue, the maximum; longer windows take precedence"
@@ -128,7 +129,7 @@ def test_a_window_that_would_be_used_alone_loses_to_others():
 
 
 def test_windows_that_lose_because_few_blocks_may_wait_say_so():
-    settings = PlannerSettings(**{**vars(SETTINGS), "max_pending_blocks": 1})
+    settings = replace(SETTINGS, max_pending_blocks=1)
     seen = [window("a", lasts=900), window("b", lasts=400)]
     verdict = explain(seen, [trainer(curve=FLAT)], settings=settings).verdicts[1]
     assert verdict.why == "policy 'milp' finds other windows worth more, and only 1 block may wait"

@@ -18,7 +18,7 @@ from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.settings import PlannerSettings
-from tests.planning.small_events import SETTINGS, held, joined, only, trainer, window
+from tests.planning.small_events import DEFAULTS, SETTINGS, held, joined, only, trainer, window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +113,7 @@ def test_a_node_that_comes_back_in_time_is_used_again(planner: Planner) -> None:
 
 
 def test_without_events_it_decides_again_after_its_interval() -> None:
-    planner = Planner(MilpPolicy(), PlannerSettings(startup=10, min_useful=20, closing_margin=5, replan_interval=30))
+    planner = Planner(MilpPolicy(), replace(DEFAULTS, startup=10, min_useful=20, closing_margin=5, replan_interval=30))
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
     held(planner, "a")
     solves = len(planner.statistics.solve_seconds)
@@ -162,10 +162,30 @@ def test_ordinary_tasks_are_lent_free_nodes_first(planner: Planner) -> None:
     assert planner.advance(ev.TasksWaiting(6, 0)) == [ev.Lend(frozenset())]
 
 
-@pytest.mark.parametrize("wrong", [{"startup": -1.0}, {"settle": math.nan}, {"max_pending_blocks": 0}])
-def test_settings_out_of_range_are_refused_by_name(wrong: dict) -> None:
-    with pytest.raises(InvalidSettings, match=next(iter(wrong))):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"startup": timedelta(seconds=-1)}, "PlannerSettings: startup must be at least 0 s, got -1 s"),
+        ({"settle": 2}, "PlannerSettings: settle must be a timedelta, got 2; in seconds: timedelta(seconds=2)"),
+        ({"settle": "2 s"}, "PlannerSettings: settle must be a timedelta, got '2 s'"),
+        ({"max_walltime": timedelta(0)}, "PlannerSettings: max_walltime must be at least 1 s, got 0 s"),
+        ({"max_pending_blocks": 0}, "PlannerSettings: max_pending_blocks must be a whole number of at least 1, got 0"),
+        (
+            {"max_nodes_per_block": 2.5},
+            "PlannerSettings: max_nodes_per_block must be a whole number of at least 1, got 2.5",
+        ),
+    ],
+)
+def test_settings_out_of_range_are_refused_in_one_line(wrong: dict, message: str) -> None:
+    with pytest.raises(InvalidSettings) as caught:
         PlannerSettings(**wrong)
+    assert str(caught.value) == message
+
+
+def test_settings_reach_the_planner_in_seconds() -> None:
+    settings = PlannerSettings(startup=timedelta(minutes=2), settle=timedelta(milliseconds=500), max_nodes_per_block=3)
+    seconds = settings.in_seconds()
+    assert (seconds.startup, seconds.settle, seconds.max_nodes_per_block) == (120.0, 0.5, 3)
 
 
 def test_equal_histories_give_equal_actions() -> None:
@@ -196,7 +216,7 @@ class _Spy(Policy):
         return self.asked.allocate(pool, trainers, current, now)
 
 
-AT_ONCE = PlannerSettings(closing_margin=0, settle=0, replan_interval=1e6)
+AT_ONCE = replace(DEFAULTS, closing_margin=0, settle=0, replan_interval=1e6)
 """For a pool without blocks."""
 
 

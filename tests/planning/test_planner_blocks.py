@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,7 @@ from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import BlockTerms
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.milp import MilpPolicy
-from freetrain_parsl.planning.settings import PlannerSettings
-from tests.planning.small_events import SETTINGS, held, joined, only, trainer, window
+from tests.planning.small_events import DEFAULTS, SETTINGS, held, joined, only, trainer, window
 
 
 def test_a_block_is_requested_only_when_a_trainer_wants_nodes(planner: Planner) -> None:
@@ -187,7 +187,7 @@ def test_blocks_longer_than_their_windows_differ_by_window(planner: Planner) -> 
 
 
 def test_blocks_are_split_to_their_largest_size_and_limited_in_number() -> None:
-    settings = PlannerSettings(startup=1, min_useful=1, closing_margin=1, max_pending_blocks=3, max_nodes_per_block=2)
+    settings = replace(DEFAULTS, startup=1, min_useful=1, closing_margin=1, max_pending_blocks=3, max_nodes_per_block=2)
     planner = Planner(MilpPolicy(), settings)
     planner.advance(ev.TrainerSubmitted(0, trainer("t", most=16)))
     requests = planner.advance(ev.WindowsSeen(0, (window(*"abcdefghij"),)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.batch.start_failures import StartWatch
     from freetrain_parsl.executor.batch.submitter import JobSubmitter
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import SettingsInSeconds
     from freetrain_parsl.windows.base import BlockStatus, Survey
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class BlockCycle:
         submitter: JobSubmitter,
         starts: StartWatch,
         *,
-        settings: PlannerSettings,
+        settings: SettingsInSeconds,
         emit: Callable[[ev.Event], None],
         write: Callable[[record.Record], None],
         lose: Callable[[Slot, str], None],

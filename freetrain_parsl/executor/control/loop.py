@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.slot_server import SlotServer
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.planning.policies.base import Policy
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import SettingsInSeconds
     from freetrain_parsl.protocol.messages import ToDriver
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class ControlLoop(threading.Thread):
         self,
         *,
         policy: Policy,
-        planner_settings: PlannerSettings | None,
+        planner_settings: SettingsInSeconds,
         server: SlotServer,
         submitter: JobSubmitter,
         journal: Journal,

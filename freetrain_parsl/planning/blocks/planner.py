@@ -16,7 +16,7 @@ from freetrain_parsl.planning.model import BlockTerms, PoolNode, Window
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import SettingsInSeconds
 
 __all__ = ["Holdings"]
 
@@ -54,7 +54,7 @@ class Holdings:
         Assumptions about the site.
     """
 
-    def __init__(self, settings: PlannerSettings) -> None:
+    def __init__(self, settings: SettingsInSeconds) -> None:
         self.settings = settings
         self.windows: tuple[Window, ...] = ()
         self.terms = BlockTerms()

@@ -7,30 +7,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.model import BlockTerms, Window
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import SettingsInSeconds
 
 __all__ = ["block_size", "block_walltime", "format_span", "least_walltime", "why_not"]
 
 
-def block_walltime(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> float:
+def block_walltime(window: Window, settings: SettingsInSeconds, terms: BlockTerms, now: float) -> float:
     """Return the walltime of a block that ends before the window closes even if it starts late, s; zero for none."""
     most = settings.hidden_jobs_walltime if terms.hides_waiting else settings.max_walltime
     longest = min(most, settings.max_walltime, terms.max_walltime, window.remaining(now) - terms.start_delay)
     return max(0.0, math.floor(longest / terms.walltime_step) * terms.walltime_step)
 
 
-def least_walltime(settings: PlannerSettings) -> float:
+def least_walltime(settings: SettingsInSeconds) -> float:
     """Return the walltime of the shortest block that is worth its start, s."""
     return settings.startup + settings.min_useful + settings.closing_margin
 
 
-def block_size(settings: PlannerSettings, terms: BlockTerms) -> int | None:
+def block_size(settings: SettingsInSeconds, terms: BlockTerms) -> int | None:
     """Return the maximum number of nodes per block; ``None`` for no limit."""
     limits = [limit for limit in (settings.max_nodes_per_block, terms.max_nodes) if limit is not None]
     return min(limits, default=None)
 
 
-def why_not(window: Window, settings: PlannerSettings, terms: BlockTerms, now: float) -> str | None:
+def why_not(window: Window, settings: SettingsInSeconds, terms: BlockTerms, now: float) -> str | None:
     """Explain why no block in this window is worthwhile, whatever the trainings; ``None`` if one is."""
     if window.opens > now:
         return f"opens in {format_span(window.opens - now)}"

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -49,8 +49,15 @@ if TYPE_CHECKING:
 __all__ = ["drive"]
 
 _PORTS = (55000, 60000)
-_PLANNER = PlannerSettings(
-    startup=2, min_useful=2, closing_margin=1, max_walltime=600, idle_timeout=3, settle=0.5, replan_interval=5
+_PLANNER = replace(
+    PlannerSettings().in_seconds(),
+    startup=2,
+    min_useful=2,
+    closing_margin=1,
+    max_walltime=600,
+    idle_timeout=3,
+    settle=0.5,
+    replan_interval=5,
 )
 _TAKES = 10.0  # time limit for the driver to stop, seconds
 

@@ -1,0 +1,50 @@
+"""Checks of settings that users pass in Python; errors are one line: the setting, its limit and its value."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from freetrain_parsl.errors import InvalidSettings
+
+__all__ = ["check_count", "check_duration"]
+
+_ZERO = timedelta(0)
+
+
+def check_duration(setting: str, value: object, *, least: timedelta | None = None) -> None:
+    """Check that a value is a `timedelta` of at least `least`, by default longer than zero.
+
+    Parameters
+    ----------
+    setting
+        Its name in the message.
+
+    Raises
+    ------
+    InvalidSettings
+        It is not.
+    """
+    if not isinstance(value, timedelta):
+        number = isinstance(value, int | float)
+        hint = f"; in seconds: timedelta(seconds={value})" if number else ""
+        raise InvalidSettings(f"{setting} must be a timedelta, got {value!r}{hint}")
+    if value <= _ZERO if least is None else value < least:
+        limit = "longer than zero" if least is None else f"at least {least.total_seconds():g} s"
+        raise InvalidSettings(f"{setting} must be {limit}, got {value.total_seconds():g} s")
+
+
+def check_count(setting: str, value: object, *, least: int = 1) -> None:
+    """Check that a value is a whole number of at least `least`.
+
+    Parameters
+    ----------
+    setting
+        Its name in the message.
+
+    Raises
+    ------
+    InvalidSettings
+        It is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidSettings(f"{setting} must be a whole number of at least {least}, got {value!r}")
