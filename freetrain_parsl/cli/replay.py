@@ -21,6 +21,8 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from freetrain_parsl.errors import InvalidSettings, UsageError, did_you_mean
 from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
+from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.replay.block_site import BlockSettings
 from freetrain_parsl.replay.comparison import Contestant, OnProgress, compare
 from freetrain_parsl.replay.example import write_example
 from freetrain_parsl.replay.logs import open_log
@@ -33,6 +35,7 @@ from freetrain_parsl.report.output import write_output
 __all__ = ["replay"]
 
 _Choice = TypeVar("_Choice", bound=Enum)
+_LONGEST_STARTUP = 86_400  # seconds
 
 
 def replay(
@@ -59,6 +62,13 @@ def replay(
     curves: Annotated[str, typer.Option(metavar="NAME", help="Scaling curves: known, or learned.")] = "known",
     concurrent: Annotated[
         int | None, typer.Option(metavar="N", help="Trainers in a decision, first come, first served. Default: all.")
+    ] = None,
+    blocks: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Request nodes as blocks, which need this long until they train."),
+    ] = None,
+    nodes_per_block: Annotated[
+        int | None, typer.Option(metavar="N", help="With --blocks: size of the largest block. Default: no limit.")
     ] = None,
     rescale_seconds: Annotated[
         str | None, typer.Option(metavar="UP,DOWN", help="Cost of a rescale, for all trainers.")
@@ -97,7 +107,7 @@ def replay(
     try:
         chosen = _trainers(trainers, rescale_seconds)
         contestants = _contestants(policy, knowledge, objective or chosen.objective, horizon)
-        settings = _settings(cost, curves, start_seconds, concurrent)
+        settings = replace(_settings(cost, curves, start_seconds, concurrent), blocks=_blocks(blocks, nodes_per_block))
         _check_price(node_hour_price)
         _check_targets([log, Path(trainers)], {"--json": json, "--report": report})
         with _progress() as progress:
@@ -162,6 +172,18 @@ def _settings(cost: str, curves: str, start_seconds: float | None, concurrent: i
         raise InvalidSettings("--start-seconds: starts are charged with --cost full only; give both")
     settings = ReplaySettings(cost=charged, curves=_choice("--curves", curves, Curves), concurrent=concurrent)
     return settings if start_seconds is None else replace(settings, start_seconds=start_seconds)
+
+
+def _blocks(startup: float | None, most_nodes: int | None) -> BlockSettings | None:
+    if startup is None:
+        if most_nodes is not None:
+            raise InvalidSettings("--nodes-per-block: blocks are requested with --blocks only; give both")
+        return None
+    if not 0 <= startup <= _LONGEST_STARTUP:
+        raise InvalidSettings(f"--blocks: must be 0 to {_LONGEST_STARTUP:,} seconds, got {startup:g}")
+    if most_nodes is not None and most_nodes < 1:
+        raise InvalidSettings(f"--nodes-per-block: must be at least 1, got {most_nodes}")
+    return BlockSettings(PlannerSettings(startup=timedelta(seconds=startup), max_nodes_per_block=most_nodes))
 
 
 def _check_price(price: float | None) -> None:

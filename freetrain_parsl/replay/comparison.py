@@ -151,6 +151,8 @@ def compare(
         "cost": settings.cost.value,
         "curves": settings.curves.value,
         "concurrent": settings.concurrent,
+        "blocks_start_in": None if settings.blocks is None else settings.blocks.planner.startup.total_seconds(),
+        "nodes_per_block": None if settings.blocks is None else settings.blocks.planner.max_nodes_per_block,
         **top,
         "policies": entries,
         **more,

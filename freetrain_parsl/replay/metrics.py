@@ -166,6 +166,7 @@ def policy_figures(
         },
         "proven_optimal_share": sum(proven for _, proven in outcome.decisions) / len(solves) if len(solves) else None,
         "refused": outcome.refused,
+        "blocks": {"requested": outcome.blocks, "preempted": outcome.preempted_blocks},
         "wall_seconds": outcome.wall_seconds,
         "jct": _completion_times(outcome.accounts),
         "node_hours": {"idle": idle_hours, "used": used_hours},

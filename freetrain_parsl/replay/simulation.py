@@ -1,7 +1,8 @@
 """The planner driven by a recorded log: how a policy would have used the idle nodes.
 
-The planner is the same as in the executor. Here, idle nodes belong to its pool as soon as they are idle and until they
-are used again; time is the log's. The planner decides whenever nodes open or close, or a trainer is submitted or done.
+The planner is the same as in the executor; time is the log's. Idle nodes belong to its pool as soon as they are idle
+and until they are used again, and it decides whenever nodes open or close, or a trainer is submitted or done. With
+`BlockSettings`, it must request them as blocks, which take time to start, and it decides whenever the executor would.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from freetrain_parsl.planning.model import PoolNode
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.replay.accounts import Account, Losses
+from freetrain_parsl.replay.block_site import BlockSite
 from freetrain_parsl.replay.series import Bins
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Decision, Trainer
     from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.replay.block_site import BlockSettings
     from freetrain_parsl.replay.holes import Change, HoleLog
     from freetrain_parsl.replay.ideal import BestRates
 
@@ -79,6 +82,8 @@ class ReplaySettings:
         Cost of a start with `Cost.FULL`, for trainers whose own start cost is zero.
     concurrent
         How many trainers may be in the decision, first come, first served; ``None`` for all.
+    blocks
+        Idle nodes must be requested as blocks, as in the executor; ``None``: they are in the pool while they are idle.
     """
 
     knowledge: Knowledge = Knowledge.NONE
@@ -86,6 +91,7 @@ class ReplaySettings:
     curves: Curves = Curves.KNOWN
     start_seconds: float = 30.0
     concurrent: int | None = None
+    blocks: BlockSettings | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_seconds) and self.start_seconds >= 0):
@@ -114,6 +120,8 @@ class Outcome:
         The policy's decisions without the allocations: (solve seconds, proven optimal).
     refused
         Decisions that violated the contract of policies.
+    blocks, preempted_blocks
+        Blocks that were requested, and of these, that were preempted.
     bins
         ``idle`` (node-seconds) and ``value`` over time.
     trainer_bins
@@ -130,6 +138,8 @@ class Outcome:
     events: int = 0
     decisions: list[tuple[float, bool]] = field(default_factory=list)
     refused: int = 0
+    blocks: int = 0
+    preempted_blocks: int = 0
     accounts: list[Account] = field(default_factory=list)
     wall_seconds: float = 0.0
 
@@ -177,7 +187,10 @@ class _Replay:
         self._best = rates
         self._settings = settings
         self._on_progress = on_progress
-        self._planner = Planner(policy, _PLANNER, self._decided)
+        blocks = settings.blocks
+        perfect = settings.knowledge is Knowledge.PERFECT
+        self._site = None if blocks is None else BlockSite(blocks, log.start, perfect=perfect)
+        self._planner = Planner(policy, _PLANNER if blocks is None else blocks.planner.in_seconds(), self._decided)
         self._outcome = Outcome(Bins(log.start, log.end), Bins(log.start, log.end))
         self._accounts = {
             trainer.name: Account(trainer, log.start + trainer.submitted, self._weight(trainer))
@@ -205,6 +218,8 @@ class _Replay:
         outcome.wall_seconds = wall_clock.perf_counter() - began
         outcome.accounts = list(self._accounts.values())
         outcome.refused = self._planner.statistics.refused
+        if self._site is not None:
+            outcome.blocks, outcome.preempted_blocks = self._site.requested, self._site.preempted
         return outcome
 
     def _weight(self, trainer: Trainer) -> float:
@@ -224,11 +239,15 @@ class _Replay:
         while True:
             ends = min((account.done_at(self._now) for account in self._alive.values()), default=math.inf)
             submits = self._waiting[0].submitted if self._waiting and self._room() else math.inf
-            target = min(max(self._now, min(ends, submits)), until)
+            target = min(max(self._now, min(ends, submits, self._next_timer())), until)
             self._pass_to(target)
             if target >= until:
                 return
             self._step()
+
+    def _next_timer(self) -> float:
+        """Return when blocks or the planner need a step next; without blocks, only changes and trainers count."""
+        return math.inf if self._site is None else min(self._site.next_event, self._planner.wake_at(self._now))
 
     def _room(self) -> bool:
         concurrent = self._settings.concurrent
@@ -263,13 +282,15 @@ class _Replay:
 
     def _take(self, change: Change) -> list[ev.Event]:
         """Convert a change in the log to events for the planner."""
+        self._idle += len(change.opened) - len(change.closed)
         events: list[ev.Event] = []
-        if change.closed:
-            self._idle -= len(change.closed)
+        if self._site is not None:
+            events, lost = self._site.change(change)
+            self._preempt(lost)
+        elif change.closed:
             self._preempt(change.closed)
             events.append(ev.NodesLeft(self._now, change.closed))
-        if change.opened:
-            self._idle += len(change.opened)
+        if change.opened and self._site is None:
             perfect = self._settings.knowledge is Knowledge.PERFECT
             nodes = tuple(PoolNode(hole.node, hole.end if perfect else None) for hole in change.opened)
             events.append(ev.NodesJoined(self._now, _IDLE, nodes))
@@ -292,13 +313,19 @@ class _Replay:
         self._outcome.events += change is None or bool(change.opened or change.closed)
         events = self._finish()  # first: a trainer that is done when its nodes are taken pays nothing
         events += [] if change is None else self._take(change)
+        if self._site is not None:
+            due, lost = self._site.pass_to(self._now)
+            self._preempt(lost)
+            events += [*due, ev.Tick(self._now)]
         events += self._submit()
         events += self._learn()
         for name, account in self._alive.items():
             if math.isfinite(account.trainer.work_left):
                 events.append(ev.TrainerProgressed(self._now, name, account.work_left))
         if events:
-            self._planner.advance(*events)
+            actions = self._planner.advance(*events)
+            if self._site is not None:
+                self._site.act(actions, self._now)
             self._reassign()
 
     def _finish(self) -> list[ev.Event]:

@@ -22,7 +22,7 @@ TRAINERS = """\
 KEYS = {
     *("policy", "knowledge", "objective", "horizon", "efficiency", "oracle", "oracle_ratio"),
     *(f"loss_{cause}" for cause in ("concavity", "unused", "split", "rescale", "preemption", "start")),
-    *("events", "solves", "solve_ms", "proven_optimal_share", "refused", "first_refusal", "wall_seconds"),
+    *("events", "solves", "solve_ms", "proven_optimal_share", "refused", "blocks", "first_refusal", "wall_seconds"),
     *("jct", "node_hours", "idle_cost", "trainers", "series", "solve_histogram"),
 }
 
@@ -102,6 +102,10 @@ def test_options_reach_the_replay(replay):
     assert replay("--objective throughput")["objective"] == "throughput"
     assert replay("--objective max-min")["trainers"]["objective"] == "speedup", "the measure does not change"
     assert replay("--curves learned")["curves"] == "learned"
+    slow, small = replay("--blocks 60"), replay("--blocks 60 --nodes-per-block 1")
+    assert (slow["blocks_start_in"], slow["nodes_per_block"], small["nodes_per_block"]) == (60, None, 1)
+    assert 0 < slow["blocks"]["requested"] < small["blocks"]["requested"]
+    assert slow["node_hours"]["used"] < paper["node_hours"]["used"]
     alone = replay("--concurrent 1")
     assert alone["concurrent"] == 1
     assert min(trainer["node_hours"] for trainer in alone["policies"][0]["trainers"]) == 0
@@ -235,6 +239,10 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
         ("idle.csv --trainers hpo:2 --horizon 1e-9", "horizon"),
         ("idle.csv --trainers hpo:2 --concurrent 0", "at least one trainer"),
         ("idle.csv --trainers hpo:2 --cost full --start-seconds -1", "zero or more seconds"),
+        ("idle.csv --trainers hpo:2 --blocks -1", "--blocks: must be 0 to 86,400 seconds, got -1"),
+        ("idle.csv --trainers hpo:2 --blocks nan", "--blocks: must be 0 to 86,400 seconds, got nan"),
+        ("idle.csv --trainers hpo:2 --nodes-per-block 2", "--nodes-per-block: blocks are requested with --blocks only"),
+        ("idle.csv --trainers hpo:2 --blocks 9 --nodes-per-block 0", "--nodes-per-block: must be at least 1, got 0"),
         ("idle.csv --trainers hpo:2 --start-seconds 3", "--start-seconds: starts are charged with --cost full only"),
         ("idle.csv --trainers hpo:2 --rescale-seconds 5", "--rescale-seconds 5: give UP,DOWN"),
         ("idle.csv --trainers hpo:2 --rescale-seconds 5,-1", "--rescale-seconds 5,-1: give UP,DOWN"),
