@@ -261,7 +261,8 @@ def training_app(
         Bounds on the number of nodes while the training runs. Default: one node.
     scaling
         Samples per second as a function of the number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file.
-        Default: each doubling keeps 90 % of the efficiency.
+        Default: each doubling keeps 90 % of the efficiency. ``"learn"``: begin on `min_nodes`, measure, and try twice
+        as many nodes while that pays off. Measured rates replace the stated ones in any case.
     priority
         Weight for objectives that use one.
     deadline

@@ -12,6 +12,7 @@ from freetrain_parsl.campaign.apps import LoadedApp, check_arguments, load_app
 from freetrain_parsl.campaign.names import NameTemplate
 from freetrain_parsl.campaign.site import read_costs
 from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
+from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -163,10 +164,10 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
     scaling = section.value("scaling")
-    if isinstance(scaling, str):
+    if isinstance(scaling, str) and scaling != LEARN:
         scaling = directory / section.checked(user_path, scaling, key="scaling")
-    elif scaling is not None and not isinstance(scaling, dict):
-        raise section.refusal("must be a mapping of nodes to samples per second, or a file", "scaling")
+    elif not (scaling is None or scaling == LEARN or isinstance(scaling, dict)):
+        raise section.refusal("must be a mapping of nodes to samples per second, a file, or 'learn'", "scaling")
     options["scaling"] = scaling
     return {key: value for key, value in options.items() if value is not None}
 

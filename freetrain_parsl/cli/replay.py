@@ -59,7 +59,7 @@ def replay(
     objective: Annotated[
         str | None, typer.Option(metavar="NAME", help="What policies maximise. Default: depends on the trainers.")
     ] = None,
-    curves: Annotated[str, typer.Option(metavar="NAME", help="Scaling curves: known, or learned.")] = "known",
+    curves: Annotated[str, typer.Option(metavar="NAME", help="Scaling curves: known, learned, or default.")] = "known",
     concurrent: Annotated[
         int | None, typer.Option(metavar="N", help="Trainers in a decision, first come, first served. Default: all.")
     ] = None,

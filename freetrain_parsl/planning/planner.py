@@ -211,6 +211,7 @@ class Planner:
     def _(self, event: ev.TrainerLearned) -> None:
         if (trainer := self._trainers.get(event.trainer.name)) is not None:
             self._trainers[trainer.name] = replace(event.trainer, since=trainer.since)
+            self._dirty = self._dirty or event.trainer.max_nodes != trainer.max_nodes
 
     @_take.register(ev.TrainerFinished)
     @_take.register(ev.TrainerFailed)

@@ -65,9 +65,9 @@ class Curves(str, Enum):
 
     KNOWN = "known"
     LEARNED = "learned"
-    """None; it learns them from measurements."""
-    SHAPE = "shape"
+    """None; it learns them from measurements, as of trainings with ``scaling="learn"``."""
     DEFAULT = "default"
+    """None; it assumes the default curve for all, and does not learn."""
 
 
 @dataclass(frozen=True)
@@ -346,8 +346,6 @@ class _Replay:
             self._alive[trainer.name] = account
             if self._settings.curves is Curves.LEARNED:
                 self._profiles[trainer.name] = Profile()
-            if self._settings.curves is Curves.SHAPE:
-                self._profiles[trainer.name] = Profile(ScalingCurve.default())
             yield ev.TrainerSubmitted(self._now, self._told(trainer))
 
     def _told(self, trainer: Trainer) -> Trainer:

@@ -141,7 +141,7 @@ MANY = ", ".join(map(str, range(150)))
         (f"trainings: [{{app: '{APP}', deadline: 0001-01-01}}]", "is out of range"),
         (
             f"trainings: [{{app: '{APP}', scaling: 3}}]",
-            "scaling: must be a mapping of nodes to samples per second, or a file",
+            "scaling: must be a mapping of nodes to samples per second, a file, or 'learn'",
         ),
         (f"trainings: [{{app: '{APP}', scaling: none.csv}}]", "none.csv: cannot read the scaling curve"),
         (f"trainings: [{{app: '{APP}', scaling: {{2: 1}}}}]", "its scaling curve starts at 2 nodes"),

@@ -104,7 +104,7 @@ def test_options_reach_the_replay(replay):
     assert replay("--curves learned")["curves"] == "learned"
     slow, small = replay("--blocks 60"), replay("--blocks 60 --nodes-per-block 1")
     assert (slow["blocks_start_in"], slow["nodes_per_block"], small["nodes_per_block"]) == (60, None, 1)
-    assert 0 < slow["blocks"]["requested"] < small["blocks"]["requested"]
+    assert 0 < slow["blocks"]["requested"] <= small["blocks"]["requested"]
     assert slow["node_hours"]["used"] < paper["node_hours"]["used"]
     alone = replay("--concurrent 1")
     assert alone["concurrent"] == 1

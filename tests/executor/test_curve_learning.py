@@ -19,9 +19,9 @@ def trainer(name: str = "t", curve: ScalingCurve | None = None, **changes) -> Tr
 class Run:
     """A training that reports at a given rate."""
 
-    def __init__(self, curve: ScalingCurve | None = None) -> None:
+    def __init__(self, curve: ScalingCurve | None = None, **changes) -> None:
         self.learning = CurveLearning()
-        self.submitted = self.learning.completed(planner.TrainerSubmitted(0.0, trainer(curve=curve)))
+        self.submitted = self.learning.completed(planner.TrainerSubmitted(0.0, trainer(curve=curve, **changes)))
         self.samples, self.slot_seconds, self.group = 0, 0.0, 0
 
     def trains(
@@ -57,6 +57,18 @@ def test_a_size_that_is_not_worthwhile_is_seen_when_it_is_measured() -> None:
     run = Run()
     run.trains(1, 100.0)
     assert rates(run.trains(2, 90.0), 1, 2, 4) == pytest.approx([100.0, 90.0, 162.0])
+
+
+def test_a_curve_to_be_learned_begins_on_the_fewest_nodes_and_doubles_while_that_pays() -> None:
+    run = Run(ScalingCurve.to_be_learned(), min_nodes=1)
+    assert isinstance(run.submitted, planner.TrainerSubmitted)
+    assert run.submitted.trainer.max_nodes == 1
+    sizes = []
+    for nodes, rate in ((1, 100.0), (2, 190.0), (4, 195.0), (8, 190.0)):
+        found = run.trains(nodes, rate)
+        assert found is not None
+        sizes.append((found.max_nodes, rates(found, nodes)))
+    assert sizes == [(2, [100.0]), (4, [190.0]), (8, [195.0]), (8, [190.0])]
 
 
 def test_a_stated_curve_keeps_its_shape_around_what_is_measured() -> None:

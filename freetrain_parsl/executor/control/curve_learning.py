@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as planner
-from freetrain_parsl.planning.curves.learning import Profile, best_rate_per_node
+from freetrain_parsl.planning.curves.learning import Profile, as_learned, best_rate_per_node
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -28,17 +28,17 @@ class _Stretch:
 
 
 class _Known:
-    """What is known about one training."""
+    """What is known about one training, and what the planner has been told."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.profile = Profile(trainer.curve)
-        self.curve = trainer.curve
+        self.told = trainer
         self.last: _Stretch | None = None
 
     def described(self) -> Trainer:
-        """Return the training with the curve that the planner has."""
-        return replace(self.trainer, curve=self.curve)
+        """Return the training with the curve and the limit that the planner has."""
+        return replace(self.trainer, curve=self.told.curve, max_nodes=self.told.max_nodes)
 
 
 class CurveLearning:
@@ -57,7 +57,7 @@ class CurveLearning:
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
                 if trainer.name not in self._known:
                     self._known[trainer.name] = known = _Known(trainer)
-                    known.curve = self._estimate(known, self._best_rate())
+                    known.told = as_learned(trainer, known.profile, self._best_rate())
                 known = self._known[trainer.name]
                 known.trainer = trainer
                 return replace(event, trainer=known.described())
@@ -95,27 +95,21 @@ class CurveLearning:
         if samples <= 0 or seconds <= 0:
             return []
         known.profile.observe(nodes, samples, seconds)
-        if not _differ(known.curve, known.profile.curve):
-            return []
-        known.curve = known.profile.curve
-        return [planner.TrainerLearned(now, known.described()), *self._scale_unknown(now)]
-
-    def _scale_unknown(self, now: float) -> list[planner.TrainerLearned]:
         best = self._best_rate()
-        changed = []
-        for known in self._known.values():
-            if not known.profile.known and _differ(known.curve, curve := self._estimate(known, best)):
-                known.curve = curve
-                changed.append(planner.TrainerLearned(now, known.described()))
-        return changed
+        affected = [known, *(other for other in self._known.values() if not other.profile.known)]
+        return [planner.TrainerLearned(now, one.described()) for one in affected if self._update(one, best)]
 
     def _best_rate(self) -> float:
         return best_rate_per_node(known.profile.curve for known in self._known.values())
 
     @staticmethod
-    def _estimate(known: _Known, best_rate: float) -> ScalingCurve:
-        curve = known.profile.curve
-        return curve if known.profile.known else curve.scaled(best_rate)
+    def _update(known: _Known, best_rate: float) -> bool:
+        """Return whether the planner should have another curve or limit than it has."""
+        now = as_learned(known.trainer, known.profile, best_rate)
+        if now.max_nodes == known.told.max_nodes and not _differ(known.told.curve, now.curve):
+            return False
+        known.told = now
+        return True
 
 
 def _differ(known: ScalingCurve, now: ScalingCurve) -> bool:

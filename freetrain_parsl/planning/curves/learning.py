@@ -1,8 +1,7 @@
 """Online scaling curves: measure at the sizes visited, and estimate the others.
 
 With a prior, the ratio of measured to expected rates scales the prior at the sizes that have not been visited: a stated
-curve keeps its shape, and the default curve becomes one in samples per second. The default is optimistic (each doubling
-keeps 90 % of the efficiency), so that larger sizes are tried when nodes are free, and kept only if they are worthwhile.
+curve keeps its shape, and the default curve becomes one in samples per second.
 
 Without a prior, sizes are searched: an unknown trainer begins on its ``min_nodes``. It may then have up to twice the
 largest number of nodes measured, where its efficiency is estimated to be that of its best rate so far. If efficiency
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Trainer
 
-__all__ = ["Profile", "best_rate_per_node", "learned"]
+__all__ = ["Profile", "as_learned", "best_rate_per_node", "learned"]
 
 
 class Profile:
@@ -36,11 +35,11 @@ class Profile:
     ----------
     prior
         The user's curve; its shape is used where nothing has been measured. A relative curve is only a shape, which the
-        first measurement scales. ``None``: larger sizes are searched by doubling.
+        first measurement scales. ``None``, or an unknown curve: larger sizes are searched by doubling.
     """
 
     def __init__(self, prior: ScalingCurve | None = None) -> None:
-        self._prior = prior
+        self._prior = None if prior is None or prior.unknown else prior
         self._samples: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
         self._curve: ScalingCurve | None = None
@@ -133,11 +132,30 @@ def best_rate_per_node(curves: Iterable[ScalingCurve]) -> float:
     return max((rate / n for curve in curves if not curve.relative for n, rate in curve.points), default=1.0)
 
 
-def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> list[Trainer]:
-    """Return the trainers with the curves learned so far and with ``max_nodes`` limited to sizes worth trying.
+def as_learned(trainer: Trainer, profile: Profile, rate_per_node: float) -> Trainer:
+    """Return a trainer with the curve learned so far, and with ``max_nodes`` limited to sizes worth trying.
 
-    An unknown trainer gets ``min_nodes``, where its rate is estimated as that of the fastest other trainer on one node
-    times its nodes, so that it does not wait behind known trainers.
+    Parameters
+    ----------
+    trainer
+        As specified by its user.
+    profile
+        Its measurements.
+    rate_per_node
+        Samples per second assumed for a node as long as nothing has been measured; that of the fastest other trainer,
+        so that an unknown trainer does not wait behind known ones. A trainer to be searched gets its ``min_nodes``.
+    """
+    if profile.known:
+        most = min(profile.largest_worth_trying or trainer.max_nodes, trainer.max_nodes)
+        return replace(trainer, curve=profile.curve, max_nodes=max(most, trainer.min_nodes))
+    if not profile.searches:
+        return replace(trainer, curve=profile.curve.scaled(rate_per_node))
+    start = ScalingCurve({n: n * rate_per_node for n in (1, trainer.min_nodes)}, relative=True)
+    return replace(trainer, curve=start, max_nodes=trainer.min_nodes)
+
+
+def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> list[Trainer]:
+    """Return the trainers as `as_learned` does, the unknown ones relative to the fastest.
 
     Parameters
     ----------
@@ -147,19 +165,5 @@ def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> lis
         Trainer -> its measurements; several may share a profile. Absent trainers are returned unchanged.
     """
     trainers = list(trainers)
-    curves = [profiles[t.name].curve if t.name in profiles else t.curve for t in trainers]
-    unit = best_rate_per_node(curves)
-    result = []
-    for trainer, curve in zip(trainers, curves, strict=True):
-        profile = profiles.get(trainer.name)
-        if profile is None:
-            result.append(trainer)
-        elif not profile.known and profile.searches:
-            start = ScalingCurve({n: n * unit for n in (1, trainer.min_nodes)})
-            result.append(replace(trainer, curve=start, max_nodes=trainer.min_nodes))
-        elif not profile.known:
-            result.append(replace(trainer, curve=curve.scaled(unit)))
-        else:
-            most = min(profile.largest_worth_trying or trainer.max_nodes, trainer.max_nodes)
-            result.append(replace(trainer, curve=curve, max_nodes=max(most, trainer.min_nodes)))
-    return result
+    unit = best_rate_per_node(profiles[t.name].curve if t.name in profiles else t.curve for t in trainers)
+    return [as_learned(t, profiles[t.name], unit) if t.name in profiles else t for t in trainers]

@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 
-__all__ = ["CurveLike", "ScalingCurve"]
+__all__ = ["LEARN", "CurveLike", "ScalingCurve"]
 
 _DEFAULT_GAIN_OF_DOUBLING = 1.8  # 90 % of the ideal 2
 _DEFAULT_DOUBLINGS = 16
+LEARN = "learn"
+"""The user's word for a curve that is to be learned."""
 
 
 class ScalingCurve:
@@ -73,6 +75,11 @@ class ScalingCurve:
         return cls([(1 << k, _DEFAULT_GAIN_OF_DOUBLING**k) for k in range(_DEFAULT_DOUBLINGS + 1)], relative=True)
 
     @classmethod
+    def to_be_learned(cls) -> ScalingCurve:
+        """Return the curve of a training whose larger sizes are searched, beginning with its smallest."""
+        return cls([(1, 1.0)], relative=True)
+
+    @classmethod
     def from_file(cls, path: str | PathLike[str]) -> ScalingCurve:
         """Read a curve from CSV (header ``nodes,rate``) or, with suffix .yaml or .yml, a YAML mapping.
 
@@ -106,9 +113,14 @@ class ScalingCurve:
 
     @classmethod
     def of(cls, value: CurveLike) -> ScalingCurve:
-        """Convert a user's mapping, pairs, file path or curve to a curve; ``None`` gives the default."""
+        """Convert a user's mapping, pairs, file path or curve to a curve; ``None`` gives the default.
+
+        The text ``"learn"`` is no file, but `to_be_learned`.
+        """
         if value is None:
             return cls.default()
+        if value == LEARN:
+            return cls.to_be_learned()
         if isinstance(value, ScalingCurve):
             return value
         if isinstance(value, (str, PathLike)):
@@ -133,6 +145,11 @@ class ScalingCurve:
     def last_nodes(self) -> int:
         """The number of nodes from which the curve is constant."""
         return self._points[-1][0]
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the curve has no shape: it is to be learned."""
+        return self._relative and len(self._points) == 1
 
     @property
     def relative(self) -> bool:
