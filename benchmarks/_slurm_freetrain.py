@@ -18,7 +18,14 @@ from parsl.config import Config
 from parsl.launchers import SrunLauncher
 from parsl.providers import SlurmProvider
 
-from freetrain_parsl import FreeTrainExecutor, PlannerSettings, training_app
+from freetrain_parsl import (
+    CheckpointSettings,
+    FreeTrainExecutor,
+    Manners,
+    PlannerSettings,
+    TrainingSettings,
+    training_app,
+)
 from freetrain_parsl.report.run import RunState
 
 
@@ -77,11 +84,11 @@ def main() -> int:
             **{name: timedelta(seconds=seconds) for name, seconds in options["planner"].items()},
             max_nodes_per_block=options["nodes_per_block"],
         ),
-        poll_interval=timedelta(seconds=options["poll"]),
+        trainings=TrainingSettings(threads_per_slot=1),
+        manners=Manners(poll_interval=timedelta(seconds=options["poll"])),
         grace=timedelta(seconds=options["grace"]),
         checkpoint_dir=directory / "checkpoints",
-        checkpoint_interval=timedelta(seconds=CHECKPOINT_SECONDS),
-        threads_per_slot=1,
+        checkpoints=CheckpointSettings(interval=timedelta(seconds=CHECKPOINT_SECONDS)),
     )
     config = Config(executors=[executor], run_dir=str(directory / "runinfo"), strategy="none", initialize_logging=False)
     with parsl.load(config):

@@ -32,7 +32,7 @@ from _goodput_training import BATCH, SAMPLE_NODE_SECONDS, SAMPLES, make_app
 from _report import report
 from parsl.config import Config
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.report.output import write_output
@@ -71,10 +71,9 @@ def measure(options: argparse.Namespace, windows: Sequence[Window], directory: P
         provider=provider,
         policy=options.policy,
         planner=PLANNER,
+        trainings=TrainingSettings(threads_per_slot=1),
+        manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
         checkpoint_dir=directory / "checkpoints",
-        poll_interval=timedelta(seconds=1),
-        submissions_per_minute=120,
-        threads_per_slot=1,
         grace=timedelta(seconds=GRACE),
     )
     config = Config(executors=[executor], run_dir=str(directory / "parsl"), strategy="none", initialize_logging=False)

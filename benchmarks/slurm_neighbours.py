@@ -30,7 +30,6 @@ On a machine with few cores Python and torch start slowly on all nodes of a bloc
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import shutil
@@ -49,7 +48,7 @@ from _report import report
 from _slurm_main_queue import MainQueue, Ran, count_rpcs, draw, idle_intervals
 from _slurm_training import SAMPLE_NODE_SECONDS
 
-from freetrain_parsl import FreeTrainExecutor
+from freetrain_parsl import Manners
 from freetrain_parsl.report.output import write_figure, write_output
 from freetrain_parsl.testing.loopback_slurm import LoopbackPartition, LoopbackSlurm
 from freetrain_parsl.testing.slurm_machine import slurm_version
@@ -65,7 +64,7 @@ MODES = ("without", "again", "backfill", "preemptible", *HIDING, "requeue")
 OTHER = "nobody"  # an ordinary user: owner of the main queue, or of our jobs if it is hidden
 GRACE = 10  # grace period of the preemptible partitions, seconds
 CYCLE = 10  # sites typically have 30 s between scheduler passes; here the queue is compressed
-POLL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
+POLL = Manners().poll_interval.total_seconds()
 PLANNER = {  # seconds
     "startup": 8.0,
     "min_useful": 10.0,

@@ -27,7 +27,14 @@ import psutil
 from _report import report
 from parsl.config import Config
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, training_app
+from freetrain_parsl import (
+    EmbeddedClusterProvider,
+    FreeTrainExecutor,
+    Manners,
+    PlannerSettings,
+    TrainingSettings,
+    training_app,
+)
 from freetrain_parsl.cluster.workload import generate_workload
 
 if TYPE_CHECKING:
@@ -116,9 +123,8 @@ def soak(minutes: float, trainings: int, nodes: int, directory: Path) -> tuple[l
     executor = FreeTrainExecutor(
         provider=provider,
         planner=PLANNER,
-        poll_interval=timedelta(seconds=1),
-        submissions_per_minute=60,
-        threads_per_slot=1,
+        trainings=TrainingSettings(threads_per_slot=1),
+        manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=60),
         checkpoint_dir=directory / "checkpoints",
     )
     futures: list[Future[Any]] = []

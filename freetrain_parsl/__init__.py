@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.executor.journal import read_journal
+    from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Decision, RescaleCosts, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.session import TrainingSession
 
 __all__ = [
+    "CheckpointSettings",
     "Container",
     "Decision",
     "EmbeddedCluster",
@@ -33,6 +35,7 @@ __all__ = [
     "EqualSharePolicy",
     "FreeTrainError",
     "FreeTrainExecutor",
+    "Manners",
     "MilpPolicy",
     "PlannerSettings",
     "Policy",
@@ -41,6 +44,7 @@ __all__ = [
     "Trainer",
     "TrainingApp",
     "TrainingSession",
+    "TrainingSettings",
     "Window",
     "WindowPolicy",
     "__version__",
@@ -51,6 +55,7 @@ __all__ = [
 
 # Where each public name lives: loaded when first used, so that importing this package loads neither torch nor HiGHS.
 _HOMES = {
+    "CheckpointSettings": "freetrain_parsl.executor.settings",
     "Container": "freetrain_parsl.executor.htex.launch",
     "Decision": "freetrain_parsl.planning.model",
     "EmbeddedCluster": "freetrain_parsl.cluster.client",
@@ -58,6 +63,7 @@ _HOMES = {
     "EqualSharePolicy": "freetrain_parsl.planning.policies.equal_share",
     "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
+    "Manners": "freetrain_parsl.executor.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "PlannerSettings": "freetrain_parsl.planning.settings",
     "Policy": "freetrain_parsl.planning.policies.base",
@@ -66,6 +72,7 @@ _HOMES = {
     "Trainer": "freetrain_parsl.planning.model",
     "TrainingApp": "freetrain_parsl.app",
     "TrainingSession": "freetrain_parsl.training.session",
+    "TrainingSettings": "freetrain_parsl.executor.settings",
     "Window": "freetrain_parsl.planning.model",
     "WindowPolicy": "freetrain_parsl.planning.policies.window",
     "read_journal": "freetrain_parsl.executor.journal",

@@ -16,7 +16,14 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingSession
+from freetrain_parsl import (
+    CheckpointSettings,
+    FreeTrainExecutor,
+    Manners,
+    PlannerSettings,
+    TrainingSession,
+    TrainingSettings,
+)
 from freetrain_parsl.app import _Options
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.planning.policies import MilpPolicy
@@ -239,6 +246,9 @@ def test_settings_page_is_complete():
     parameters = {
         "The planner": PlannerSettings,
         "The executor": FreeTrainExecutor,
+        "Trainings": TrainingSettings,
+        "Load on the batch system": Manners,
+        "Checkpoints": CheckpointSettings,
         "The policy": MilpPolicy,
     }
     for heading, kind in parameters.items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.strict_yaml import read_text
@@ -142,10 +143,10 @@ class Site:
         block = _read_block(top.section("block"), system)
         planner, executor = _read_settings(top)
         network, checkpoints = top.section("network"), top.section("checkpoints")
+        executor["checkpoints"] = CheckpointSettings(**_given(interval=checkpoints.duration("interval", positive=True)))
         executor |= _given(
             address=_name(network, "driver_address"),
             interface=_name(network, "node_interface"),
-            checkpoint_interval=checkpoints.duration("interval", positive=True),
         )
         driver_interface = _name(network, "driver_interface")
         if driver_interface and "address" in executor:
@@ -405,24 +406,32 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         read = section.duration if item.type == "timedelta" else section.count
         values |= _given(**{item.name: read(item.name)})
     settings = planner.checked(PlannerSettings, **values)
-    executor = _given(
-        poll_interval=manners.duration("poll_interval", positive=True),
-        submissions_per_minute=manners.count("submissions_per_minute"),
-        max_refusals=manners.count("max_refusals"),
-        max_failed_blocks=manners.count("max_failed_blocks"),
-        policy=trainings.text("policy"),
-        threads_per_slot=trainings.count("threads_per_slot"),
-        grace=trainings.duration("grace", positive=True),
-        heartbeat_timeout=trainings.duration("heartbeat_timeout", positive=True),
-        peer_timeout=trainings.duration("peer_timeout", positive=True),
-        max_restarts=trainings.count("max_restarts", least=0),
-    )
-    if "policy" in executor:
+    policy, costs = trainings.text("policy"), trainings.section("rescale_costs")
+    if policy is not None:
         from freetrain_parsl.planning.policies import resolve_policy
 
-        trainings.checked(resolve_policy, executor["policy"], key="policy")
-    if trainings.has("rescale_costs"):
-        executor["rescale_costs"] = read_costs(trainings.section("rescale_costs"))
+        trainings.checked(resolve_policy, policy, key="policy")
+    executor = _given(
+        policy=policy,
+        grace=trainings.duration("grace", positive=True),
+        trainings=TrainingSettings(
+            **_given(
+                rescale_costs=read_costs(costs) if trainings.has("rescale_costs") else None,
+                heartbeat_timeout=trainings.duration("heartbeat_timeout", positive=True),
+                peer_timeout=trainings.duration("peer_timeout", positive=True),
+                max_restarts=trainings.count("max_restarts", least=0),
+                threads_per_slot=trainings.count("threads_per_slot"),
+            )
+        ),
+        manners=Manners(
+            **_given(
+                poll_interval=manners.duration("poll_interval", positive=True),
+                submissions_per_minute=manners.count("submissions_per_minute"),
+                max_refusals=manners.count("max_refusals"),
+                max_failed_blocks=manners.count("max_failed_blocks"),
+            )
+        ),
+    )
     for section in (planner, manners, trainings):
         section.done()
     return settings, executor

@@ -211,6 +211,7 @@ def _run(
 def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -> FreeTrainExecutor:
     """Return settings scaled to windows of seconds instead of minutes."""
     from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
     from freetrain_parsl.planning.model import RescaleCosts
     from freetrain_parsl.planning.policies import POLICIES, Policy
     from freetrain_parsl.planning.settings import PlannerSettings
@@ -220,8 +221,6 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
         provider=provider,
         policy=make_policy(horizon=timedelta(seconds=20)),
         checkpoint_dir=directory / "checkpoints",
-        checkpoint_interval=timedelta(seconds=5),
-        rescale_costs=RescaleCosts(up=1.0, down=1.0, start=1.0),
         planner=PlannerSettings(
             startup=timedelta(seconds=6),
             min_useful=timedelta(seconds=5),
@@ -231,10 +230,9 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
             settle=timedelta(seconds=1.5),
             max_nodes_per_block=2,
         ),
-        poll_interval=timedelta(seconds=1),
-        submissions_per_minute=120,
-        threads_per_slot=1,
-        heartbeat_timeout=timedelta(seconds=10),
+        trainings=TrainingSettings(rescale_costs=RescaleCosts(up=1.0, down=1.0, start=1.0), threads_per_slot=1),
+        manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
+        checkpoints=CheckpointSettings(interval=timedelta(seconds=5)),
     )
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -146,18 +146,14 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} and --config: the site file sets this; give only one of them")
     site = Site.load(str(options.config), variables)
-    given: dict[str, Any] = {
-        name: site.executor_settings[key]
-        for name, key in (("policy", "policy"), ("costs", "rescale_costs"))
-        if key in site.executor_settings
-    }
     partition = site.block.get("queue" if site.system == "pbs" else "partition")
     return ChosenSource(
         site.window_source(),
         f"site {site.name}, {_title(site.system, partition)}",
         settings=site.planner_settings,
+        policy=site.executor_settings.get("policy", ChosenSource.policy),
+        costs=site.executor_settings["trainings"].rescale_costs,
         least_interval=0.0 if site.system == "local" else _LEAST_INTERVAL,
-        **given,
     )
 
 

@@ -40,14 +40,15 @@ from freetrain_parsl.executor.htex.launch import Container, check_node_python, n
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.packing import pack_or_refuse
 from freetrain_parsl.executor.run_log import keep_private, log_to
+from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.blocks.rules import least_walltime
-from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.settings_checks import check_count, check_duration
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.windows.base import OUR_JOBS, Survey, WindowSource
 
@@ -86,46 +87,32 @@ class FreeTrainExecutor(HighThroughputExecutor):
     windows
         Finds the windows. Default: the provider's own (``provider.window_source()``).
     policy
-        A policy or its name: ``milp``, ``equal-share``.
+        Decides which training gets how many nodes: a `Policy`, or the name of one with its defaults.
+
+        ``milp``
+            the optimal number of nodes of each training, rescaling costs included;
+        ``window``
+            the same, also by when the nodes close;
+        ``equal-share``
+            as many nodes for each: a simple baseline.
+    planner
+        Assumptions about the site: start-up time, shortest useful block, …
+    trainings
+        How trainings run: timeouts, restarts, threads.
+    manners
+        Limits on the load on the batch system.
     checkpoint_dir
         Directory of the checkpoints; must be reachable from the nodes. A training resumes from the checkpoints of its
         name that it finds there. Default: ``checkpoints`` in Parsl's run directory.
-    checkpoint_interval
-        Time between periodic checkpoints; ``None``: derived from their cost and the failure rate. Additional
-        checkpoints are written when windows close.
-    rescale_costs
-        Cost of a change of nodes in seconds of training, for trainings that do not state it, until it is measured.
-    planner
-        Assumptions about the site: start-up time, shortest useful block, …
-    poll_interval
-        Time between rounds of queries to the batch system.
-    submissions_per_minute
-        Maximum number of blocks submitted per minute.
-    max_refusals
-        After this number of consecutive permanent rejections, no further block is submitted, and waiting trainings fail
-        with the reason.
-    max_failed_blocks
-        The same after this number of consecutive attempts to start a block that end before a worker connects, e.g.
-        because ``worker_init`` fails. The pause between attempts doubles.
+    checkpoints
+        When checkpoints are written, and how many are kept.
     slots_per_node
         Worker places per node: its number of accelerators, or 1.
-    threads_per_slot
-        Number of torch threads in each slot; ``None``: torch's default.
     grace
         Time between the batch system's signal and its kill.
-    heartbeat_timeout
-        Time without a heartbeat after which a slot, or the driver, counts as failed: the delay in detecting a process
-        that hangs or a node that is cut off. A process that dies is detected at once.
-    peer_timeout
-        If all members of a training are alive but only wait for each other for this long, their connections are assumed
-        to be broken and they form a new group. Must exceed the longest exchange of gradients.
-    max_restarts
-        A training fails after more than this number of crashes without reaching a new step.
     address
         IPv4 or IPv6 address at which nodes reach this host, or a host name, which is resolved here. Default: all
         addresses of its network interfaces; each node uses the first that answers.
-    available_accelerators, worker_port_range, worker_debug, encrypted
-        As in Parsl's HighThroughputExecutor; `encrypted` also applies to the slots' control channel.
     interface
         Network interface for the traffic between the members of a training: its name, or, if names differ between
         nodes, its network (``10.1.0.0/16``). Default: the one that reaches the driver.
@@ -137,6 +124,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         Container in which the nodes' worker pools run. Default: none.
     job_tag
         Part of this run's job names; identifies the jobs of a driver that was killed. Default: random.
+    available_accelerators, worker_port_range, worker_debug, encrypted
+        As in Parsl's HighThroughputExecutor; `encrypted` also applies to the slots' control channel.
 
     Raises
     ------
@@ -152,29 +141,22 @@ class FreeTrainExecutor(HighThroughputExecutor):
         windows: WindowSource | None = None,
         *,
         policy: str | Policy = "milp",
-        checkpoint_dir: str | Path | None = None,
-        checkpoint_interval: timedelta | None = None,
-        rescale_costs: RescaleCosts = DEFAULT_COSTS,
         planner: PlannerSettings | None = None,
-        poll_interval: timedelta = timedelta(seconds=15),
-        submissions_per_minute: int = 20,
-        max_refusals: int = 5,
-        max_failed_blocks: int = 5,
+        trainings: TrainingSettings | None = None,
+        manners: Manners | None = None,
+        checkpoint_dir: str | Path | None = None,
+        checkpoints: CheckpointSettings | None = None,
         slots_per_node: int = 1,
-        threads_per_slot: int | None = None,
         grace: timedelta = timedelta(seconds=5),
-        heartbeat_timeout: timedelta = timedelta(seconds=10),
-        peer_timeout: timedelta = timedelta(seconds=10),
-        max_restarts: int = 3,
-        available_accelerators: int | list[str] = 0,
         address: str | None = None,
         interface: str | None = None,
-        worker_port_range: tuple[int, int] = (54000, 55000),
-        worker_debug: bool = False,
-        encrypted: bool = True,
         node_python: str | None = None,
         container: Container | None = None,
         job_tag: str | None = None,
+        available_accelerators: int | list[str] = 0,
+        worker_port_range: tuple[int, int] = (54000, 55000),
+        worker_debug: bool = False,
+        encrypted: bool = True,
     ) -> None:
         if provider is None:
             from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
@@ -184,25 +166,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         refuse_provider(provider, windows, planner.max_nodes_per_block)
         if not re.fullmatch(r"[A-Za-z0-9._-]+", label):
             raise InvalidSettings(f"FreeTrainExecutor: label {label!r} may hold letters, digits, '.', '_' and '-' only")
-        for name, value in (
-            ("poll_interval", poll_interval),
-            ("grace", grace),
-            ("heartbeat_timeout", heartbeat_timeout),
-            ("peer_timeout", peer_timeout),
-            ("checkpoint_interval", checkpoint_interval),
-        ):
-            if value is not None and value <= timedelta(0):
-                raise InvalidSettings(f"FreeTrainExecutor: {name} must be positive, got {value}")
-        for name, number in (
-            ("slots_per_node", slots_per_node),
-            ("submissions_per_minute", submissions_per_minute),
-            ("max_refusals", max_refusals),
-            ("max_failed_blocks", max_failed_blocks),
-        ):
-            if number < 1:
-                raise InvalidSettings(f"FreeTrainExecutor: {name} must be at least 1, got {number}")
-        if max_restarts < 0:
-            raise InvalidSettings(f"FreeTrainExecutor: max_restarts must be zero or more, got {max_restarts}")
+        check_count("FreeTrainExecutor: slots_per_node", slots_per_node)
+        check_duration("FreeTrainExecutor: grace", grace)
         if checkpoint_dir is not None:
             prepare_root(Path(checkpoint_dir))
         if interface is not None:
@@ -213,20 +178,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.policy = policy
         self._policy = resolve_policy(policy)
         self.windows = windows
-        self.checkpoint_dir = checkpoint_dir
-        self.checkpoint_interval = checkpoint_interval
-        self.rescale_costs = rescale_costs
         self.planner = planner
-        self.poll_interval = poll_interval
-        self.submissions_per_minute = submissions_per_minute
-        self.max_refusals = max_refusals
-        self.max_failed_blocks = max_failed_blocks
+        self.trainings = trainings or TrainingSettings()
+        self.manners = manners or Manners()
+        self.checkpoint_dir = checkpoint_dir
+        self.checkpoints = checkpoints or CheckpointSettings()
         self.slots_per_node = slots_per_node
-        self.threads_per_slot = threads_per_slot
         self.grace = grace
-        self.heartbeat_timeout = heartbeat_timeout
-        self.peer_timeout = peer_timeout
-        self.max_restarts = max_restarts
         self.interface = interface
         self.node_python = node_python
         self.container = container
@@ -303,12 +261,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
         planner_settings = self.planner.in_seconds()
         source.check(least_walltime(planner_settings))
         server = SlotServer(self.cert_dir, _PORTS, sorted(self.all_addresses))
+        heartbeat_timeout = self.trainings.heartbeat_timeout.total_seconds()
+        poll_interval = self.manners.poll_interval.total_seconds()
         self._slot_settings = SlotSettings(
             addresses=tuple(sorted(self.all_addresses)),
             port=server.port,
             cert_dir=self.cert_dir,
-            beat=min(1.0, self.heartbeat_timeout.total_seconds() / 5),
-            heartbeat_timeout=self.heartbeat_timeout.total_seconds(),
+            beat=min(1.0, heartbeat_timeout / 5),
+            heartbeat_timeout=heartbeat_timeout,
             grace=self.grace.total_seconds(),
             interface=self.interface,
         )
@@ -316,10 +276,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
             source,
             launch=self._launch,
             post=self._post,
-            interval=self.poll_interval.total_seconds(),
-            submissions_per_minute=self.submissions_per_minute,
-            max_refusals=self.max_refusals,
-            max_failed_blocks=self.max_failed_blocks,
+            interval=poll_interval,
+            submissions_per_minute=self.manners.submissions_per_minute,
+            max_refusals=self.manners.max_refusals,
+            max_failed_blocks=self.manners.max_failed_blocks,
             last_words=self._last_words,
             job_prefix=self.job_prefix,
         )
@@ -334,20 +294,22 @@ class FreeTrainExecutor(HighThroughputExecutor):
             server=server,
             submitter=self._submitter,
             journal=Journal(self.journal_path),
-            training_settings=TrainingSettings(
+            shared_settings=SharedSettings(
                 SessionOptions(
                     self.label,
                     checkpoint_root=root,
-                    checkpoint_interval=self.checkpoint_interval,
-                    threads=self.threads_per_slot,
+                    checkpoint_interval=self.checkpoints.interval,
+                    save_margin=self.checkpoints.save_margin,
+                    keep=self.checkpoints.keep,
+                    threads=self.trainings.threads_per_slot,
                     root_identity=root_identity,
                 ),
-                costs=self.rescale_costs,
-                limits=Limits(peer_timeout=self.peer_timeout.total_seconds(), max_restarts=self.max_restarts),
+                costs=self.trainings.rescale_costs,
+                limits=Limits(self.trainings.peer_timeout.total_seconds(), max_restarts=self.trainings.max_restarts),
             ),
             slots_per_node=self.slots_per_node,
-            outdated=3 * self.poll_interval.total_seconds(),
-            heartbeat_timeout=self.heartbeat_timeout.total_seconds(),
+            outdated=3 * poll_interval,
+            heartbeat_timeout=heartbeat_timeout,
             submit_slot=self._watch.order,
             fail_all=self._fail_all,
             refuse_new=self._refuse_new,

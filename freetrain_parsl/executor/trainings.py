@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
-__all__ = ["Training", "TrainingRequest", "TrainingSettings"]
+__all__ = ["SharedSettings", "Training", "TrainingRequest"]
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ def session_options(name: str, **options: Any) -> SessionOptions:
 
 
 @dataclass(frozen=True)
-class TrainingSettings:
-    """The settings of an executor that apply to all of its trainings.
+class SharedSettings:
+    """What the driver gives to all of its trainings.
 
     Parameters
     ----------

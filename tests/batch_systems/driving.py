@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import parsl
 from parsl.config import Config
 
-from freetrain_parsl import FreeTrainExecutor, PlannerSettings
+from freetrain_parsl import CheckpointSettings, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
 from tests.executor.scenario import Site, make_app
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ PLANNER = PlannerSettings(
     join_timeout=timedelta(minutes=2),
     settle=timedelta(seconds=1),
 )
+MANNERS = Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=60)
 SAMPLES_PER_EPOCH = 200
 
 
@@ -56,12 +57,10 @@ class Driver(Site):
         self.epochs = 0
         settings = {
             "planner": PLANNER,
-            "poll_interval": timedelta(seconds=1),
-            "submissions_per_minute": 60,
-            "checkpoint_interval": timedelta(seconds=2),
+            "trainings": TrainingSettings(heartbeat_timeout=timedelta(seconds=8), threads_per_slot=1),
+            "manners": MANNERS,
             "checkpoint_dir": directory / "checkpoints",
-            "threads_per_slot": 1,
-            "heartbeat_timeout": timedelta(seconds=8),
+            "checkpoints": CheckpointSettings(interval=timedelta(seconds=2)),
             **changes,
         }
         super().__init__(FreeTrainExecutor(provider=provider, address="127.0.0.1", **settings))

@@ -9,7 +9,7 @@ import pytest
 from parsl.launchers import MpiExecLauncher, SingleNodeLauncher, SrunLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 
-from freetrain_parsl import EmbeddedClusterProvider
+from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, Manners, RescaleCosts, TrainingSettings
 from freetrain_parsl.campaign.site import Site, shipped_sites
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput, UsageError
@@ -108,22 +108,20 @@ def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
     assert (read.node.slots, read.node.accelerators) == (4, 4)
     assert read.checkpoint_dir == Path("/scratch/me")
     assert read.least_free == 2 * 10**9
-    settings = dict(read.executor_settings)
-    costs = settings.pop("rescale_costs")
-    assert (costs.up, costs.down, costs.start) == (3, 0, 5)
-    assert settings == {
+    assert read.executor_settings == {
         "address": "10.0.0.1",
         "interface": "hsn0",
-        "checkpoint_interval": timedelta(minutes=5),
-        "poll_interval": timedelta(seconds=20),
-        "submissions_per_minute": 3,
-        "max_refusals": 4,
         "policy": "window",
-        "threads_per_slot": 2,
         "grace": timedelta(seconds=10),
-        "heartbeat_timeout": timedelta(seconds=20),
-        "peer_timeout": timedelta(seconds=15),
-        "max_restarts": 0,
+        "trainings": TrainingSettings(
+            rescale_costs=RescaleCosts(up=3, down=0, start=5),
+            heartbeat_timeout=timedelta(seconds=20),
+            peer_timeout=timedelta(seconds=15),
+            max_restarts=0,
+            threads_per_slot=2,
+        ),
+        "manners": Manners(poll_interval=timedelta(seconds=20), submissions_per_minute=3, max_refusals=4),
+        "checkpoints": CheckpointSettings(interval=timedelta(minutes=5)),
     }
 
 
@@ -131,7 +129,7 @@ def test_an_executor_is_made_of_it(no_commands: list[str], tmp_path: Path) -> No
     executor = site(SLURM.replace("/scratch/me", str(tmp_path))).executor(run_dir=tmp_path / "run", run_id="r1")
     assert executor.job_prefix == "freetrain.freetrain.r1."
     assert executor.checkpoint_dir == tmp_path
-    assert (executor.slots_per_node, executor.available_accelerators, executor.max_refusals) == (
+    assert (executor.slots_per_node, executor.available_accelerators, executor.manners.max_refusals) == (
         4,
         ["0", "1", "2", "3"],
         4,

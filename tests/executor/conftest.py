@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import parsl
@@ -10,7 +9,7 @@ import pytest
 from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
-from tests.executor.scenario import PLANNER, Site
+from tests.executor.scenario import CHECKPOINTS, MANNERS, PLANNER, TRAININGS, Site
 from tests.executor.stage import Stage
 
 if TYPE_CHECKING:
@@ -38,12 +37,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
         settings = {
             "provider": provider,
             "planner": PLANNER,
-            "poll_interval": timedelta(seconds=0.5),
-            "submissions_per_minute": 100,
-            "checkpoint_interval": timedelta(seconds=2),
+            "trainings": TRAININGS,
+            "manners": MANNERS,
             "checkpoint_dir": tmp_path / "checkpoints",
-            "threads_per_slot": 1,
-            "heartbeat_timeout": timedelta(seconds=6),
+            "checkpoints": CHECKPOINTS,
             **changes,
         }
         executor = FreeTrainExecutor(**settings)

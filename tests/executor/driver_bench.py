@@ -15,7 +15,7 @@ from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
@@ -181,9 +181,7 @@ def a_driver(
         server=server,
         submitter=submitter,
         journal=Journal(directory / "journal.sqlite"),
-        training_settings=TrainingSettings(
-            SessionOptions("bench", directory / "checkpoints"), costs=RescaleCosts(1, 1, 1)
-        ),
+        shared_settings=SharedSettings(SessionOptions("bench", directory / "checkpoints"), costs=RescaleCosts(1, 1, 1)),
         slots_per_node=1,
         outdated=5.0,
         heartbeat_timeout=heartbeat_timeout,

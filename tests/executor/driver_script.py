@@ -4,14 +4,15 @@ import json
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import parsl
 from parsl.config import Config
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
+from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, FreeTrainExecutor
 from freetrain_parsl.report.run import RunState
-from tests.executor.scenario import PLANNER, make_app
+from tests.executor.scenario import MANNERS, PLANNER, TRAININGS, make_app
 
 
 def main(cluster: str, directory: str, slow: str, manners: str) -> None:
@@ -22,11 +23,10 @@ def main(cluster: str, directory: str, slow: str, manners: str) -> None:
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(cluster),
         planner=PLANNER,
-        poll_interval=timedelta(seconds=0.5),
-        checkpoint_interval=timedelta(seconds=1),
+        trainings=replace(TRAININGS, heartbeat_timeout=timedelta(seconds=4)),
+        manners=MANNERS,
         checkpoint_dir=f"{directory}/checkpoints",
-        threads_per_slot=1,
-        heartbeat_timeout=timedelta(seconds=4),
+        checkpoints=CheckpointSettings(interval=timedelta(seconds=1)),
     )
     kernel = parsl.load(
         Config(executors=[executor], run_dir=f"{directory}/runinfo", strategy="none", initialize_logging=False)

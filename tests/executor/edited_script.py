@@ -9,7 +9,14 @@ import torch
 from parsl.config import Config
 from torch import nn
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, training_app
+from freetrain_parsl import (
+    EmbeddedClusterProvider,
+    FreeTrainExecutor,
+    Manners,
+    PlannerSettings,
+    TrainingSettings,
+    training_app,
+)
 
 RATE = 0.1
 
@@ -36,8 +43,8 @@ if __name__ == "__main__":
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(nodes=1),
         checkpoint_dir="checkpoints",
-        threads_per_slot=1,
-        poll_interval=timedelta(seconds=0.5),
+        trainings=TrainingSettings(threads_per_slot=1),
+        manners=Manners(poll_interval=timedelta(seconds=0.5)),
         planner=PlannerSettings(
             startup=timedelta(seconds=8),
             min_useful=timedelta(seconds=5),

@@ -1,14 +1,13 @@
 """Run by test_monitoring.py in a separate process: one training with Parsl's monitoring enabled."""
 
 import sys
-from datetime import timedelta
 
 import parsl
 from parsl.config import Config
 from parsl.monitoring import MonitoringHub
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
-from tests.executor.scenario import PLANNER, make_app
+from tests.executor.scenario import MANNERS, PLANNER, TRAININGS, make_app
 
 
 def main(directory: str) -> None:
@@ -16,8 +15,8 @@ def main(directory: str) -> None:
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(nodes=2, cluster_dir=f"{directory}/cluster"),
         planner=PLANNER,
-        poll_interval=timedelta(seconds=0.5),
-        threads_per_slot=1,
+        trainings=TRAININGS,
+        manners=MANNERS,
     )
     monitoring = MonitoringHub(logging_endpoint=f"sqlite:///{directory}/monitoring.db")
     with parsl.load(

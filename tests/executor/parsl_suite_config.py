@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from parsl.config import Config
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
 
 
 def fresh_config() -> Config:
@@ -17,7 +17,7 @@ def fresh_config() -> Config:
             closing_margin=timedelta(seconds=2),
             settle=timedelta(seconds=1),
         ),
-        poll_interval=timedelta(seconds=0.5),
-        threads_per_slot=1,
+        trainings=TrainingSettings(threads_per_slot=1),
+        manners=Manners(poll_interval=timedelta(seconds=0.5)),
     )
     return Config(executors=[executor], strategy="none")

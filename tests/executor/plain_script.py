@@ -8,7 +8,14 @@ import torch
 from parsl.config import Config
 from torch import nn
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, training_app
+from freetrain_parsl import (
+    EmbeddedClusterProvider,
+    FreeTrainExecutor,
+    Manners,
+    PlannerSettings,
+    TrainingSettings,
+    training_app,
+)
 
 SCALE = 2.0
 
@@ -46,8 +53,8 @@ if __name__ == "__main__":
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(nodes=2),
         slots_per_node=2,
-        threads_per_slot=1,
-        poll_interval=timedelta(seconds=0.5),
+        trainings=TrainingSettings(threads_per_slot=1),
+        manners=Manners(poll_interval=timedelta(seconds=0.5)),
         planner=PlannerSettings(
             startup=timedelta(seconds=8),
             min_useful=timedelta(seconds=5),

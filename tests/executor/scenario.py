@@ -6,7 +6,15 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl import FreeTrainExecutor, PlannerSettings, TrainingApp, training_app
+from freetrain_parsl import (
+    CheckpointSettings,
+    FreeTrainExecutor,
+    Manners,
+    PlannerSettings,
+    TrainingApp,
+    TrainingSettings,
+    training_app,
+)
 from freetrain_parsl.planning.model import Decision, Pool
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies.base import Policy
@@ -27,6 +35,9 @@ PLANNER = PlannerSettings(
     settle=timedelta(seconds=1),
     replan_interval=timedelta(seconds=0.5),
 )
+TRAININGS = TrainingSettings(heartbeat_timeout=timedelta(seconds=6), threads_per_slot=1)
+MANNERS = Manners(poll_interval=timedelta(seconds=0.5), submissions_per_minute=100)
+CHECKPOINTS = CheckpointSettings(interval=timedelta(seconds=2))
 
 
 class ScriptedPolicy(Policy):

@@ -10,7 +10,7 @@ from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
 from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.protocol.messages import (
@@ -55,7 +55,7 @@ class Stage:
                 self.registry.completes(slot)
         self.journal = Journal(directory / "journal.sqlite")
         self.manager = TrainingManager(
-            TrainingSettings(
+            SharedSettings(
                 SessionOptions("stage", directory), costs=RescaleCosts(2, 2, 2), limits=Limits(max_restarts=1)
             ),
             registry=self.registry,

@@ -25,7 +25,7 @@ from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
@@ -114,7 +114,7 @@ class _Site:
             server=self.server,
             submitter=submitter,
             journal=Journal(directory / "journal.sqlite"),
-            training_settings=TrainingSettings(
+            shared_settings=SharedSettings(
                 SessionOptions("fuzz", directory), limits=Limits(peer_timeout=2.0, max_restarts=1000)
             ),
             slots_per_node=2,

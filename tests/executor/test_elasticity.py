@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import TooManyRestarts
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.training.fragment import run_alone
-from tests.executor.scenario import ScriptedPolicy, Site, make_app
+from tests.executor.scenario import TRAININGS, ScriptedPolicy, Site, make_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +146,7 @@ def test_a_training_leaves_before_its_window_closes(start, slow) -> None:
 
 
 def test_a_training_that_keeps_crashing_ends_with_a_message_not_in_a_loop(start) -> None:
-    start(nodes=1, max_restarts=1)
+    start(nodes=1, trainings=replace(TRAININGS, max_restarts=1))
 
     def crash(session):
         import os
@@ -158,7 +159,8 @@ def test_a_training_that_keeps_crashing_ends_with_a_message_not_in_a_loop(start)
 
 
 def test_a_stopped_worker_is_given_up_after_the_silence_and_the_other_goes_on_in_place(start, slow) -> None:
-    site = start(nodes=2, policy=ScriptedPolicy(2), heartbeat_timeout=timedelta(seconds=3))
+    trainings = replace(TRAININGS, heartbeat_timeout=timedelta(seconds=3))
+    site = start(nodes=2, policy=ScriptedPolicy(2), trainings=trainings)
     future = make_app().options(name="t")(epochs=20, slow=str(slow), pause=0.5)
     site.until(lambda run: run.trainings and len(run.trainings["t"].nodes) == 2 and run.trainings["t"].progress)
     step, pid = site.run.trainings["t"].progress["step"], _pid_of_a_slot(site, site.run.trainings["t"].nodes[0])

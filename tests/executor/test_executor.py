@@ -12,7 +12,7 @@ from parsl import bash_app, python_app
 from parsl.executors import ThreadPoolExecutor
 from parsl.executors.errors import InvalidResourceSpecification
 
-from freetrain_parsl import training_app
+from freetrain_parsl import CheckpointSettings, training_app
 from freetrain_parsl.errors import InvalidTrainer
 from tests.executor.scenario import ScriptedPolicy, make_app
 
@@ -92,7 +92,7 @@ def test_other_executors_of_the_same_config_are_untouched(start) -> None:
 def test_what_a_run_leaves_is_private_to_the_user(start, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        site = start(nodes=1, checkpoint_interval=timedelta(seconds=0.1))
+        site = start(nodes=1, checkpoints=CheckpointSettings(interval=timedelta(seconds=0.1)))
         make_app()(epochs=4).result(timeout=60)
         for path in (site.executor.run_dir, site.executor.logdir, site.executor.cert_dir, site.executor.checkpoint_dir):
             assert Path(path).stat().st_mode & 0o077 == 0, path

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from freetrain_parsl import training_app
+from freetrain_parsl import CheckpointSettings, training_app
 from freetrain_parsl.errors import NonFiniteLoss
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.testing.faults import (
@@ -24,7 +25,7 @@ from freetrain_parsl.testing.faults import (
     stopped,
 )
 from freetrain_parsl.training.fragment import run_alone
-from tests.executor.scenario import ScriptedPolicy, make_app
+from tests.executor.scenario import TRAININGS, ScriptedPolicy, make_app
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +47,7 @@ def slow(tmp_path: Path) -> Path:
 
 def test_members_that_cannot_hear_each_other_go_on_after_the_loss_timeout(start, slow) -> None:
     """No traffic between two live members: no error, no closed connection, no message."""
-    site = start(nodes=2, policy=ScriptedPolicy(2), peer_timeout=timedelta(seconds=3))
+    site = start(nodes=2, policy=ScriptedPolicy(2), trainings=replace(TRAININGS, peer_timeout=timedelta(seconds=3)))
     future = make_app(max_nodes=2).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 2)
     one, other = _slots(site).values()
@@ -83,9 +84,8 @@ def test_a_node_whose_slots_die_at_once_is_one_loss_answered_in_place(start, slo
 
 
 def test_a_training_on_a_hostile_machine_ends_as_on_a_kind_one(start, slow) -> None:
-    site = start(
-        nodes=3, policy=ScriptedPolicy(3), heartbeat_timeout=timedelta(seconds=3), peer_timeout=timedelta(seconds=3)
-    )
+    trainings = replace(TRAININGS, heartbeat_timeout=timedelta(seconds=3), peer_timeout=timedelta(seconds=3))
+    site = start(nodes=3, policy=ScriptedPolicy(3), trainings=trainings)
     future = make_app(max_nodes=3).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 3)
     schedule = [(0.1, "cut"), (1.5, "slow"), (2.0, "kill"), (4.0, "cut"), (5.0, "stop")]
@@ -104,7 +104,7 @@ def test_a_training_on_a_hostile_machine_ends_as_on_a_kind_one(start, slow) -> N
 
 
 def test_after_a_damaged_checkpoint_and_the_loss_of_all_slots_the_one_before_is_used(start, slow, tmp_path) -> None:
-    site = start(nodes=2, policy=ScriptedPolicy(2), checkpoint_interval=timedelta(seconds=1))
+    site = start(nodes=2, policy=ScriptedPolicy(2), checkpoints=CheckpointSettings(interval=timedelta(seconds=1)))
     future = make_app(max_nodes=2).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 2)
     site.until(lambda run: run.trainings["t"].checkpoints >= 2)

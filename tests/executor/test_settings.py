@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from datetime import timedelta
 
 import pytest
 from parsl.providers import LocalProvider
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
+from freetrain_parsl import (
+    CheckpointSettings,
+    EmbeddedClusterProvider,
+    FreeTrainExecutor,
+    Manners,
+    PlannerSettings,
+    TrainingSettings,
+)
 from freetrain_parsl.errors import CheckpointError, FreeTrainError, InvalidSettings
+from freetrain_parsl.planning.policies import POLICIES
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"policy": "best"}, "unknown policy 'best'"),
-        ({"poll_interval": timedelta(0)}, "poll_interval must be positive"),
-        ({"slots_per_node": 0}, "slots_per_node must be at least 1"),
-        ({"submissions_per_minute": 0}, "submissions_per_minute must be at least 1"),
-        ({"heartbeat_timeout": timedelta(0)}, "heartbeat_timeout must be positive"),
-        ({"peer_timeout": timedelta(0)}, "peer_timeout must be positive"),
-        ({"checkpoint_interval": timedelta(0)}, "checkpoint_interval must be positive"),
-        ({"max_restarts": -1}, "max_restarts must be zero or more"),
+        ({"slots_per_node": 0}, "FreeTrainExecutor: slots_per_node must be a whole number of at least 1, got 0"),
+        ({"grace": timedelta(0)}, "FreeTrainExecutor: grace must be longer than zero, got 0 s"),
+        ({"label": "a b"}, "FreeTrainExecutor: label 'a b' may hold letters, digits, '.', '_' and '-' only"),
     ],
 )
 def test_settings_out_of_range_are_refused_in_one_line(settings: dict, message: str) -> None:
@@ -29,6 +35,44 @@ def test_settings_out_of_range_are_refused_in_one_line(settings: dict, message: 
         FreeTrainExecutor(provider=EmbeddedClusterProvider(), **settings)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (TrainingSettings, {"rescale_costs": 2.0}, "rescale_costs must be RescaleCosts(up, down, start), got 2.0"),
+        (TrainingSettings, {"heartbeat_timeout": timedelta(0)}, "heartbeat_timeout must be longer than zero, got 0 s"),
+        (
+            TrainingSettings,
+            {"peer_timeout": 5},
+            "peer_timeout must be a timedelta, got 5; in seconds: timedelta(seconds=5)",
+        ),
+        (TrainingSettings, {"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
+        (TrainingSettings, {"threads_per_slot": 0}, "threads_per_slot must be a whole number of at least 1, got 0"),
+        (Manners, {"poll_interval": timedelta(seconds=-1)}, "poll_interval must be longer than zero, got -1 s"),
+        (Manners, {"submissions_per_minute": 0}, "submissions_per_minute must be a whole number of at least 1, got 0"),
+        (Manners, {"max_refusals": True}, "max_refusals must be a whole number of at least 1, got True"),
+        (Manners, {"max_failed_blocks": 0}, "max_failed_blocks must be a whole number of at least 1, got 0"),
+        (CheckpointSettings, {"interval": timedelta(0)}, "interval must be longer than zero, got 0 s"),
+        (CheckpointSettings, {"save_margin": timedelta(seconds=-1)}, "save_margin must be at least 0 s, got -1 s"),
+        (CheckpointSettings, {"keep": 0}, "keep must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_grouped_settings_out_of_range_are_refused_in_one_line(kind: type, settings: dict, message: str) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        kind(**settings)
+    assert str(caught.value) == f"{kind.__name__}: {message}"
+
+
+def test_groups_have_defaults() -> None:
+    executor = FreeTrainExecutor(provider=EmbeddedClusterProvider())
+    assert (executor.planner, executor.trainings) == (PlannerSettings(), TrainingSettings())
+    assert (executor.manners, executor.checkpoints) == (Manners(), CheckpointSettings())
+
+
+def test_the_documentation_of_the_executor_lists_every_policy() -> None:
+    text = inspect.getdoc(FreeTrainExecutor).split("\npolicy\n")[1].split("\nplanner\n")[0]
+    assert sorted(re.findall(r"^ +``([\w-]+)``$", text, re.MULTILINE)) == sorted(POLICIES)
 
 
 def test_a_checkpoint_directory_that_cannot_be_written_is_refused_at_construction(tmp_path) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from freetrain_parsl import TrainingApp, training_app
+from freetrain_parsl import CheckpointSettings, TrainingApp, training_app
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.testing.faults import partition, slots_on_this_machine
 from freetrain_parsl.training.fragment import run_alone
-from tests.executor.scenario import ScriptedPolicy
+from tests.executor.scenario import TRAININGS, ScriptedPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,7 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
     slow.touch()
     train = make_app()
     policy = ScriptedPolicy(1)
-    site = start(nodes=3, policy=policy, checkpoint_interval=timedelta(seconds=1))
+    site = start(nodes=3, policy=policy, checkpoints=CheckpointSettings(interval=timedelta(seconds=1)))
     future = train.options(name="t")(epochs=30, slow=str(slow), calls=str(calls))
 
     def step() -> int:
@@ -107,7 +108,10 @@ def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_chec
     slow.touch()
     train = make_app()
     site = start(
-        nodes=2, policy=ScriptedPolicy(2), peer_timeout=timedelta(seconds=3), checkpoint_interval=timedelta(seconds=1)
+        nodes=2,
+        policy=ScriptedPolicy(2),
+        trainings=replace(TRAININGS, peer_timeout=timedelta(seconds=3)),
+        checkpoints=CheckpointSettings(interval=timedelta(seconds=1)),
     )
     future = train.options(name="t")(epochs=30, slow=str(slow))
 

@@ -23,7 +23,7 @@ from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
 from freetrain_parsl.executor.control.training.machine import Limits, TrainingMachine
 from freetrain_parsl.executor.control.training.states import Abandoning, Waiting
 from freetrain_parsl.executor.control.training_manager import TrainingManager
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, RunEnded, RunReport, StartRun, ToSlot
@@ -96,7 +96,7 @@ class World(RuleBasedStateMachine):
         self.dead: list[Process] = []  # whose death the driver has not detected yet
         self.registry = SlotRegistry(1)
         self.manager = TrainingManager(
-            TrainingSettings(
+            SharedSettings(
                 SessionOptions("world", Path("/nowhere")),
                 costs=RescaleCosts(1, 1, 1),
                 limits=Limits(5.0, 20.0, max_restarts=10**6),

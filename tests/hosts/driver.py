@@ -1,9 +1,10 @@
 """A FreeTrainExecutor on the login host: takes trainings from its standard input, writes their results to its output.
 
 Its argument is a JSON object: ``directory``, ``provider`` (``embedded`` or ``slurm``), ``nodes`` and ``enter`` (shell
-code that enters a node's host) for the embedded cluster, and ``settings`` of the executor. The first line of output has
-the path of the journal, or the start-up error. A line of input is a training: ``name``, ``nodes``, ``epochs``,
-``slow``; its response has ``name`` and ``result`` or ``error``. The program ends at the end of the input.
+code that enters a node's host) for the embedded cluster, ``nodes_per_block``, ``max_failed_blocks``, and ``settings``:
+other arguments of the executor. The first line of output has the path of the journal, or the start-up error. A line of
+input is a training: ``name``, ``nodes``, ``epochs``, ``slow``; its response has ``name`` and ``result`` or ``error``.
+The program ends at the end of the input.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from parsl.providers import SlurmProvider
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
 from tests.batch_systems.backends import WORKER_INIT
-from tests.executor.scenario import PLANNER, ScriptedPolicy, make_app
+from tests.executor.scenario import CHECKPOINTS, MANNERS, PLANNER, TRAININGS, ScriptedPolicy, make_app
 
 
 class _HostsProvider(EmbeddedClusterProvider):
@@ -53,10 +54,6 @@ def _tell(name, done) -> None:
 def main() -> None:
     plan = json.loads(sys.argv[1])
     directory = Path(plan["directory"])
-    settings = {
-        name: timedelta(seconds=value) if name in ("heartbeat_timeout", "peer_timeout") else value
-        for name, value in plan["settings"].items()
-    }
     policy = ScriptedPolicy(1)
     try:
         executor = FreeTrainExecutor(
@@ -69,12 +66,11 @@ def main() -> None:
                 idle_timeout=timedelta(minutes=5),
                 max_walltime=timedelta(minutes=15),
             ),
-            poll_interval=timedelta(seconds=0.5),
-            submissions_per_minute=100,
+            trainings=replace(TRAININGS, heartbeat_timeout=timedelta(seconds=5), peer_timeout=timedelta(seconds=5)),
+            manners=replace(MANNERS, max_failed_blocks=plan["max_failed_blocks"]),
             checkpoint_dir=directory / "checkpoints",
-            checkpoint_interval=timedelta(seconds=2),
-            threads_per_slot=1,
-            **settings,
+            checkpoints=CHECKPOINTS,
+            **plan["settings"],
         )
         run_dir = str(directory / "runinfo")
         parsl.load(Config(executors=[executor], run_dir=run_dir, strategy="none", initialize_logging=False))

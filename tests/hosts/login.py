@@ -88,7 +88,14 @@ class Login:
     """A driver on the host ``login``; its nodes are the hosts whose names begin with ``n``."""
 
     def __init__(
-        self, hosts: Hosts, directory: Path, *, provider: str = "embedded", environment=None, **settings
+        self,
+        hosts: Hosts,
+        directory: Path,
+        *,
+        provider: str = "embedded",
+        environment=None,
+        max_failed_blocks: int = 5,
+        **settings,
     ) -> None:
         parameters_of_an_undisturbed_training()  # takes seconds, during which a training would wait for its test
         self.hosts = hosts
@@ -101,7 +108,8 @@ class Login:
             "nodes": len(nodes),
             "enter": hosts.entering("FREETRAIN_CLUSTER_NODE"),
             "nodes_per_block": None if provider == "slurm" else 1,  # 1: a failed host can be requested again alone
-            "settings": {"heartbeat_timeout": 5, "peer_timeout": 5, **settings},
+            "max_failed_blocks": max_failed_blocks,
+            "settings": settings,
         }
         self._errors = (directory / "driver.err").open("wb")
         self._process = hosts["login"].popen(

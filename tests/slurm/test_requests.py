@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
 from collections import Counter
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl import FreeTrainExecutor
+from freetrain_parsl import Manners
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slurm
 
-INTERVAL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
+INTERVAL = Manners().poll_interval.total_seconds()
 MINUTES = 10
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
-from freetrain_parsl import FreeTrainExecutor
+from freetrain_parsl import Manners
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
 from freetrain_parsl.planning.model import WindowKind
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
@@ -16,7 +14,7 @@ from tests.windows.slurm_replies import FIXTURES, NOW, Replies
 
 HEAD_START = 1795263904.0
 CONFIG = (FIXTURES / "slurm-22.05.8" / "scontrol_show_config.txt").read_text()
-POLL_INTERVAL = inspect.signature(FreeTrainExecutor.__init__).parameters["poll_interval"].default.total_seconds()
+POLL_INTERVAL = Manners().poll_interval.total_seconds()
 
 
 def hiding(waiting: int = 0) -> Replies:

@@ -34,7 +34,7 @@ from freetrain_parsl.executor.control.slot_registry import Block, Slot, SlotRegi
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.environment import Difference, compare, describe_environment
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
-from freetrain_parsl.executor.trainings import Training, TrainingSettings
+from freetrain_parsl.executor.trainings import SharedSettings, Training
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Decision, PoolNode, Window
 from freetrain_parsl.planning.planner import Planner
@@ -95,8 +95,8 @@ class ControlLoop(threading.Thread):
         Owned by this thread once it has started.
     submitter
         The job submitter; its `post` must be this object's.
-    training_settings
-        See `TrainingSettings`.
+    shared_settings
+        See `SharedSettings`.
     slots_per_node
         Number of slots that make a node complete.
     outdated
@@ -132,7 +132,7 @@ class ControlLoop(threading.Thread):
         server: SlotServer,
         submitter: JobSubmitter,
         journal: Journal,
-        training_settings: TrainingSettings,
+        shared_settings: SharedSettings,
         slots_per_node: int,
         outdated: float,
         heartbeat_timeout: float,
@@ -150,7 +150,7 @@ class ControlLoop(threading.Thread):
         self._outdated = outdated
         self._surveyed_at: float | None = None
         self._heartbeat_timeout = heartbeat_timeout
-        self._peer_timeout = training_settings.limits.peer_timeout
+        self._peer_timeout = shared_settings.limits.peer_timeout
         self._submit_slot = submit_slot
         self._fail_all = fail_all
         self._refuse_new = refuse_new
@@ -175,7 +175,7 @@ class ControlLoop(threading.Thread):
             clock=self._clock,
         )
         self._manager = TrainingManager(
-            training_settings,
+            shared_settings,
             registry=self._registry,
             send=server.send,
             kill=self._kill,

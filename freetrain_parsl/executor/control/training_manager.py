@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
     from freetrain_parsl.executor.journal import Journal
-    from freetrain_parsl.executor.trainings import Training, TrainingSettings
+    from freetrain_parsl.executor.trainings import SharedSettings, Training
     from freetrain_parsl.planning import events as planner
     from freetrain_parsl.protocol.messages import RunEnded, RunReport, StoreRequest, ToSlot
     from freetrain_parsl.protocol.options import SessionOptions
@@ -55,7 +55,7 @@ class TrainingManager:
     Parameters
     ----------
     settings
-        See `TrainingSettings`.
+        See `SharedSettings`.
     registry
         The slots.
     send
@@ -74,7 +74,7 @@ class TrainingManager:
 
     def __init__(
         self,
-        settings: TrainingSettings,
+        settings: SharedSettings,
         *,
         registry: SlotRegistry,
         send: Callable[[str, ToSlot], object],

@@ -29,7 +29,7 @@ from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.payloads import pack_training
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
@@ -172,7 +172,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
         server=server,
         submitter=submitter,
         journal=Journal(directory / f"journal-{os.getpid()}.sqlite"),
-        training_settings=TrainingSettings(
+        shared_settings=SharedSettings(
             SessionOptions(
                 "chaos", checkpoint_root=plan.checkpoints, checkpoint_interval=timedelta(seconds=0.7), threads=1
             ),
