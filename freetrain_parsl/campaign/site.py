@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.htex.launch import Container
+    from freetrain_parsl.planning.policies import PolicyLike
     from freetrain_parsl.windows.base import WindowSource
 
 __all__ = ["NodeShape", "Site", "shipped_sites"]
@@ -406,13 +407,9 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         read = section.duration if item.type == "timedelta" else section.count
         values |= _given(**{item.name: read(item.name)})
     settings = planner.checked(PlannerSettings, **values)
-    policy, costs = trainings.text("policy"), trainings.section("rescale_costs")
-    if policy is not None:
-        from freetrain_parsl.planning.policies import resolve_policy
-
-        trainings.checked(resolve_policy, policy, key="policy")
+    costs = trainings.section("rescale_costs")
     executor = _given(
-        policy=policy,
+        policy=_read_policy(trainings),
         grace=trainings.duration("grace", positive=True),
         trainings=TrainingSettings(
             **_given(
@@ -435,6 +432,17 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
     for section in (planner, manners, trainings):
         section.done()
     return settings, executor
+
+
+def _read_policy(trainings: Section) -> PolicyLike | None:
+    name, objective = trainings.text("policy"), trainings.text("objective")
+    if name is None and objective is None:
+        return None
+    from freetrain_parsl.planning.policies import DEFAULT_POLICY, resolve_policy
+
+    name = name or DEFAULT_POLICY
+    trainings.checked(resolve_policy, name, key="policy")
+    return name if objective is None else trainings.checked(resolve_policy, name, objective, key="objective")
 
 
 def read_costs(section: Section) -> RescaleCosts:

@@ -16,6 +16,7 @@ from freetrain_parsl.planning.settings import PlannerSettings
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.yaml_file import Variables
+    from freetrain_parsl.planning.policies import PolicyLike
     from freetrain_parsl.windows.base import WindowSource
 
 ConfigOption = Annotated[
@@ -83,7 +84,7 @@ class ChosenSource:
     source: WindowSource
     title: str
     settings: PlannerSettings = field(default_factory=PlannerSettings)
-    policy: str = "milp"
+    policy: PolicyLike = "milp"
     costs: RescaleCosts = DEFAULT_COSTS
     least_interval: float = _LEAST_INTERVAL
     remark: str = ""

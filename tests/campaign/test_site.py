@@ -14,6 +14,8 @@ from freetrain_parsl.campaign.site import Site, shipped_sites
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput, UsageError
 from freetrain_parsl.planning.blocks.rules import least_walltime
+from freetrain_parsl.planning.objectives.base import CONTEXTUAL
+from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.windows.pbs.source import PbsWindowSource
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
@@ -196,6 +198,10 @@ def test_accelerators_may_have_names(no_commands: list[str]) -> None:
         ("system: slurm\nplanner: {max_pending_blocks: 1}", "unknown key 'planner.max_pending_blocks'"),
         ("system: slurm\nmanners: {poll_interval: 0 s}", "manners.poll_interval: must be longer than zero"),
         ("system: slurm\nmanners: {max_pending_blocks: 0}", "must be a whole number of at least 1"),
+        (
+            "system: slurm\ntrainings: {objective: x}",
+            "site.yaml:2: trainings.objective: .*unknown objective 'x'; available",
+        ),
         ("system: slurm\ntrainings: {policy: best}", "site.yaml:2: trainings.policy: .*unknown policy 'best'"),
         ("system: slurm\ntrainings: {rescale_costs: 5 s}", "trainings.rescale_costs: should be a mapping"),
         (
@@ -268,3 +274,11 @@ def test_a_python_or_container_that_cannot_be_started_is_refused(node: str, mess
     with pytest.raises(InvalidInput) as caught:
         site(f"system: slurm\nnode: {{{node}}}")
     assert message in str(caught.value)
+
+
+def test_an_objective_is_that_of_the_sites_policy(tmp_path: Path) -> None:
+    file = tmp_path / "site.yaml"
+    file.write_text("system: local\ntrainings: {objective: deadline}\n")
+    policy = Site.load(str(file), Variables()).executor_settings["policy"]
+    assert isinstance(policy, MilpPolicy)
+    assert policy._objective is CONTEXTUAL["deadline"]

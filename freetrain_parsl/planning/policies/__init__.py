@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.policies.window import WindowPolicy
 
-__all__ = ["POLICIES", "EqualSharePolicy", "MilpPolicy", "Policy", "PolicyLike", "WindowPolicy", "resolve_policy"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.planning.objectives.base import ObjectiveLike
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "EqualSharePolicy",
+    "MilpPolicy",
+    "Policy",
+    "PolicyLike",
+    "WindowPolicy",
+    "resolve_policy",
+]
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (EqualSharePolicy, MilpPolicy, WindowPolicy)}
 """Name -> class."""
 
 PolicyLike = str | Policy
 
+DEFAULT_POLICY = MilpPolicy.name
 
-def resolve_policy(policy: PolicyLike) -> Policy:
-    """Return the policy of this name with its defaults; a `Policy` object is returned as it is.
+
+def resolve_policy(policy: PolicyLike, objective: ObjectiveLike | None = None) -> Policy:
+    """Return the policy of this name; a `Policy` object is returned as it is.
+
+    Parameters
+    ----------
+    policy
+        A name, or an object, which has its objective already.
+    objective
+        What the policy of that name maximises; ``None``: its default.
 
     Raises
     ------
     InvalidSettings
-        There is no policy of this name, or it is not a `Policy`.
+        There is no policy or objective of this name, or it is not a `Policy`.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise InvalidSettings(f"unknown policy {policy!r}; available: {', '.join(sorted(POLICIES))}")
-        return POLICIES[policy]()
+        make: Callable[..., Policy] = POLICIES[policy]
+        return make() if objective is None else make(objective)
     if not isinstance(policy, Policy):
         raise InvalidSettings(f"a policy is a name or a Policy object, got {policy!r}")
     return policy
