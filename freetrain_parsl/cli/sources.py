@@ -140,6 +140,7 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
 
 
 def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
+    from freetrain_parsl.campaign.providers import make_window_source
     from freetrain_parsl.campaign.site import Site
 
     for name in ("system", "partition", "account", "qos", "constraint", "cluster"):
@@ -153,7 +154,7 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
     }
     partition = site.block.get("queue" if site.system == "pbs" else "partition")
     return ChosenSource(
-        site.window_source(),
+        make_window_source(site),
         f"site {site.name}, {_title(site.system, partition)}",
         settings=site.planner_settings,
         least_interval=0.0 if site.system == "local" else _LEAST_INTERVAL,

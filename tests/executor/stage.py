@@ -7,10 +7,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.journal import Entry, Journal, read_journal
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import Limits, Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.protocol.messages import (

@@ -20,10 +20,9 @@ from parsl.serialize import serialize
 
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training.machine import Limits, TrainingMachine
 from freetrain_parsl.executor.control.training.states import Abandoning, Waiting
 from freetrain_parsl.executor.control.training_manager import TrainingManager
-from freetrain_parsl.executor.trainings import Training, TrainingRequest, TrainingSettings
+from freetrain_parsl.executor.trainings import Limits, Training, TrainingRequest, TrainingSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, RunEnded, RunReport, StartRun, ToSlot
@@ -41,6 +40,8 @@ from freetrain_parsl.protocol.reports import (
 
 if TYPE_CHECKING:
     from random import Random
+
+    from freetrain_parsl.executor.control.training.machine import TrainingMachine
 
 NODES = ("n0", "n1", "n2", "n3")
 # Where the planner wants a and b; mostly a step from one to the next.

@@ -8,7 +8,7 @@ cannot change in place, is paused with a checkpoint and started again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts, TrainingCancelled
@@ -62,32 +62,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
     from freetrain_parsl.executor.control.training.states import Phase, State
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.trainings import Limits, TrainingRequest
     from freetrain_parsl.planning.model import RescaleCosts
 
-__all__ = ["Limits", "TrainingMachine"]
+__all__ = ["TrainingMachine"]
 
 _GATHER = 0.1  # seconds: the slots of a node rarely fail at the same instant
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Timeouts in seconds, and the number of restarts.
-
-    Parameters
-    ----------
-    peer_timeout
-        If all members only wait for each other for this long, their connections are broken. Also the time within which
-        members must end after a failure.
-    meeting_timeout
-        Time for which the members of a new group wait for each other.
-    max_restarts
-        Number of crashes, on nodes that were not taken, after which a training restarts without reaching a new step.
-    """
-
-    peer_timeout: float = 10.0
-    meeting_timeout: float = 60.0
-    max_restarts: int = 3
 
 
 class TrainingMachine:
@@ -283,7 +263,11 @@ class TrainingMachine:
         )
 
     def _explain_stall(self) -> None:
-        reason = "" if self._storage_problem else stall_reason(self, self._now)
+        reason = ""
+        if not self._storage_problem:
+            reason = stall_reason(
+                self.phase, self.participants, desired=self.desired, needed=self.request.min_nodes, now=self._now
+            )
         if reason != self._stall:
             self._stall = reason
             self._log(record.TrainingStalled(self.name, reason))
