@@ -139,6 +139,34 @@ def test_imports_for_type_checkers_and_inside_functions_are_seen(tmp_path):
     assert imports(module) == run_time | {"freetrain_parsl.errors"}
 
 
+def test_no_two_public_classes_share_a_name():
+    """One name means one thing; only the journal's records are named after what they record.
+
+    Their names are the kinds of the journal's entries, and other modules use them as ``record.NAME``.
+    """
+    homes: dict[str, list[str]] = {}
+    for name, module in NAMES.items():
+        if name == "freetrain_parsl.protocol.journal":
+            continue
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+    assert "Record" not in homes
+
+
+def test_records_of_the_journal_are_imported_under_the_name_record():
+    """No module imports a single record, whose name another class may have, too."""
+    taken = {
+        alias.name
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "freetrain_parsl.protocol.journal"
+        for alias in node.names
+    }
+    assert taken <= {"Record", "record_of"}
+
+
 @pytest.mark.parametrize("room", sorted(OUTSIDE))
 def test_rooms_keep_to_their_packages(room):
     """The planner is pure, training does not import Parsl, windows and storage use only the standard library."""
