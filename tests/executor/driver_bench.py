@@ -134,10 +134,10 @@ class FakeSlot:
         run, self.run = self.run, 0
         self.channel.send(RunEnded(self.training, run, RunFinished(Progress()), serialize(value)))
 
-    def pause(self) -> None:
+    def pause(self, reason: PauseReason = PauseReason.REQUESTED) -> None:
         """End the run with a saved state."""
         run, self.run = self.run, 0
-        self.channel.send(RunEnded(self.training, run, RunPaused(PauseReason.REQUESTED)))
+        self.channel.send(RunEnded(self.training, run, RunPaused(reason)))
 
     def die(self) -> None:
         """End like a process that was killed, which HTEX reports."""
