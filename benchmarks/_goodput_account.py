@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from freetrain_parsl.executor.journal import Entry
+    from freetrain_parsl.executor.journal import JournalEntry
     from freetrain_parsl.report.run import RunState
 
 Span = tuple[float, float]
@@ -75,7 +75,7 @@ class Account:
 
 def draw_up(
     run: RunState,
-    entries: Iterable[Entry],
+    entries: Iterable[JournalEntry],
     history: Sequence[Mapping[str, Any]],
     *,
     begin: float,
@@ -142,7 +142,7 @@ def _windows(history: Sequence[Mapping[str, Any]], begin: float, end: float) -> 
             free_from = max(free_from, stop)
 
 
-def _joined(entries: Iterable[Entry], end: float) -> dict[str, list[Span]]:
+def _joined(entries: Iterable[JournalEntry], end: float) -> dict[str, list[Span]]:
     """List the periods in which each node had slots."""
     joined: dict[str, list[Span]] = defaultdict(list)
     since: dict[str, float] = {}

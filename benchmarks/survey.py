@@ -21,7 +21,7 @@ from typing import Any
 from _report import report
 
 from freetrain_parsl.windows.availability_profile import NodeNeeds, find_windows
-from freetrain_parsl.windows.slurm.jobs import JobRecord, sort_jobs
+from freetrain_parsl.windows.slurm.jobs import SlurmJob, sort_jobs
 from freetrain_parsl.windows.slurm.json_parser import parse_json_jobs, parse_json_nodes
 from freetrain_parsl.windows.slurm.text_parser import parse_jobs, parse_nodes
 from freetrain_parsl.windows.state import BatchState, Partition, Scheduling
@@ -50,7 +50,7 @@ _NODE_TEXT = """NodeName={name} Arch=x86_64 CoresPerSocket=64
 """
 
 
-def make_cluster(nodes: int, jobs: int, seed: int = 1) -> tuple[list[tuple[str, bool]], list[JobRecord], list[str]]:
+def make_cluster(nodes: int, jobs: int, seed: int = 1) -> tuple[list[tuple[str, bool]], list[SlurmJob], list[str]]:
     """Make nodes (name, whether busy), jobs, and the ids of our jobs."""
     rng = random.Random(seed)
     names = [f"nid{index:06d}" for index in range(nodes)]
@@ -59,7 +59,7 @@ def make_cluster(nodes: int, jobs: int, seed: int = 1) -> tuple[list[tuple[str, 
     free = iter(names)
 
     def record(**values: Any) -> None:
-        base = JobRecord(
+        base = SlurmJob(
             str(1000 + len(records)),
             "regular",
             "PENDING",
@@ -101,7 +101,7 @@ def make_cluster(nodes: int, jobs: int, seed: int = 1) -> tuple[list[tuple[str, 
     return [(name, name in busy) for name in names], records, ours
 
 
-def as_text(nodes: list[tuple[str, bool]], jobs: list[JobRecord]) -> tuple[str, str]:
+def as_text(nodes: list[tuple[str, bool]], jobs: list[SlurmJob]) -> tuple[str, str]:
     """Format the output of squeue and scontrol."""
     lines = []
     for job in jobs:
@@ -118,7 +118,7 @@ def as_text(nodes: list[tuple[str, bool]], jobs: list[JobRecord]) -> tuple[str, 
     return "\n".join(lines) + "\n", "\n".join(blocks) + "\n"
 
 
-def as_json(nodes: list[tuple[str, bool]], jobs: list[JobRecord]) -> tuple[str, str]:
+def as_json(nodes: list[tuple[str, bool]], jobs: list[SlurmJob]) -> tuple[str, str]:
     """Format the output of Slurm 24.11 with ``--json``, padded to its length."""
 
     def number(value: float | None) -> dict[str, Any]:

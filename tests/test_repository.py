@@ -1,4 +1,4 @@
-"""The repository as a whole: versions agree, imports are layered, nothing is missing."""
+"""The repository as a whole: versions agree, imports are layered and without cycles, nothing is missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import stat
 import sys
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import requires, version
 from pathlib import Path
 
@@ -17,7 +18,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "freetrain_parsl"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Subpackage -> subpackages that it may import at run time. Each may import errors and itself.
+
+def name_of(module: Path) -> str:
+    """Return the dotted name by which a module is imported."""
+    return ".".join(module.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+NAMES = {name_of(module): module for module in MODULES}
+
+# Subpackage -> subpackages that it may import, for type checkers too. Each may import errors and itself.
 ROOMS = {
     "planning": set(),
     "protocol": set(),
@@ -66,13 +75,13 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def imports(module: Path) -> set[str]:
-    """Return the names of the modules that a module imports at run time, including inside functions."""
+def imports(module: Path, *, for_type_checkers: bool = True) -> set[str]:
+    """Return the names of the modules that a module imports, including inside functions and ``if TYPE_CHECKING``."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(module.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
-        if _is_type_checking(node):
+        if _is_type_checking(node) and not for_type_checkers:
             assert isinstance(node, ast.If)
             waiting.extend(node.orelse)
             continue
@@ -80,7 +89,8 @@ def imports(module: Path) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
-            found.add(node.module or "")
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(name if name in NAMES else node.module for name in inside)
         waiting.extend(ast.iter_child_nodes(node))
     return found
 
@@ -91,7 +101,8 @@ def rooms_imported(module: Path) -> set[str]:
 
 
 def packages_imported(module: Path) -> set[str]:
-    first = {name.partition(".")[0] for name in imports(module)}
+    """Return the external packages that a module imports at run time."""
+    first = {name.partition(".")[0] for name in imports(module, for_type_checkers=False)}
     return first - {"freetrain_parsl", "__future__", *sys.stdlib_module_names}
 
 
@@ -102,6 +113,58 @@ def test_imports_run_one_way(room):
     assert modules
     wrong = {m.name: extra for m in modules if (extra := rooms_imported(m) - ROOMS[room])}
     assert wrong == {}
+
+
+def test_no_modules_import_each_other():
+    """The imports have no cycle, not even one through imports for type checkers or inside functions.
+
+    A type that two modules need belongs in a third. That importing a module imports its packages does not count.
+    """
+    graph = {name: imports(module) & NAMES.keys() - {name} for name, module in NAMES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def test_imports_for_type_checkers_and_inside_functions_are_seen(tmp_path):
+    """All kinds of imports are found: of a module, from a module, and of a module from its package."""
+    module = tmp_path / "module.py"
+    module.write_text(
+        "if TYPE_CHECKING:\n    from freetrain_parsl.errors import UsageError\n"
+        "def function():\n    from freetrain_parsl.planning import model\n    import freetrain_parsl.app\n"
+    )
+    run_time = {"freetrain_parsl.planning.model", "freetrain_parsl.app"}
+    assert imports(module, for_type_checkers=False) == run_time
+    assert imports(module) == run_time | {"freetrain_parsl.errors"}
+
+
+def test_no_two_public_classes_share_a_name():
+    """One name means one thing; only the journal's records are named after what they record.
+
+    Their names are the kinds of the journal's entries, and other modules use them as ``record.NAME``.
+    """
+    homes: dict[str, list[str]] = {}
+    for name, module in NAMES.items():
+        if name == "freetrain_parsl.protocol.journal":
+            continue
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+    assert "Record" not in homes
+
+
+def test_records_of_the_journal_are_imported_under_the_name_record():
+    """No module imports a single record, whose name another class may have, too."""
+    taken = {
+        alias.name
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "freetrain_parsl.protocol.journal"
+        for alias in node.names
+    }
+    assert taken <= {"Record", "record_of"}
 
 
 @pytest.mark.parametrize("room", sorted(OUTSIDE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.campaign.providers import make_window_source
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def remove_orphans(
     store: RunStore,
     tell: Callable[[str], None],
     *,
+    make_source: Callable[[Site], WindowSource] = make_window_source,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, str]:
@@ -53,7 +55,7 @@ def remove_orphans(
     if not prefixes or not site.outlives_driver:
         return {}
     try:
-        source = site.window_source()
+        source = make_source(site)
     except ClusterGone:
         tell("the cluster of this run is gone, and all jobs with it")
         return {}

@@ -1,10 +1,11 @@
-"""Make Parsl's provider and the window source for a site's batch system."""
+"""Make Parsl's provider, the window source and the executor of a site."""
 
 from __future__ import annotations
 
 import math
 import os
 import shlex
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,31 @@ if TYPE_CHECKING:
     from parsl.providers.base import ExecutionProvider
 
     from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["driver_address", "make_provider", "make_window_source"]
+__all__ = ["make_executor", "make_provider", "make_window_source"]
 
 _COMMAND_TIMEOUT = timedelta(seconds=60)  # Parsl's own 10 s for Slurm is too short for a busy scheduler
 
 
 def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path | None = None) -> ExecutionProvider:
-    """See `Site.provider`."""
+    """Make the Parsl provider that submits a site's blocks.
+
+    Parameters
+    ----------
+    site
+        Its batch system and its request for nodes.
+    import_paths
+        Directories from which the nodes import modules.
+    run_dir
+        Used by the driver's own embedded cluster.
+
+    Raises
+    ------
+    UsageError
+        Parsl rejects the keys.
+    """
     worker_init = "\n".join(filter(None, [_export_paths(import_paths), site.block.get("worker_init")]))
     if site.system == "local":
         from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
@@ -71,7 +88,13 @@ def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path |
 
 
 def make_window_source(site: Site) -> WindowSource:
-    """See `Site.window_source`. No provider is made: Slurm's runs `sacct` in its constructor."""
+    """Make the window source of a site's batch system, without Parsl: its Slurm provider runs `sacct` when made.
+
+    Raises
+    ------
+    ClusterGone
+        It is an embedded cluster that is not running.
+    """
     if site.system == "local":
         from freetrain_parsl.cluster.client import ClusterClient
         from freetrain_parsl.cluster.window_source import LocalWindowSource
@@ -102,7 +125,52 @@ def make_window_source(site: Site) -> WindowSource:
     )
 
 
-def driver_address(interface: str, file: str) -> str:
+def make_executor(
+    site: Site, *, run_dir: Path | None = None, run_id: str | None = None, import_paths: Sequence[Path] = ()
+) -> FreeTrainExecutor:
+    """Make the executor; Parsl starts it.
+
+    Parameters
+    ----------
+    site
+        Its settings.
+    run_dir
+        Default location of checkpoints.
+    run_id
+        Part of its job names.
+    import_paths
+        Directories from which the nodes import modules.
+
+    Raises
+    ------
+    UsageError, CheckpointError
+        It rejects the settings.
+    """
+    from freetrain_parsl.executor.executor import FreeTrainExecutor
+
+    settings = dict(site.executor_settings)
+    if site.driver_interface is not None:
+        settings["address"] = _driver_address(site.driver_interface, site.file)
+    accelerators = site.node.accelerators
+    container = site.node.container
+    if container is not None and import_paths:
+        container = replace(container, binds=(*map(str, import_paths), *container.binds))
+    checkpoints = site.checkpoint_dir or (None if run_dir is None else run_dir / "checkpoints")
+    return FreeTrainExecutor(
+        provider=make_provider(site, import_paths, run_dir),
+        windows=None if site.system == "local" else make_window_source(site),
+        planner=site.planner_settings,
+        checkpoint_dir=checkpoints,
+        slots_per_node=site.node.slots,
+        available_accelerators=accelerators if isinstance(accelerators, int) else list(accelerators),
+        node_python=site.node.python,
+        container=container,
+        job_tag=run_id,
+        **settings,
+    )
+
+
+def _driver_address(interface: str, file: str) -> str:
     """Return the address of a network interface of this host, preferably IPv4.
 
     Raises

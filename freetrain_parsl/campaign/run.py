@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
+from freetrain_parsl.campaign.providers import make_executor, make_window_source
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
@@ -67,7 +68,7 @@ def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
             f"{site.name} requires for checkpoints; set another checkpoints.directory"
         )
     if site.outlives_driver:
-        site.window_source().check(least_walltime(site.planner_settings.in_seconds()))
+        make_window_source(site).check(least_walltime(site.planner_settings.in_seconds()))
 
 
 def find_run(directory: Path | None) -> Path:
@@ -258,8 +259,11 @@ class CampaignRun:
         import parsl
         from parsl.config import Config
 
-        executor = self.site.executor(
-            run_dir=self.directory, run_id=self.store.fact("run_id"), import_paths=self.campaign.import_paths
+        executor = make_executor(
+            self.site,
+            run_dir=self.directory,
+            run_id=self.store.fact("run_id"),
+            import_paths=self.campaign.import_paths,
         )
         config = Config(
             executors=[executor],

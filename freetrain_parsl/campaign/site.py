@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,10 @@ from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from parsl.providers.base import ExecutionProvider
-
-    from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.planning.policies import PolicyLike
-    from freetrain_parsl.windows.base import WindowSource
 
 __all__ = ["NodeShape", "Site", "shipped_sites"]
 
@@ -174,80 +170,6 @@ class Site:
     def outlives_driver(self) -> bool:
         """Whether the batch system outlives the driver: all except the driver's own embedded cluster."""
         return self.system != "local" or "cluster" in self.block
-
-    def provider(self, import_paths: Sequence[Path] = (), run_dir: Path | None = None) -> ExecutionProvider:
-        """Make the Parsl provider that submits this site's blocks.
-
-        Parameters
-        ----------
-        import_paths
-            Directories from which the nodes import modules.
-        run_dir
-            Used by the driver's own embedded cluster.
-
-        Raises
-        ------
-        UsageError
-            Parsl rejects the keys.
-        """
-        from freetrain_parsl.campaign.providers import make_provider
-
-        return make_provider(self, import_paths, run_dir)
-
-    def window_source(self) -> WindowSource:
-        """Make the window source of the site's batch system, without Parsl.
-
-        Raises
-        ------
-        ClusterGone
-            It is an embedded cluster that is not running.
-        """
-        from freetrain_parsl.campaign.providers import make_window_source
-
-        return make_window_source(self)
-
-    def executor(
-        self, *, run_dir: Path | None = None, run_id: str | None = None, import_paths: Sequence[Path] = ()
-    ) -> FreeTrainExecutor:
-        """Make the executor; Parsl starts it.
-
-        Parameters
-        ----------
-        run_dir
-            Default location of checkpoints.
-        run_id
-            Part of its job names.
-        import_paths
-            Directories from which the nodes import modules.
-
-        Raises
-        ------
-        UsageError, CheckpointError
-            It rejects the settings.
-        """
-        from freetrain_parsl.campaign.providers import driver_address
-        from freetrain_parsl.executor.executor import FreeTrainExecutor
-
-        settings = dict(self.executor_settings)
-        if self.driver_interface is not None:
-            settings["address"] = driver_address(self.driver_interface, self.file)
-        accelerators = self.node.accelerators
-        container = self.node.container
-        if container is not None and import_paths:
-            container = replace(container, binds=(*map(str, import_paths), *container.binds))
-        checkpoints = self.checkpoint_dir or (None if run_dir is None else run_dir / "checkpoints")
-        return FreeTrainExecutor(
-            provider=self.provider(import_paths, run_dir),
-            windows=None if self.system == "local" else self.window_source(),
-            planner=self.planner_settings,
-            checkpoint_dir=checkpoints,
-            slots_per_node=self.node.slots,
-            available_accelerators=accelerators if isinstance(accelerators, int) else list(accelerators),
-            node_python=self.node.python,
-            container=container,
-            job_tag=run_id,
-            **settings,
-        )
 
 
 def shipped_sites() -> dict[str, Path]:

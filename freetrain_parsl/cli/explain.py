@@ -37,7 +37,7 @@ from freetrain_parsl.windows.slurm.hostlist import compress_hosts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from freetrain_parsl.cli.preview import Answer
+    from freetrain_parsl.cli.preview import PlannerAnswer
     from freetrain_parsl.planning.explain import Verdict
 
 _REASONS_SHOWN = 12
@@ -84,7 +84,7 @@ def runs_here() -> Iterator[str]:
             yield f"{directory}: {failed.sentence(time.time())}"
 
 
-def explanation_figures(answer: Answer) -> dict[str, Any]:
+def explanation_figures(answer: PlannerAnswer) -> dict[str, Any]:
     """Describe verdicts for JSON."""
     return {
         "time": answer.survey.time,
@@ -97,7 +97,7 @@ def explanation_figures(answer: Answer) -> dict[str, Any]:
     }
 
 
-def print_explanation(console: Console, answer: Answer, title: str, most: int | None) -> None:
+def print_explanation(console: Console, answer: PlannerAnswer, title: str, most: int | None) -> None:
     """Print one sentence per window, then the `most` frequent reasons why nodes are in no window."""
     when = time.strftime("%H:%M:%S", time.localtime(answer.survey.time))
     verdicts = answer.explanation.verdicts

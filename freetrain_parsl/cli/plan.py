@@ -32,7 +32,7 @@ from freetrain_parsl.cli.windows import NARROW, format_closing, format_duration,
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from freetrain_parsl.cli.preview import Answer
+    from freetrain_parsl.cli.preview import PlannerAnswer
     from freetrain_parsl.planning.preview import Preview, Share
 
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False}
@@ -64,7 +64,7 @@ def plan(
             print_plan(Console(), answer, chosen.title)
 
 
-def plan_figures(answer: Answer) -> dict[str, Any]:
+def plan_figures(answer: PlannerAnswer) -> dict[str, Any]:
     """Describe the plan for JSON; times in seconds, timestamps since the epoch."""
     preview = answer.explanation.plan
     blocks = [
@@ -98,7 +98,7 @@ def plan_figures(answer: Answer) -> dict[str, Any]:
     }
 
 
-def print_plan(console: Console, answer: Answer, title: str) -> None:
+def print_plan(console: Console, answer: PlannerAnswer, title: str) -> None:
     """Print one row per block, and their total gain."""
     plan, now = answer.explanation.plan, answer.survey.time
     when = time.strftime("%H:%M:%S", time.localtime(now))

@@ -32,7 +32,7 @@ _TICK = 1e-6  # seconds
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlannerAnswer:
     """A survey of the batch system and the planner's decision on it.
 
     Parameters
@@ -50,7 +50,7 @@ class Answer:
     notes: tuple[str, ...]
 
 
-def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables) -> Answer:
+def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables) -> PlannerAnswer:
     """Query the batch system once, and ask the planner what it would do now.
 
     Parameters
@@ -99,7 +99,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
             for trainer in trainers
             if trainer.min_nodes > survey.nodes
         ]
-    return Answer(survey, explanation, (*notes, *survey.notes))
+    return PlannerAnswer(survey, explanation, (*notes, *survey.notes))
 
 
 def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]:

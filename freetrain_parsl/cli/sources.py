@@ -141,6 +141,7 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
 
 
 def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
+    from freetrain_parsl.campaign.providers import make_window_source
     from freetrain_parsl.campaign.site import Site
 
     for name in ("system", "partition", "account", "qos", "constraint", "cluster"):
@@ -149,7 +150,7 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
     site = Site.load(str(options.config), variables)
     partition = site.block.get("queue" if site.system == "pbs" else "partition")
     return ChosenSource(
-        site.window_source(),
+        make_window_source(site),
         f"site {site.name}, {_title(site.system, partition)}",
         settings=site.planner_settings,
         policy=site.executor_settings.get("policy", ChosenSource.policy),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.cluster import processes
 from freetrain_parsl.cluster.accounting import MainRecord, Usage
-from freetrain_parsl.cluster.scheduling import Job, Preempt, Scheduler, Start
+from freetrain_parsl.cluster.scheduling import Job, PreemptJob, Scheduler, StartJob
 from freetrain_parsl.errors import InvalidSettings
 
 if TYPE_CHECKING:
@@ -270,14 +270,14 @@ class BatchSystem:
         while actions := self.scheduler.schedule(now):
             for action in actions:
                 record = self.records[action.job.id]
-                if isinstance(action, Start):
+                if isinstance(action, StartJob):
                     self._start(record, action, now)
-                elif isinstance(action, Preempt):
+                elif isinstance(action, PreemptJob):
                     self._stop(record, JobState.PREEMPTED, f"main job {action.needed_by} needs its nodes", now)
 
     # -- life cycle ------------------------------------------------------------------------------------------
 
-    def _start(self, record: JobRecord, action: Start, now: float) -> None:
+    def _start(self, record: JobRecord, action: StartJob, now: float) -> None:
         job_id = record.job.id
         record.state, record.start, record.nodes = JobState.RUNNING, now, action.nodes
         record.occupied = set(action.nodes)

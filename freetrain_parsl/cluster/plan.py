@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reservation:
+class PlannedStart:
     """A planned start of a pending job."""
 
     job_id: str
@@ -60,7 +60,7 @@ class Plan:
         self._soft = sorted(soft_releases, reverse=True)
         self._starts: list[tuple[int, float, float]] = []  # (count, walltime, start) of the jobs planned so far
 
-    def reserve(self, job_id: str, count: int, walltime: float) -> Reservation:
+    def reserve(self, job_id: str, count: int, walltime: float) -> PlannedStart:
         """Plan a job after all previously planned ones; `count` must not exceed the cluster."""
         times, free = self._times, self._free
         first, candidates = self._earliest(count, walltime)
@@ -75,7 +75,7 @@ class Plan:
             free[slot] &= ~nodes
             self._counts[slot] -= count
         self._starts.append((count, walltime, start))
-        return Reservation(job_id, start, nodes)
+        return PlannedStart(job_id, start, nodes)
 
     def closings(self, nodes: int) -> list[tuple[float | None, int]]:
         """List when the plan first needs each of `nodes`, earliest first; ``None`` for never."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.cluster.nodesets import NodeNames, take_from
-from freetrain_parsl.cluster.plan import Plan, Reservation
+from freetrain_parsl.cluster.plan import Plan, PlannedStart
 from freetrain_parsl.errors import InvalidSettings
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartJob:
     """Start `job` now on these nodes, which are free."""
 
     job: Job
@@ -77,14 +77,14 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Preempt:
+class PreemptJob:
     """Terminate this preemptible job now: the main job `needed_by` gets some of its nodes."""
 
     job: Job
     needed_by: str
 
 
-Action = Start | Preempt
+Action = StartJob | PreemptJob
 
 
 @dataclass
@@ -210,7 +210,7 @@ class Scheduler:
                 self._ends.remove((holding.end, holding.order, holding))
                 holding.started, holding.start, holding.end = True, now, now + holding.job.walltime
                 insort(self._ends, (holding.end, holding.order, holding))
-                actions.append(Start(holding.job, self.names.to_names(holding.nodes)))
+                actions.append(StartJob(holding.job, self.names.to_names(holding.nodes)))
         if self._preemptible_queue and self._idle:
             self._schedule_preemptible(now, actions)
         return actions
@@ -278,7 +278,7 @@ class Scheduler:
             victim = self._victim(missing)
             victim.ending = True
             victim.end = min(victim.end, now)
-            actions.append(Preempt(victim.job, job.id))
+            actions.append(PreemptJob(victim.job, job.id))
             nodes |= take_from(missing, victim.nodes)
         self._order += 1
         holding = _Holding(job, nodes, now, now + job.walltime, self._order)
@@ -289,7 +289,7 @@ class Scheduler:
             holding.started = False
             self._promised[job.id] = holding
         else:
-            actions.append(Start(job, self.names.to_names(nodes)))
+            actions.append(StartJob(job, self.names.to_names(nodes)))
 
     def _victim(self, missing: int) -> _Holding:
         """Choose a job to preempt: the smallest sufficient one, else the largest; the youngest among equals."""
@@ -318,7 +318,7 @@ class Scheduler:
             self._order += 1
             self._preemptible[job.id] = _Holding(job, nodes, now, now + job.walltime, self._order)
             self._preemptible_nodes |= nodes
-            actions.append(Start(job, self.names.to_names(nodes)))
+            actions.append(StartJob(job, self.names.to_names(nodes)))
         self._preemptible_queue = waiting
 
     # -- state -----------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class Scheduler:
             for name in self.names.to_names(nodes)
         }
 
-    def _plan(self, now: float) -> tuple[Plan, list[Reservation]]:
+    def _plan(self, now: float) -> tuple[Plan, list[PlannedStart]]:
         plan = Plan(
             now,
             self.names.all & ~self._main_nodes,

@@ -33,7 +33,6 @@ from freetrain_parsl.executor.batch.submitter import BlockRefused, JobSubmitter,
 from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.plain_tasks import Task
 from freetrain_parsl.executor.control.slot_server import SlotServer
-from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
@@ -42,7 +41,7 @@ from freetrain_parsl.executor.packing import pack_or_refuse
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
+from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Entry", "Journal", "read_journal", "read_progress"]
+__all__ = ["Journal", "JournalEntry", "read_journal", "read_progress"]
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
@@ -47,7 +47,7 @@ CREATE TABLE IF NOT EXISTS progress (
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One row: at `time` (seconds since the epoch), an event of `kind` happened to `subject`."""
 
     time: float
@@ -151,13 +151,13 @@ class Journal:
             )
 
 
-def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, Entry]]:
+def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, JournalEntry]]:
     """Yield (id, entry) pairs with an id greater than `after`, in order."""
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         rows = database.execute("SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,))
         for number, time, kind, subject, detail in rows:
-            yield number, Entry(time, kind, subject, json.loads(detail))
+            yield number, JournalEntry(time, kind, subject, json.loads(detail))
     finally:
         database.close()
 

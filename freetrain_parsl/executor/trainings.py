@@ -8,7 +8,6 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.planning.model import RescaleCosts, Trainer
 from freetrain_parsl.protocol.options import SessionOptions
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
-__all__ = ["SharedSettings", "Training", "TrainingRequest"]
+__all__ = ["Limits", "SharedSettings", "Training", "TrainingRequest"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,26 @@ def session_options(name: str, **options: Any) -> SessionOptions:
         return SessionOptions(name, **options)
     except InvalidSettings as error:
         raise InvalidTrainer(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts in seconds, and the number of restarts.
+
+    Parameters
+    ----------
+    peer_timeout
+        If all members only wait for each other for this long, their connections are broken. Also the time within which
+        members must end after a failure.
+    meeting_timeout
+        Time for which the members of a new group wait for each other.
+    max_restarts
+        Number of crashes, on nodes that were not taken, after which a training restarts without reaching a new step.
+    """
+
+    peer_timeout: float = 10.0
+    meeting_timeout: float = 60.0
+    max_restarts: int = 3
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import check_meshes, is_sharded
-from freetrain_parsl.training.checkpoints.state import Stateful, TrainingState
+from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
@@ -92,7 +92,7 @@ class Runtime:
         self.unwinding: PauseReason | None = None
         self.checkpoint_manager = CheckpointManager(options, lambda: self.group)
         self.batch_runner: BatchRunner | None = None
-        self._state = TrainingState(
+        self._state = SessionState(
             options.seed,
             lambda: (
                 self.checkpoint_manager.newest.path if self.checkpoint_manager.newest else self.checkpoint_manager.path

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.format import check_restorable
-from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset
+from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
 from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.data.sampler import check_sampler, parts_of
+from freetrain_parsl.training.data.sampler import check_sampler
 from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from parsl.launchers import MpiExecLauncher, SingleNodeLauncher, SrunLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 
 from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, Manners, RescaleCosts, TrainingSettings
+from freetrain_parsl.campaign.providers import make_executor, make_provider, make_window_source
 from freetrain_parsl.campaign.site import Site, shipped_sites
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput, UsageError
@@ -45,10 +46,10 @@ def test_every_shipped_site_makes_a_provider_and_a_window_source(name: str, no_c
         "local": (EmbeddedClusterProvider, None),
     }
     provider, source = kinds[read.system]
-    assert isinstance(read.provider(), provider)
+    assert isinstance(make_provider(read), provider)
     if source is not None:
         before = list(no_commands)
-        assert isinstance(read.window_source(), source)
+        assert isinstance(make_window_source(read), source)
         assert no_commands == before, "a window source runs no command until it is queried"
     planner = read.planner_settings.in_seconds()
     assert least_walltime(planner) < planner.max_walltime
@@ -89,7 +90,7 @@ checkpoints: {directory: /scratch/me, interval: 5 min, least_free: 2 GB}
 
 def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
     read = site(SLURM)
-    provider = read.provider([Path("/apps dir")])
+    provider = make_provider(read, [Path("/apps dir")])
     assert (provider.partition, provider.account, provider.qos, provider.constraint) == (
         "gpu",
         "abc",
@@ -128,7 +129,7 @@ def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
 
 
 def test_an_executor_is_made_of_it(no_commands: list[str], tmp_path: Path) -> None:
-    executor = site(SLURM.replace("/scratch/me", str(tmp_path))).executor(run_dir=tmp_path / "run", run_id="r1")
+    executor = make_executor(site(SLURM.replace("/scratch/me", str(tmp_path))), run_dir=tmp_path / "run", run_id="r1")
     assert executor.job_prefix == "freetrain.freetrain.r1."
     assert executor.checkpoint_dir == tmp_path
     assert (executor.slots_per_node, executor.available_accelerators, executor.manners.max_refusals) == (
@@ -140,31 +141,31 @@ def test_an_executor_is_made_of_it(no_commands: list[str], tmp_path: Path) -> No
 
 
 def test_checkpoints_go_to_the_run_directory_unless_the_site_says_otherwise(tmp_path: Path) -> None:
-    assert site("system: local").executor(run_dir=tmp_path).checkpoint_dir == tmp_path / "checkpoints"
+    assert make_executor(site("system: local"), run_dir=tmp_path).checkpoint_dir == tmp_path / "checkpoints"
 
 
 def test_pbs_asks_for_gpus_and_memory_of_the_node_once() -> None:
     text = "system: pbs\nblock: {queue: q, launcher_bind: --cpu-bind, launcher_overrides: --ppn 1%s}\n"
     node = "node: {cores: 32, gpus: 4, memory: 64 GiB}"
-    provider = site(text % "" + node).provider()
+    provider = make_provider(site(text % "" + node))
     assert provider.select_options == "ngpus=4:mem=65536mb"
     assert isinstance(provider.launcher, MpiExecLauncher)
     assert (provider.launcher.bind_cmd, provider.launcher.overrides) == ("--cpu-bind", "--ppn 1")
-    assert site(text % ", select_options: 'ngpus=2:mem=1gb'" + node).provider().select_options == "ngpus=2:mem=1gb"
+    assert make_provider(site(text % ", select_options: 'ngpus=2:mem=1gb'" + node)).select_options == "ngpus=2:mem=1gb"
 
 
 def test_windows_may_be_asked_for_elsewhere_than_blocks_are_submitted(no_commands: list[str]) -> None:
     read = site("system: pbs\nblock: {queue: prod, windows_in: tiny}")
-    source = read.window_source()
+    source = make_window_source(read)
     assert isinstance(source, PbsWindowSource)
-    assert (read.provider().queue, source.queue) == ("prod", "tiny")
+    assert (make_provider(read).queue, source.queue) == ("prod", "tiny")
 
 
 def test_accelerators_may_have_names(no_commands: list[str]) -> None:
     read = site("system: slurm\nnode: {accelerators: ['0.0', '0.1', 2]}\nblock: {launcher: single}")
     assert read.node.accelerators == ("0.0", "0.1", "2")
     assert read.node.slots == 3
-    assert isinstance(read.provider().launcher, SingleNodeLauncher)
+    assert isinstance(make_provider(read).launcher, SingleNodeLauncher)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_a_mistake_is_one_line_with_file_line_and_key(text: str, message: str) -
 def test_a_missing_interface_of_this_host_is_refused(tmp_path: Path) -> None:
     read = site("system: local\nnetwork: {driver_interface: nonexistent0}")
     with pytest.raises(InvalidInput, match="this host has no interface 'nonexistent0' with an address; it has"):
-        read.executor(run_dir=tmp_path)
+        make_executor(read, run_dir=tmp_path)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_python_and_container_reach_the_executor_with_the_directories_of_the_app
     )
     assert (read.node.python, read.node.container.options) == ("python3.11", ("--nv",))
     if system == "local":
-        executor = read.executor(run_dir=tmp_path, import_paths=[Path("/my/apps")])
+        executor = make_executor(read, run_dir=tmp_path, import_paths=[Path("/my/apps")])
         assert executor.node_python == "python3.11"
         assert executor.container.words() == [
             *("singularity", "exec", "--nv", "--bind=/my/apps", "--bind=/data:/d:ro", "/i/torch.sif"),

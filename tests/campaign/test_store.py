@@ -28,7 +28,6 @@ from freetrain_parsl.errors import (
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -204,9 +203,6 @@ class _Queue:
 class _Site:
     outlives_driver = True
 
-    def __init__(self, source: Callable[[], object]) -> None:
-        self.window_source = source
-
 
 def _run_with_two_drivers(store: RunStore) -> RunStore:
     for label in ("one", "two"):
@@ -222,7 +218,12 @@ def test_orphans_of_all_drivers_are_ended_and_jobs_of_others_are_not(store: RunS
     )
     told: list[str] = []
     ended = remove_orphans(
-        _Site(lambda: queue), _run_with_two_drivers(store), told.append, clock=clock, sleep=clock.sleep
+        _Site(),
+        _run_with_two_drivers(store),
+        told.append,
+        make_source=lambda _: queue,
+        clock=clock,
+        sleep=clock.sleep,
     )
     assert ended == {"1": "freetrain.one.r.block-0", "2": "freetrain.two.r.block-3"}
     assert queue.cancelled == [["1", "2"]]
@@ -233,19 +234,26 @@ def test_orphans_of_all_drivers_are_ended_and_jobs_of_others_are_not(store: RunS
 def test_jobs_that_do_not_end_are_told_instead_of_a_second_driver_beside_them(store: RunStore, clock: _Clock) -> None:
     queue = _Queue({"1": "freetrain.one.r.block-0"}, slow=10**6)
     with pytest.raises(BatchSystemError, match="jobs 1 were cancelled and are still there after 300 s"):
-        remove_orphans(_Site(lambda: queue), _run_with_two_drivers(store), str, clock=clock, sleep=clock.sleep)
+        remove_orphans(
+            _Site(),
+            _run_with_two_drivers(store),
+            str,
+            make_source=lambda _: queue,
+            clock=clock,
+            sleep=clock.sleep,
+        )
 
 
 def test_a_run_that_never_submitted_asks_nobody_and_a_cluster_that_is_gone_has_no_jobs(
     store: RunStore, clock: _Clock
 ) -> None:
-    def gone() -> object:
+    def gone(_: object) -> object:
         raise ClusterGone("no embedded cluster 'x' is running")
 
     told: list[str] = []
-    assert remove_orphans(_Site(gone), store, told.append, clock=clock, sleep=clock.sleep) == {}
+    assert remove_orphans(_Site(), store, told.append, make_source=gone) == {}
     assert told == []
-    assert remove_orphans(_Site(gone), _run_with_two_drivers(store), told.append) == {}
+    assert remove_orphans(_Site(), _run_with_two_drivers(store), told.append, make_source=gone) == {}
     assert told == ["the cluster of this run is gone, and all jobs with it"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.cluster.plan import Plan
-from freetrain_parsl.cluster.scheduling import Job, Preempt, Scheduler, Start, simulate
+from freetrain_parsl.cluster.scheduling import Job, PreemptJob, Scheduler, StartJob, simulate
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import InvalidSettings
 
@@ -110,7 +110,7 @@ class Simulation:
         while actions := self.scheduler.schedule(now):
             for action in actions:
                 self.log.append((now, action))
-                if isinstance(action, Preempt):
+                if isinstance(action, PreemptJob):
                     assert action.job.preemptible
                     if self.vanish:
                         heapq.heappush(self.events, (now + self.vanish, 0, action.job.id))
@@ -120,7 +120,7 @@ class Simulation:
                     self.start(now, action)
         self.check_promise(now)
 
-    def start(self, now: float, action: Start) -> None:
+    def start(self, now: float, action: StartJob) -> None:
         assert len(set(action.nodes)) == action.job.nodes
         for node in action.nodes:
             assert node not in self.owners, "a node in two jobs"
@@ -272,7 +272,7 @@ class TestPreemption:
 
     def preempted(self, scheduler: Scheduler, nodes: int) -> list[str]:
         scheduler.submit(Job("main", nodes, 10))
-        return [action.job.id for action in scheduler.schedule(1) if isinstance(action, Preempt)]
+        return [action.job.id for action in scheduler.schedule(1) if isinstance(action, PreemptJob)]
 
     def test_idle_nodes_are_taken_first(self):
         assert self.preempted(self.scheduler(), 1) == []
@@ -292,7 +292,7 @@ class TestPreemption:
         assert scheduler.schedule(3) == []
         scheduler.released("wide", "n02")
         (start,) = scheduler.schedule(4)  # it needs no third node of the preempted job
-        assert start == Start(Job("main", 3, 10), ("n01", "n02", "n05"))
+        assert start == StartJob(Job("main", 3, 10), ("n01", "n02", "n05"))
 
     def test_nodes_that_are_being_emptied_are_taken_before_anybody_is_driven_out(self):
         scheduler = self.scheduler()

@@ -13,7 +13,7 @@ from parsl.serialize import serialize
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
-from freetrain_parsl.executor.journal import Entry, Journal, read_journal
+from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -135,10 +135,10 @@ class FakeSlot:
         run, self.run = self.run, 0
         self.channel.send(RunEnded(self.training, run, RunFinished(Progress()), serialize(value)))
 
-    def pause(self) -> None:
+    def pause(self, reason: PauseReason = PauseReason.REQUESTED) -> None:
         """End the run with a saved state."""
         run, self.run = self.run, 0
-        self.channel.send(RunEnded(self.training, run, RunPaused(PauseReason.REQUESTED)))
+        self.channel.send(RunEnded(self.training, run, RunPaused(reason)))
 
     def die(self) -> None:
         """End like a process that was killed, which HTEX reports."""
@@ -258,11 +258,11 @@ class DriverBench:
         """Return the driver's blocks."""
         return list(self.driver._registry.blocks.values())
 
-    def history(self) -> list[Entry]:
+    def history(self) -> list[JournalEntry]:
         """Return the journal so far."""
         return [entry for _, entry in read_journal(self.journal_path)]
 
-    def entry(self, kind: str, limit: float = 60.0) -> Entry:
+    def entry(self, kind: str, limit: float = 60.0) -> JournalEntry:
         """Wait for an entry of the journal."""
-        entry: Entry = wait_for(lambda: next((e for e in self.history() if e.kind == kind), None), kind, limit)
+        entry: JournalEntry = wait_for(lambda: next((e for e in self.history() if e.kind == kind), None), kind, limit)
         return entry

@@ -7,10 +7,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.control.training_manager import TrainingManager
-from freetrain_parsl.executor.journal import Entry, Journal, read_journal
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
+from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
+from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.protocol.messages import (
@@ -192,11 +191,11 @@ class Stage:
         number: int = self.fragments("started")[-1].detail["generation"]
         return number
 
-    def fragments(self, what: str = "ended") -> list[Entry]:
+    def fragments(self, what: str = "ended") -> list[JournalEntry]:
         """Return entries of the journal."""
         return [entry for _, entry in self.history() if entry.kind == f"fragment_{what}"]
 
-    def history(self) -> list[tuple[int, Entry]]:
+    def history(self) -> list[tuple[int, JournalEntry]]:
         """Return the journal."""
         self.journal.commit()
         return list(read_journal(self.journal.path))

@@ -5,366 +5,246 @@ from __future__ import annotations
 import errno
 import subprocess
 import threading
-import time
-from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.errors import BatchSystemError, ClusterGone
-from freetrain_parsl.executor.batch.providers import BlockSpec
-from freetrain_parsl.executor.batch.submitter import (
-    BatchSystemEnded,
-    BlockRefused,
-    BlockSubmitted,
-    JobSubmitter,
-    SubmissionsEnded,
-)
-from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
+from freetrain_parsl.errors import ClusterGone
+from freetrain_parsl.executor.batch.submitter import BatchSystemEnded, BlockRefused, BlockSubmitted, SubmissionsEnded
+from freetrain_parsl.windows.base import BlockState, BlockStatus
+from tests.executor.submitter_bench import SubmitterBench
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+REFUSED = RuntimeError("account without rights")
 
 
-class _FakeBatchSystem(WindowSource):
-    """Accepts every block, or refuses or fails as set by the test; records the times of its calls."""
-
-    def __init__(self) -> None:
-        self.surveys: list[tuple[str, ...]] = []
-        self.launched: list[str] = []
-        self.cancelled: list[str] = []
-        self.answers = True
-        self.ended = False
-        self.refusal: Exception | None = None
-        self.passing = False
-        self.takes_seconds: Callable[[], None] = lambda: None
-        self.cancels = True
-        self.named: dict[str, str] = {}
-        self.statuses: dict[str, BlockStatus] = {}
-
-    def survey(self, job_ids=()) -> Survey:
-        self.surveys.append(tuple(job_ids))
-        self.takes_seconds()
-        if self.ended:
-            raise ClusterGone("it has ended")
-        if not self.answers:
-            raise BatchSystemError("no answer")
-        return Survey(0.0, blocks={job: self.statuses.get(job, BlockStatus(BlockState.RUNNING)) for job in job_ids})
-
-    def launch(self, spec: BlockSpec) -> str:
-        if self.refusal is not None:
-            raise self.refusal
-        self.launched.append(spec.block)
-        return f"job-{spec.block}"
-
-    def cancel(self, jobs) -> None:
-        if not self.cancels:
-            raise BatchSystemError("no answer")
-        self.cancelled += jobs
-
-    def find_jobs(self, prefix: str) -> dict[str, str]:
-        return {job: name for job, name in self.named.items() if name.startswith(prefix)}
-
-    def explain_refusal(self, complaint: str) -> Refusal:
-        return Refusal(complaint, self.passing)
+def test_there_is_one_round_of_queries_an_interval() -> None:
+    bench = SubmitterBench()
+    for now, surveys in ((0.0, 1), (9.9, 1), (10.0, 2)):
+        bench.turn(now)
+        assert len(bench.batch.surveys) == surveys
 
 
-class _Bench:
-    def __init__(self, *, interval: float, limit: int) -> None:
-        self.now = 0.0
-        self.batch = _FakeBatchSystem()
-        self.posts: list = []
-        self.submitter = JobSubmitter(
-            self.batch,
-            self.batch.launch,
-            self.posts.append,
-            interval=interval,
-            submissions_per_minute=limit,
-            max_refusals=3,
-            job_prefix="freetrain.test.",
-            clock=lambda: self.now,
-        )
-        self.submitter.start()
-
-    def at(self, now: float) -> None:
-        """Move the clock and wake the submitter."""
-        self.now = now
-        with self.submitter._condition:
-            self.submitter._condition.notify()
-
-    def surveyed(self, count: int) -> bool:
-        """Wait until the submitter has made that many queries and handled the last answer; it then reads the clock."""
-        return self.until(lambda: len(self.batch.surveys) == count and self.submitter._survey_at > self.now)
-
-    def until(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the submitter's thread."""
-        end = time.monotonic() + 60.0
-        while time.monotonic() < end:
-            if condition():
-                return True
-            time.sleep(0.001)
-        return False
-
-
-@pytest.fixture
-def make_bench() -> Iterator[Callable[..., _Bench]]:
-    benches: list[_Bench] = []
-
-    def make(*, interval: float = 10.0, limit: int = 2) -> _Bench:
-        benches.append(_Bench(interval=interval, limit=limit))
-        return benches[-1]
-
-    yield make
-    for bench in benches:
-        bench.submitter.close(5)
-        assert not bench.submitter.is_alive()
-
-
-def spec(block: str) -> BlockSpec:
-    return BlockSpec(block, ("n1",), 60.0, 30.0)
-
-
-def test_there_is_one_round_of_queries_an_interval(make_bench) -> None:
-    bench = make_bench()
-    assert bench.surveyed(1)
-    bench.at(9.9)
-    time.sleep(0.05)
-    assert len(bench.batch.surveys) == 1
-    bench.at(10.0)
-    assert bench.surveyed(2)
-
-
-def test_a_slow_batch_system_is_asked_less_often(make_bench) -> None:
+def test_a_slow_batch_system_is_asked_less_often() -> None:
     """A round that took 3 s is followed by a pause of 30 s, not 10 s."""
-    bench = make_bench(interval=10.0)
-    assert bench.surveyed(1)
+    bench = SubmitterBench(interval=10.0)
+    bench.turn()
 
     def three_seconds() -> None:
         bench.now += 3.0
 
     bench.batch.takes_seconds = three_seconds
-    bench.at(10.0)
-    assert bench.surveyed(2)
-    bench.at(42.0)
-    time.sleep(0.05)
-    assert len(bench.batch.surveys) == 2
-    bench.at(43.0)
-    assert bench.surveyed(3)
+    for now, surveys in ((10.0, 2), (42.9, 2), (43.0, 3)):
+        bench.turn(now)
+        assert len(bench.batch.surveys) == surveys
 
 
-def test_nothing_is_asked_while_nobody_waits_for_the_answer(make_bench) -> None:
-    bench = make_bench(interval=10.0)
-    assert bench.surveyed(1)
+def test_nothing_is_asked_while_nobody_waits_for_the_answer() -> None:
+    bench = SubmitterBench(interval=10.0)
+    bench.turn()
     bench.submitter.rest(True)
-    bench.at(100.0)
-    time.sleep(0.05)
+    bench.turn(100.0)
     assert len(bench.batch.surveys) == 1
     bench.submitter.rest(False)
-    assert bench.surveyed(2)
+    bench.turn()
+    assert len(bench.batch.surveys) == 2
 
 
-def test_a_cancellation_that_fails_is_tried_again(make_bench) -> None:
-    bench = make_bench(interval=10.0)
-    bench.submitter.order(spec("a"))
-    assert bench.until(lambda: bench.batch.launched == ["a"])
+def test_a_cancellation_that_fails_is_tried_again() -> None:
+    bench = SubmitterBench(interval=10.0)
+    bench.order("a")
+    bench.turn()
     bench.batch.cancels = False
     bench.submitter.withdraw("a")
-    assert bench.until(lambda: bench.submitter._cancel_after == 10.0)
+    bench.turn()
     bench.batch.cancels = True
-    bench.at(10.0)
-    assert bench.until(lambda: bench.batch.cancelled == ["job-a"])
+    bench.turn(9.9)
+    assert bench.batch.cancelled == []
+    bench.turn(10.0)
+    assert bench.batch.cancelled == ["job-a"]
 
 
-def test_submissions_beyond_the_rate_limit_wait_for_their_minute(make_bench) -> None:
-    bench = make_bench(limit=2)
-    for block in "abc":
-        bench.submitter.order(spec(block))
-    assert bench.until(lambda: bench.batch.launched == ["a", "b"])
-    bench.at(59.0)
-    time.sleep(0.05)
-    assert bench.batch.launched == ["a", "b"]
-    bench.at(60.0)
-    assert bench.until(lambda: bench.batch.launched == ["a", "b", "c"])
-    assert [post for post in bench.posts if isinstance(post, BlockSubmitted)][-1] == BlockSubmitted("c", "job-c")
+def test_submissions_beyond_the_rate_limit_wait_for_their_minute() -> None:
+    bench = SubmitterBench(limit=2)
+    bench.order("a", "b", "c")
+    assert bench.turn() == ["a", "b"]
+    assert bench.turn(59.9) == []
+    assert bench.turn(60.0) == ["c"]
+    assert bench.told(BlockSubmitted)[-1] == BlockSubmitted("c", "job-c")
 
 
-def test_a_batch_system_that_does_not_answer_is_asked_ever_less(make_bench, caplog) -> None:
-    bench = make_bench(interval=10.0)
+def test_a_batch_system_that_does_not_answer_is_asked_ever_less(caplog) -> None:
+    bench = SubmitterBench(interval=10.0)
     bench.batch.answers = False
-    assert bench.surveyed(1)
-    bench.at(10.0)
-    assert bench.surveyed(2)
-    bench.at(29.0)  # 20 s after the first failure
-    time.sleep(0.05)
-    assert len(bench.batch.surveys) == 2
-    bench.at(30.0)
-    assert bench.surveyed(3)
+    for now, surveys in ((0.0, 1), (19.9, 1), (20.0, 2), (59.9, 2), (60.0, 3)):
+        bench.turn(now)
+        assert len(bench.batch.surveys) == surveys
     assert "next query in" in caplog.text
 
 
-REFUSED = RuntimeError("account without rights")
-
-
 @pytest.mark.parametrize("when", ["survey", "submission"])
-def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_asked_any_more(make_bench, when) -> None:
-    bench = make_bench(interval=10.0)
-    assert bench.surveyed(1)
+def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_asked_any_more(when) -> None:
+    bench = SubmitterBench(interval=10.0)
+    bench.turn()
     bench.batch.ended, bench.batch.refusal = True, ClusterGone("it has ended")
     if when == "submission":
-        bench.submitter.order(spec("0"))
+        bench.order("0")
+        bench.turn()
     else:
-        bench.at(10.0)
-    assert bench.until(lambda: BatchSystemEnded("it has ended") in bench.posts)
+        bench.turn(10.0)
+    assert bench.told(BatchSystemEnded) == [BatchSystemEnded("it has ended")]
     asked = len(bench.batch.surveys)
-    bench.submitter.order(spec("1"))
+    bench.order("1")
     for now in (100.0, 10_000.0):
-        bench.at(now)
-        time.sleep(0.02)
+        bench.turn(now)
     assert len(bench.batch.surveys) == asked
-    assert sum(isinstance(post, BatchSystemEnded) for post in bench.posts) == 1
+    assert len(bench.told(BatchSystemEnded)) == 1
 
 
-def test_a_refusal_is_told_with_its_reason(make_bench) -> None:
-    bench = make_bench()
+def test_a_refusal_is_told_with_its_reason() -> None:
+    bench = SubmitterBench()
     bench.batch.refusal = REFUSED
-    bench.submitter.order(spec("a"))
-    assert bench.until(lambda: BlockRefused("a", "account without rights") in bench.posts)
+    bench.order("a")
+    bench.turn()
+    assert bench.told(BlockRefused) == [BlockRefused("a", "account without rights")]
 
 
-def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_taken(make_bench) -> None:
-    bench = make_bench(interval=10.0, limit=100)
+def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_taken() -> None:
+    bench = SubmitterBench(interval=10.0)
     bench.batch.refusal = REFUSED
-    bench.submitter.order(spec("a"))
-    assert bench.until(lambda: len(bench.posts) >= 1 and bench.submitter._refusals == 1)
-    for block in "bcd":
-        bench.submitter.order(spec(block))
-    bench.at(19.0)
-    time.sleep(0.05)
-    assert bench.submitter._refusals == 1
-    bench.at(20.0)
-    assert bench.until(lambda: bench.submitter._refusals == 2)
+    bench.order("a")
+    bench.turn()
+    bench.order("b", "c", "d")
+    bench.turn(19.9)
+    assert [told.block for told in bench.told(BlockRefused)] == ["a"]
+    bench.turn(20.0)
+    assert [told.block for told in bench.told(BlockRefused)] == ["a", "b"]
     bench.batch.refusal = None
-    bench.at(59.0)
-    time.sleep(0.05)
-    assert bench.batch.launched == []
-    bench.at(60.0)
-    assert bench.until(lambda: bench.batch.launched == ["c", "d"])
+    assert bench.turn(59.9) == []
+    assert bench.turn(60.0) == ["c", "d"]
 
 
-def refuse(bench: _Bench, times: int) -> list[BlockRefused]:
+def refuse(bench: SubmitterBench, times: int) -> list[BlockRefused]:
     """Request blocks that are refused, each as soon as the submitter submits again."""
-
-    def told() -> list[BlockRefused]:
-        return [post for post in bench.posts if isinstance(post, BlockRefused)]
-
     for number in range(times):
-        bench.submitter.order(spec(f"r{number}"))
-        bench.at(bench.now + 301.0)
-        assert bench.until(lambda number=number: len(told()) > number)
-    return told()
+        bench.order(f"r{number}")
+        bench.turn(bench.now + 301.0)
+    return bench.told(BlockRefused)
 
 
-def test_repeated_refusals_end_with_a_clear_message(make_bench) -> None:
-    bench = make_bench()
+def test_repeated_refusals_end_with_a_clear_message() -> None:
+    bench = SubmitterBench()
     bench.batch.refusal = REFUSED
     refuse(bench, 3)
-    closed = SubmissionsEnded("the batch system refused 3 blocks in a row: account without rights")
-    assert bench.until(lambda: closed in bench.posts)
+    reason = "the batch system refused 3 blocks in a row: account without rights"
+    assert bench.told(SubmissionsEnded) == [SubmissionsEnded(reason)]
     bench.batch.refusal = None
-    bench.submitter.order(spec("late"))
-    bench.at(bench.now + 10_000.0)
-    time.sleep(0.05)
-    assert bench.batch.launched == [], "no further block is submitted"
+    bench.order("late")
+    assert bench.turn(bench.now + 10_000.0) == [], "no further block is submitted"
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "as a cause"])
-def test_a_host_without_descriptors_memory_or_space_is_no_refusal(make_bench, wrapped: bool) -> None:
+def test_a_host_without_descriptors_memory_or_space_is_no_refusal(wrapped: bool) -> None:
     """Blocks are submitted less and less often until resources are available again; the trainings continue."""
-    bench = make_bench()
+    bench = SubmitterBench()
     lack = OSError(errno.EMFILE, "Too many open files")
     bench.batch.refusal = lack
     if wrapped:
         bench.batch.refusal = RuntimeError("could not submit")
         bench.batch.refusal.__cause__ = lack
     assert len(refuse(bench, 6)) == 6
-    assert not any(isinstance(post, SubmissionsEnded) for post in bench.posts)
+    assert not bench.told(SubmissionsEnded)
 
 
-def test_blocks_that_are_taken_but_would_never_start_count_as_refused(make_bench) -> None:
+def test_blocks_that_are_taken_but_would_never_start_count_as_refused() -> None:
     """Some limits hold a job in the queue forever instead of refusing it; only a running block resets the count."""
-    bench = make_bench(limit=100)
-    for number in range(3):
-        block = f"h{number}"
+    bench = SubmitterBench()
+    for block in ("h0", "h1", "h2"):
         bench.batch.statuses[f"job-{block}"] = BlockStatus(BlockState.HELD)
-        bench.submitter.order(spec(block))
-        bench.at(bench.now + 301.0)
-        assert bench.until(lambda block=block: block in bench.batch.launched)
+        bench.order(block)
+        assert bench.turn(bench.now + 301.0) == [block]
         bench.submitter.reject(block, "held: more time than the partition gives")
-    assert bench.until(lambda: bench.batch.cancelled == ["job-h0", "job-h1", "job-h2"])
-    assert any(isinstance(post, SubmissionsEnded) and "more time" in post.reason for post in bench.posts)
+    bench.turn()
+    assert bench.batch.cancelled == ["job-h0", "job-h1", "job-h2"]
+    (ended,) = bench.told(SubmissionsEnded)
+    assert "more time" in ended.reason
 
 
-def test_a_full_queue_costs_nothing_but_time(make_bench) -> None:
-    bench = make_bench()
+def test_a_full_queue_costs_nothing_but_time() -> None:
+    bench = SubmitterBench()
     bench.batch.refusal, bench.batch.passing = RuntimeError("the queue is full"), True
     assert len(refuse(bench, 6)) == 6
     bench.batch.refusal = None
-    bench.submitter.order(spec("late"))
-    bench.at(bench.now + 301.0)
-    assert bench.until(lambda: bench.batch.launched == ["late"])
-    assert not any(isinstance(post, SubmissionsEnded) for post in bench.posts)
+    bench.order("late")
+    assert bench.turn(bench.now + 301.0) == ["late"]
+    assert not bench.told(SubmissionsEnded)
 
 
-def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_end(make_bench) -> None:
-    bench = make_bench()
+def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_end() -> None:
+    bench = SubmitterBench()
     bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
-    bench.submitter.order(spec("a"))
-    assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
+    bench.order("a")
+    bench.turn()
+    assert bench.told(BlockRefused)
     bench.batch.named = {"17": "freetrain.test.block-a.123", "18": "somebody's"}
-    bench.submitter.close(5)
+    bench.submitter.close()
     assert bench.batch.cancelled == ["17"]
 
 
-def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_light(make_bench) -> None:
+def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_light() -> None:
     """Known blocks are kept."""
-    bench = make_bench(interval=10.0, limit=100)
-    bench.submitter.order(spec("known"))
-    assert bench.until(lambda: bench.batch.launched == ["known"])
+    bench = SubmitterBench(interval=10.0)
+    bench.order("known")
+    assert bench.turn() == ["known"]
     bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
-    bench.submitter.order(spec("a"))
-    assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
+    bench.order("a")
+    bench.turn()
     bench.batch.named = {"17": "freetrain.test.block-a.123", "job-known": "freetrain.test.block-known.122"}
-    bench.at(10.0)
-    assert bench.until(lambda: bench.batch.cancelled == ["17"])
+    assert bench.batch.cancelled == []
+    bench.turn(10.0)
+    assert bench.batch.cancelled == ["17"]
 
 
-def test_a_block_withdrawn_before_its_submission_is_never_submitted(make_bench) -> None:
-    bench = make_bench(limit=1)
-    bench.submitter.order(spec("a"))
-    assert bench.until(lambda: bench.batch.launched == ["a"])
-    bench.submitter.order(spec("b"))
+def test_a_block_withdrawn_before_its_submission_is_never_submitted() -> None:
+    bench = SubmitterBench(limit=1)
+    bench.order("a")
+    assert bench.turn() == ["a"]
+    bench.order("b")
     bench.submitter.withdraw("b")
-    assert bench.until(lambda: any(isinstance(post, BlockRefused) for post in bench.posts))
-    bench.at(120.0)
-    time.sleep(0.05)
-    assert bench.batch.launched == ["a"]
+    bench.turn()
+    assert [told.block for told in bench.told(BlockRefused)] == ["b"]
+    assert bench.turn(120.0) == []
 
 
-def test_a_job_that_was_put_back_into_the_queue_is_cancelled(make_bench) -> None:
+def test_a_job_that_was_put_back_into_the_queue_is_cancelled() -> None:
     """It would start again with no driver waiting for it."""
-    bench = make_bench(interval=10.0)
-    bench.submitter.order(spec("a"))
-    assert bench.until(lambda: bench.batch.launched == ["a"])
+    bench = SubmitterBench(interval=10.0)
+    bench.order("a")
+    bench.turn()
     bench.batch.statuses["job-a"] = BlockStatus(BlockState.PREEMPTED, lingers=True)
-    bench.at(10.0)
-    assert bench.until(lambda: bench.batch.cancelled == ["job-a"])
+    bench.turn(10.0)
+    assert bench.batch.cancelled == ["job-a"]
 
 
-def test_closing_cancels_every_job_that_is_not_known_to_have_ended(make_bench) -> None:
-    bench = make_bench()
-    for block in "ab":
-        bench.submitter.order(spec(block))
-    assert bench.until(lambda: bench.batch.launched == ["a", "b"])
+def test_closing_cancels_every_job_that_is_not_known_to_have_ended() -> None:
+    bench = SubmitterBench()
+    bench.order("a", "b")
+    assert bench.turn() == ["a", "b"]
     bench.submitter.forget("job-a")
-    bench.submitter.close(5)
+    bench.submitter.close()
     assert bench.batch.cancelled == ["job-b"]
-    assert not any(thread is bench.submitter for thread in threading.enumerate())
+
+
+def test_the_thread_carries_out_what_is_due_and_ends_when_closed() -> None:
+    """It sleeps on a clock that stands still, so that only the order can wake it."""
+    surveyed, submitted = threading.Event(), threading.Event()
+    bench = SubmitterBench(interval=1000.0)
+    bench.submitter._post = lambda message: (submitted if isinstance(message, BlockSubmitted) else surveyed).set()
+    bench.submitter.start()
+    try:
+        assert surveyed.wait(60.0)
+        bench.order("a")
+        assert submitted.wait(60.0)
+    finally:
+        bench.submitter.close()
+    assert not bench.submitter.is_alive()
+    assert bench.batch.launched == ["a"]
+    assert bench.batch.cancelled == ["job-a"]

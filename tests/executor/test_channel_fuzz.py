@@ -22,10 +22,9 @@ from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.plain_tasks import Task
 from freetrain_parsl.executor.control.slot_server import SlotServer
-from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
+from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy

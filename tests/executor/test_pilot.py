@@ -105,7 +105,7 @@ def test_slots_save_before_the_pool_ends_and_then_nothing_is_left(start, tmp_pat
 
 
 def test_the_early_warning_kills_nobody_that_does_not_listen(start) -> None:
-    pilot = start(1, _SLOT.replace("\ncall_yourself", "\nsignal.signal(signal.SIGUSR1, print)\ncall_yourself", 1))
+    pilot = start(1)
     before = _session(pilot.pid)
     _signal_all(pilot.pid, signal.SIGUSR1)
     time.sleep(0.3)

@@ -8,46 +8,20 @@ import pytest
 
 from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE, last_words
 from freetrain_parsl.executor.batch.start_failures import StartWatch
-from freetrain_parsl.executor.batch.submitter import JobSubmitter, StartsFailed, SubmissionsEnded
+from freetrain_parsl.executor.batch.submitter import StartsFailed, SubmissionsEnded
 from freetrain_parsl.executor.control.slot_registry import Block, Slot, SlotRegistry
 from freetrain_parsl.windows.base import BlockState
-from tests.executor.test_blocks import _FakeBatchSystem, spec
+from tests.executor.submitter_bench import SubmitterBench
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Bench:
-    """A job submitter that the test steps, without its thread."""
+class Bench(SubmitterBench):
+    """Blocks that fail to start, with last words."""
 
     def __init__(self, **settings: Any) -> None:
-        self.now = 0.0
-        self.batch = _FakeBatchSystem()
-        self.posts: list[Any] = []
-        self.submitter = JobSubmitter(
-            self.batch,
-            self.batch.launch,
-            self.posts.append,
-            interval=10.0,
-            submissions_per_minute=100,
-            max_refusals=3,
-            job_prefix="freetrain.test.",
-            last_words=lambda job: f"exit code 1 of {job}",
-            clock=lambda: self.now,
-            **settings,
-        )
-
-    def order(self, *blocks: str) -> None:
-        for block in blocks:
-            self.submitter.order(spec(block))
-
-    def turn(self, now: float) -> list[str]:
-        """Carry out what is due at `now`; return the blocks that were submitted."""
-        self.now = now
-        before = len(self.batch.launched)
-        while self.submitter._failed or (self.submitter._orders and self.submitter._allowance()):
-            self.submitter.serve()
-        return self.batch.launched[before:]
+        super().__init__(last_words=lambda job: f"exit code 1 of {job}", **settings)
 
     def fail(self, *blocks: str) -> None:
         for block in blocks:
@@ -55,8 +29,8 @@ class Bench:
             self.submitter.forget(f"job-{block}")
 
     @property
-    def told(self) -> StartsFailed:
-        return [post for post in self.posts if isinstance(post, StartsFailed)][-1]
+    def last(self) -> StartsFailed:
+        return self.told(StartsFailed)[-1]
 
 
 def test_the_pause_between_attempts_doubles_and_the_last_attempt_closes_the_desk() -> None:
@@ -66,18 +40,18 @@ def test_the_pause_between_attempts_doubles_and_the_last_attempt_closes_the_desk
     bench.fail("a")
     bench.order("b")
     assert bench.turn(1.0) == []
-    assert bench.told == StartsFailed(1, 3, 20.0, "block a (job job-a) failed; exit code 1 of job-a")
+    assert bench.last == StartsFailed(1, 3, 20.0, "block a (job job-a) failed; exit code 1 of job-a")
     assert bench.turn(20.9) == []
     assert bench.turn(21.0) == ["b"]
     bench.fail("b")
     bench.order("c")
     assert bench.turn(22.0) == []
-    assert bench.told.pause == 40.0
+    assert bench.last.pause == 40.0
     assert bench.turn(62.0) == ["c"]
     bench.fail("c")
     bench.order("d")
     assert bench.turn(10_000.0) == []
-    (closed,) = [post for post in bench.posts if isinstance(post, SubmissionsEnded)]
+    (closed,) = bench.told(SubmissionsEnded)
     assert closed.reason.startswith("3 attempts in a row to start a block failed; the last, block c")
 
 
@@ -92,7 +66,7 @@ def test_after_a_failed_start_one_block_is_tried_at_a_time() -> None:
     assert bench.turn(500.0) == [], "the outcome of b is not known yet"
     bench.submitter.works()
     assert bench.turn(500.0) == ["c", "d"]
-    assert bench.told.count == 0
+    assert bench.last.count == 0
 
 
 def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> None:
@@ -106,7 +80,7 @@ def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> 
     assert bench.turn(20.0) == ["b"]
     bench.submitter.forget("job-b")
     assert bench.turn(20.0) == ["c"]
-    assert bench.told.count == 1
+    assert bench.last.count == 1
 
 
 def test_blocks_of_one_attempt_count_once() -> None:
@@ -118,7 +92,7 @@ def test_blocks_of_one_attempt_count_once() -> None:
     bench.turn(5.0)
     bench.fail("c", "d", "e")
     bench.turn(9.0)
-    assert bench.told.count == 1
+    assert bench.last.count == 1
 
 
 def test_attempts_count_from_one_again_after_a_block_that_works() -> None:
@@ -129,8 +103,8 @@ def test_attempts_count_from_one_again_after_a_block_that_works() -> None:
         bench.submitter.works()
         bench.fail(block)
         bench.turn(now + 1)
-        assert bench.told.count == 1
-    assert not any(isinstance(post, SubmissionsEnded) for post in bench.posts)
+        assert bench.last.count == 1
+    assert not bench.told(SubmissionsEnded)
 
 
 class Watch:

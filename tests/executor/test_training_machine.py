@@ -20,10 +20,9 @@ from parsl.serialize import serialize
 
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training.machine import Limits, TrainingMachine
 from freetrain_parsl.executor.control.training.states import Abandoning, Waiting
 from freetrain_parsl.executor.control.training_manager import TrainingManager
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
+from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, RunEnded, RunReport, StartRun, ToSlot
@@ -41,6 +40,8 @@ from freetrain_parsl.protocol.reports import (
 
 if TYPE_CHECKING:
     from random import Random
+
+    from freetrain_parsl.executor.control.training.machine import TrainingMachine
 
 NODES = ("n0", "n1", "n2", "n3")
 # Where the planner wants a and b; mostly a step from one to the next.
@@ -65,7 +66,7 @@ class Process:
     rank: int = 0
     step: int | None = None  # ``None``: without the state
     command: ChangeGroup | None = None
-    pauses: bool = False
+    pauses: PauseReason | None = None
     alone_since: float | None = None
     inbox: deque[ToSlot] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
@@ -273,7 +274,7 @@ class World(RuleBasedStateMachine):
         """Reclaim a node, as the batch system does; its process stops at the next boundary, and the others with it."""
         name = data.draw(st.sampled_from(sorted(self.processes))) if self.processes else None
         if name is not None and self.processes[name].place == "group":
-            self.processes[name].pauses = True
+            self.processes[name].pauses = PauseReason.CLOSING
 
     @precondition(lambda self: not any(future.done() for future in self.futures.values()))
     @rule(cancel=st.integers(0, 30))
@@ -288,21 +289,17 @@ class World(RuleBasedStateMachine):
         match process.inbox.popleft():
             case StartRun() as start:
                 assert process.run is None, "one run at a time"
-                process.run, process.command, process.pauses = start, None, False
-                process.place, process.step = "preparing", None
-                if start.place is not None:
-                    process.group, process.ranks, process.rank = (
-                        start.place.generation,
-                        start.place.size,
-                        start.place.rank,
-                    )
+                process.run, process.command, process.pauses = start, None, None
+                process.place, process.step, process.group = "preparing", None, 0
+                if (place := start.place) is not None:
+                    process.group, process.ranks, process.rank = place.generation, place.size, place.rank
                     process.step = self.checkpoints[start.training]
             case ChangeGroup() as change:
                 if process.run is not None and change.run == process.run.run:
                     process.command = change
             case PauseRun() as pause:
                 if process.run is not None and pause.run == process.run.run:
-                    process.pauses = True
+                    process.pauses = process.pauses or PauseReason.REQUESTED
 
     def _report(self, process: Process, *, repeated: bool = False) -> None:
         message = process.outbox.popleft()
@@ -422,10 +419,11 @@ class World(RuleBasedStateMachine):
             return
         step = process.step
         assert step is not None
-        if any(one.pauses for one in peers):
+        if reasons := {one.pauses for one in peers if one.pauses}:
+            reason = PauseReason.CLOSING if PauseReason.CLOSING in reasons else PauseReason.REQUESTED
             self.checkpoints[name] = max(self.checkpoints[name], step)
             for one in peers:
-                self._end(one, RunPaused(PauseReason.CLOSING, Progress(step=step, samples=step)))
+                self._end(one, RunPaused(reason, Progress(step=step, samples=step)))
             return
         if self.ending and step >= self.last.setdefault(name, step + LAST_STEPS):
             self.checkpoints[name] = step

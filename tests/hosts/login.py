@@ -19,7 +19,7 @@ from tests.executor.scenario import make_app
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.executor.journal import Entry
+    from freetrain_parsl.executor.journal import JournalEntry
     from freetrain_parsl.testing.hosts import Hosts
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ class Login:
             self._run = RunState(Path(self.started["journal"]))
         return self._run.refresh()
 
-    def journal(self) -> list[Entry]:
+    def journal(self) -> list[JournalEntry]:
         """Read the journal."""
         return [entry for _, entry in read_journal(Path(self.started["journal"]))]
 

@@ -27,7 +27,7 @@ from freetrain_parsl.planning.objectives.base import (
     resolve_objective,
     value_table,
 )
-from freetrain_parsl.planning.objectives.deadlines import Job, rates_now
+from freetrain_parsl.planning.objectives.deadlines import DueWork, rates_now
 from freetrain_parsl.planning.objectives.fairness import Claim, fair_levels, seated
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy
 from freetrain_parsl.testing.exact import best_value, value
@@ -357,13 +357,13 @@ def test_who_waits_is_not_overtaken_and_who_runs_keeps_its_turn():
 
 def test_deadlines_that_do_not_fit_together_cost_the_most_demanding():
     rates = np.arange(11) * 100.0
-    jobs = [Job("a", 60e3, 100.0, rates), Job("b", 50e3, 100.0, rates), Job("c", 20e3, 100.0, rates)]
+    jobs = [DueWork("a", 60e3, 100.0, rates), DueWork("b", 50e3, 100.0, rates), DueWork("c", 20e3, 100.0, rates)]
     assert rates_now(jobs, 10) == {"b": 500.0, "c": 200.0}
     assert rates_now([replace(jobs[0], priority=5.0), *jobs[1:]], 10) == {"a": 600.0, "c": 200.0}
     assert rates_now(jobs[:1], 3) == {}
     # The most demanding job is not rejected for one that does not fit without it either.
     steep = np.where(np.arange(11) >= 10, 1000.0, 0.0)
-    assert rates_now([jobs[1], Job("d", 95e3, 100.0, steep)], 10) == {"b": 500.0}
+    assert rates_now([jobs[1], DueWork("d", 95e3, 100.0, steep)], 10) == {"b": 500.0}
 
 
 def test_a_bonus_is_earned_but_not_charged():

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from freetrain_parsl.windows.base import BlockState
-from freetrain_parsl.windows.slurm.jobs import JobRecord, block_status, plain_features, sort_jobs
+from freetrain_parsl.windows.slurm.jobs import SlurmJob, block_status, plain_features, sort_jobs
 from freetrain_parsl.windows.slurm.json_parser import parse_json_jobs, parse_json_nodes
 from freetrain_parsl.windows.slurm.text_parser import (
     count_gpus,
@@ -245,8 +245,8 @@ def test_plain_constraints(constraint, features):
     assert plain_features(constraint) == features
 
 
-def record(state: str, reason: str = "None") -> JobRecord:
-    return JobRecord("1", "main", state, "ada", 60.0, 1.0, 2.0, 1, "n[1-2]", "", "", 1.0, reason, "", "train")
+def record(state: str, reason: str = "None") -> SlurmJob:
+    return SlurmJob("1", "main", state, "ada", 60.0, 1.0, 2.0, 1, "n[1-2]", "", "", 1.0, reason, "", "train")
 
 
 @pytest.mark.parametrize(

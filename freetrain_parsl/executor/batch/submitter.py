@@ -273,11 +273,16 @@ class JobSubmitter(threading.Thread):
                     self._condition.wait(None if math.isinf(wait) else wait)
                 if self._stopping:
                     return
-            self.serve()
+            self.step()
 
-    def serve(self) -> None:
-        """Carry out everything that is due now."""
+    def step(self) -> bool:
+        """Carry out everything that is due now, without waiting; return whether anything was due.
+
+        Only the thread calls this, once it is started.
+        """
         with self._condition:
+            if self._next_due() > self._clock():
+                return False
             failed, self._failed = self._failed, deque()
             withdrawn, self._withdrawn = self._withdrawn, set()
             dropped = [spec for spec in self._orders if spec.block in withdrawn]
@@ -293,6 +298,7 @@ class JobSubmitter(threading.Thread):
             self._submit(spec)
         if self._clock() >= self._survey_at and not (self._resting and not self._watched):
             self._survey()
+        return True
 
     def _next_due(self) -> float:
         if self._failed:

@@ -150,7 +150,7 @@ class TrainingManager:
         for managed in list(self._managed):
             group = managed.machine.next_group
             key = None if group is None else self._store(managed, group.number)
-            self._handle(managed, on.Tick(frozenset() if key is None else self.rendezvous.arrived(key)))
+            self._handle(managed, on.TimePassed(frozenset() if key is None else self.rendezvous.arrived(key)))
         self._managed = [one for one in self._managed if one.machine.participants or not one.machine.over]
 
     # Messages from slots. A slot's messages arrive in order, and it has one assignment at a time.

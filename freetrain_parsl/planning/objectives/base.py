@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Trainer
-from freetrain_parsl.planning.objectives.deadlines import Job, rates_now
+from freetrain_parsl.planning.objectives.deadlines import DueWork, rates_now
 from freetrain_parsl.planning.objectives.fairness import Claim, fair_levels, seated
 
 __all__ = [
@@ -187,7 +187,7 @@ class Deadline(Contextual):
             return base
         rates = {t.name: _allowed_rates(t, moment.nodes) for t in moment.trainers if t.name in pressed}
         jobs = [
-            Job(t.name, t.work_left, left, rates[t.name], t.priority)
+            DueWork(t.name, t.work_left, left, rates[t.name], t.priority)
             for t in moment.trainers
             if t.name in pressed and (left := _training_time(t, moment)) > 0
         ]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Job", "rates_now"]
+__all__ = ["DueWork", "rates_now"]
 
 Table = npt.NDArray[np.float64]
 
@@ -19,8 +19,8 @@ _DONE = 1e-9  # of the work: less than this is a rounding error
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """Work with a deadline.
+class DueWork:
+    """A trainer's work with a deadline: a job, as scheduling theory calls it.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Job:
         return self.work / best if best > 0 else np.inf
 
 
-def rates_now(jobs: Sequence[Job], nodes: int) -> dict[str, float]:
+def rates_now(jobs: Sequence[DueWork], nodes: int) -> dict[str, float]:
     """Find jobs whose deadlines can be met together, and the rate that each needs until the first deadline.
 
     If not all deadlines can be met, jobs are admitted in order of their deadlines, and whenever they do not fit, the
@@ -72,7 +72,7 @@ def rates_now(jobs: Sequence[Job], nodes: int) -> dict[str, float]:
     plan = _plan(ordered, nodes)
     if plan is not None:
         return plan
-    admitted: list[Job] = []
+    admitted: list[DueWork] = []
     plan = {}
     for job in ordered:
         candidates = [*admitted, job]
@@ -87,7 +87,7 @@ def rates_now(jobs: Sequence[Job], nodes: int) -> dict[str, float]:
     return plan
 
 
-def _plan(ordered: Sequence[Job], nodes: int) -> dict[str, float] | None:
+def _plan(ordered: Sequence[DueWork], nodes: int) -> dict[str, float] | None:
     """Schedule all jobs concurrently if that fits, otherwise one after the other."""
     least = [int(np.argmax(job.rates * job.left >= job.work)) for job in ordered]
     if all(least) and sum(least) <= nodes:
@@ -95,7 +95,7 @@ def _plan(ordered: Sequence[Job], nodes: int) -> dict[str, float] | None:
     return _latest_plan(ordered, nodes)
 
 
-def _latest_plan(ordered: Sequence[Job], nodes: int) -> dict[str, float] | None:
+def _latest_plan(ordered: Sequence[DueWork], nodes: int) -> dict[str, float] | None:
     """Schedule every job as late as possible; return the rates until the first deadline, ``None`` if one does not fit.
 
     Time is divided at the deadlines. The job with the last deadline takes the nodes that it needs from the last

@@ -24,13 +24,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, repeat
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import highspy
 import numpy as np
 import numpy.typing as npt
 
-from freetrain_parsl.errors import PlanningError
+from freetrain_parsl.planning.solvers.highs import make_solver, solve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["CountSolution", "maximise_counts"]
 
@@ -121,28 +125,17 @@ def _total(values: Table, counts: Counts) -> float:
     return float(values[np.arange(len(values)), counts].sum())
 
 
-_OPTIONS: dict[str, bool | float] = {
-    "output_flag": False,
-    "threads": 1,
-    "mip_rel_gap": 0.0,
-    "mip_feasibility_tolerance": 1e-9,
-    "primal_feasibility_tolerance": 1e-9,
-    "dual_feasibility_tolerance": 1e-9,
-    # The incumbent is good and the core small: searching for better starts costs 4 to 10 times what it saves.
-    # Older versions of HiGHS ignore options that they do not know.
-    "mip_heuristic_run_feasibility_jump": False,
-    "mip_heuristic_run_rins": False,
-    "mip_heuristic_run_rens": False,
-    "mip_heuristic_run_root_reduced_cost": False,
-    "mip_allow_restart": False,
-}
-
-
-def _solver(time_limit: float) -> highspy.Highs:
-    solver = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs for its core only
-    for option, value in {**_OPTIONS, "time_limit": time_limit}.items():
-        solver.setOptionValue(option, value)
-    return solver
+_OPTIONS: Mapping[str, bool | float] = MappingProxyType(
+    {
+        "mip_feasibility_tolerance": 1e-9,
+        "primal_feasibility_tolerance": 1e-9,
+        "dual_feasibility_tolerance": 1e-9,
+        # Searching for better starts costs 4 to 10 times what it saves.
+        "mip_heuristic_run_rins": False,
+        "mip_heuristic_run_rens": False,
+        "mip_heuristic_run_root_reduced_cost": False,
+    }
+)
 
 
 def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
@@ -163,7 +156,7 @@ def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
     model = _Model()
     model.add_columns(-slopes / unit, lengths)
     model.add_row(np.arange(columns), np.ones(columns), -np.inf, nodes)
-    solver = _solver(time_limit)
+    solver = make_solver({**_OPTIONS, "time_limit": time_limit})
     if model.run(solver) != highspy.HighsModelStatus.kOptimal:
         return None
     solution = solver.getSolution()
@@ -287,14 +280,7 @@ class _Model:
             solution = highspy.HighsSolution()
             solution.col_value = list(start)
             solver.setSolution(solution)
-        if solver.run() == highspy.HighsStatus.kError:
-            # HiGHS has one thread pool per process: other code has started it with a different size.
-            solver.setOptionValue("threads", 0)
-            solver.run()
-        status = solver.getModelStatus()
-        if status not in {highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit}:
-            raise PlanningError(f"HiGHS could not solve the allocation: {solver.modelStatusToString(status)}")
-        return status
+        return solve(solver)
 
 
 class _Core:
@@ -329,8 +315,7 @@ class _Core:
         """Minimise the regret; return the counts and a lower bound on the regret."""
         scale = _UNITS / self.gap
         model, start = self._build(incumbent, scale)
-        solver = _solver(time_limit)
-        solver.setOptionValue("mip_abs_gap", max(1e-6, gap * scale))
+        solver = make_solver({**_OPTIONS, "time_limit": time_limit, "mip_abs_gap": max(1e-6, gap * scale)})
         status = model.run(solver, start)
         info = solver.getInfo()
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:

@@ -7,31 +7,16 @@ from typing import TYPE_CHECKING
 import highspy
 import numpy as np
 
-from freetrain_parsl.errors import PlanningError
+from freetrain_parsl.planning.solvers.highs import make_solver, solve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from freetrain_parsl.planning.solvers.window_model import Counts, Table, WindowInstance
 
 __all__ = ["Columns", "Master", "choose_greedily", "choose_optimally"]
 
 _UNITS = 1000.0  # the objective's scale, for the solver's absolute tolerances
-_OPTIONS: dict[str, bool | float] = {
-    "output_flag": False,
-    "threads": 1,
-    "mip_rel_gap": 0.0,
-    # The incumbent is good and the programme small: searching for better starts costs more than it saves.
-    # Older versions of HiGHS ignore options that they do not know.
-    "mip_heuristic_run_feasibility_jump": False,
-    "mip_allow_restart": False,
-}
-
-_ENDS = {
-    highspy.HighsModelStatus.kOptimal,
-    highspy.HighsModelStatus.kObjectiveTarget,
-    highspy.HighsModelStatus.kTimeLimit,
-}
 
 
 class Columns:
@@ -92,7 +77,7 @@ class Master:
     def __init__(self, instance: WindowInstance, scale: float) -> None:
         self._trainers, self._classes = instance.current.shape
         self._unit = scale / _UNITS
-        self._solver = _solver(instance)
+        self._solver = _empty_programme(instance, {})
         self._passed = 0
         self._fixed: list[int] = []
 
@@ -100,12 +85,7 @@ class Master:
         """Return the optimum over the columns, the dual price of a node of each class, and the columns' fractions."""
         _add(self._solver, columns, np.arange(self._passed, len(columns)), -columns.values / self._unit)
         self._passed = len(columns)
-        _run(self._solver)
-        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            self._solver.clearSolver()  # the solver may fail from a previous basis
-            _run(self._solver)
-        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            raise _failed(self._solver)
+        solve(self._solver)
         solution = self._solver.getSolution()
         duals = np.array(solution.row_dual[self._trainers : self._trainers + self._classes])
         objective = self._solver.getInfo().objective_function_value
@@ -192,23 +172,20 @@ def choose_optimally(
     kept = np.flatnonzero(losses <= room * (1 + 1e-9))
     tops = np.full(len(incumbent), -np.inf)
     np.maximum.at(tops, columns.rows[kept], columns.values[kept])
-    solver = _solver(instance)
+    limits = {"time_limit": time_limit, "objective_target": (float(tops.sum()) - target) * _UNITS / room}
+    solver = _empty_programme(instance, limits)
     fixed = solver.getNumCol()
     _add(solver, columns, kept, (tops[columns.rows] - columns.values) * (_UNITS / room))
     everything = np.arange(fixed + len(kept), dtype=np.int32)
     solver.changeColsIntegrality(
         len(everything), everything, np.full(len(everything), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
     )
-    solver.setOptionValue("time_limit", time_limit)
-    solver.setOptionValue("objective_target", (float(tops.sum()) - target) * _UNITS / room)
     start = highspy.HighsSolution()
     used = np.all(columns.counts[kept] == incumbent[columns.rows[kept]], axis=1)
     opened = incumbent.sum(axis=0)[_limited(instance)] > 0
     start.col_value = [*opened.astype(float), *used.astype(float)]
     solver.setSolution(start)
-    _run(solver)
-    if solver.getModelStatus() not in _ENDS:
-        raise _failed(solver)
+    solve(solver)
     if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return incumbent
     taken = kept[np.asarray(solver.getSolution().col_value)[fixed:] > 0.5]
@@ -223,11 +200,9 @@ def _limited(instance: WindowInstance) -> Counts:
     return offered if len(offered) > instance.blocks else offered[:0]
 
 
-def _solver(instance: WindowInstance) -> highspy.Highs:
+def _empty_programme(instance: WindowInstance, options: Mapping[str, bool | float]) -> highspy.Highs:
     """Build the rows (one per trainer, one per class, possibly one for the blocks) and a variable for each block."""
-    solver = highspy.Highs()  # type: ignore[no-untyped-call] # highspy has stubs for its core only
-    for option, value in _OPTIONS.items():
-        solver.setOptionValue(option, value)
+    solver = make_solver(options)
     trainers, classes = instance.current.shape
     limited = _limited(instance)
     sizes = instance.capacities.astype(float)
@@ -271,15 +246,3 @@ def _add(solver: highspy.Highs, columns: Columns, which: Counts, costs: Table) -
         rows[used].astype(np.int32),
         entries[used],
     )
-
-
-def _run(solver: highspy.Highs) -> None:
-    if solver.run() == highspy.HighsStatus.kError:
-        # HiGHS has one thread pool per process: other code has started it with a different size.
-        solver.setOptionValue("threads", 0)
-        solver.run()
-
-
-def _failed(solver: highspy.Highs) -> PlanningError:
-    status = solver.modelStatusToString(solver.getModelStatus())
-    return PlanningError(f"HiGHS could not solve the allocation to windows: {status}")

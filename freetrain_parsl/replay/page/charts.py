@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.replay.page.dates import TimeAxis
 
-__all__ = ["Part", "Series", "columns", "figure", "legend", "lines", "share_bar", "stacked_areas"]
+__all__ = ["BarPart", "Series", "columns", "figure", "legend", "lines", "share_bar", "stacked_areas"]
 
 _HEIGHT = 500  # units of the viewBox; paths hold integers, which keeps a page of 3,000 bins small
 
@@ -31,7 +31,7 @@ class Series(NamedTuple):
     dashed: bool = False
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """One part of a bar."""
 
     name: str
@@ -110,7 +110,7 @@ def columns(title: str, summary: str, heights: Sequence[float], edges: Sequence[
     return _plot(title, summary, shapes, width=len(heights), y_labels=y_labels, x_labels=x_labels)
 
 
-def share_bar(title: str, parts: Sequence[Part], *, whole: float) -> Element:
+def share_bar(title: str, parts: Sequence[BarPart], *, whole: float) -> Element:
     """Draw a horizontal bar of `parts`, of total width `whole`; negative parts have no width."""
     shapes = []
     left = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.replay.page import charts
-from freetrain_parsl.replay.page.charts import Part, Series
+from freetrain_parsl.replay.page.charts import BarPart, Series
 from freetrain_parsl.replay.page.markup import element, scrolling_table
 from freetrain_parsl.replay.page.wording import NO_FIGURE, count, duration, losses_met, milliseconds, percent
 from freetrain_parsl.report.colours import colour_of
@@ -25,8 +25,8 @@ def comparison(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[El
     """Compare the policies, in this order, over the time of a log."""
     losses = losses_met(policies)
     labels = [entry["label"] for entry in policies]
-    done = [[Part("done", "var(--solid)", entry["efficiency"] or 0.0)] for entry in policies]
-    lost = [[Part(loss.name, loss.colour, entry[key] or 0.0) for key, loss in losses.items()] for entry in policies]
+    done = [[BarPart("done", "var(--solid)", entry["efficiency"] or 0.0)] for entry in policies]
+    lost = [[BarPart(loss.name, loss.colour, entry[key] or 0.0) for key, loss in losses.items()] for entry in policies]
     most = max(map(_length, lost))
     several = len(policies) > 1
     made = [element("h2", "Comparison of policies" if several else "Use of the idle nodes")]
@@ -46,11 +46,11 @@ def comparison(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[El
     return [*made, _efficiency_over_time(policies, axis), _table(policies)]
 
 
-def _length(parts: Sequence[Part]) -> float:
+def _length(parts: Sequence[BarPart]) -> float:
     return sum(max(part.value, 0.0) for part in parts)
 
 
-def _bars(labels: Sequence[str], rows: Sequence[Sequence[Part]], *, whole: float) -> Element:
+def _bars(labels: Sequence[str], rows: Sequence[Sequence[BarPart]], *, whole: float) -> Element:
     # A negative loss is a gain, which makes the sum of the other parts larger than the whole.
     whole = max(whole, *map(_length, rows))
     cells: list[Element] = []

@@ -51,7 +51,8 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
         faults, strikes, limit = CAMPAIGN_FAULTS, (2, 6), 300.0
         make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = CampaignScene
     else:
-        from freetrain_parsl.testing.chaos.bare import BARE_FAULTS, BarePlan, BareScene, warm_up
+        from freetrain_parsl.testing.chaos.bare import BARE_FAULTS, BareScene, warm_up
+        from freetrain_parsl.testing.chaos.bare_plan import BarePlan
 
         faults, strikes, limit = BARE_FAULTS, ((1, 4) if options.short else (3, 9)), 150.0
 

@@ -29,7 +29,6 @@ from freetrain_parsl.protocol.messages import Hello, Probe, SlotHeartbeat
 from freetrain_parsl.testing.chaos.bare_driver import drive
 from freetrain_parsl.testing.chaos.damage import damage_newest
 from freetrain_parsl.testing.chaos.scene import FILL, EpisodeSettings, Scene
-from freetrain_parsl.testing.chaos.trainings import SUBJECTS, Subject
 from freetrain_parsl.testing.chaos.verification import problems_of
 from freetrain_parsl.testing.faults import kill
 
@@ -39,7 +38,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkProcess
     from pathlib import Path
 
-__all__ = ["BARE_FAULTS", "BarePlan", "BareScene", "warm_up"]
+    from freetrain_parsl.testing.chaos.bare_plan import BarePlan
+
+__all__ = ["BARE_FAULTS", "BareScene", "warm_up"]
 
 BARE_FAULTS: Mapping[str, float] = MappingProxyType(
     {
@@ -58,44 +59,6 @@ BARE_FAULTS: Mapping[str, float] = MappingProxyType(
 _CONTEXT = multiprocessing.get_context("fork")
 _CLOCK_STEPS = (-3600.0, -30.0, -5.0, 3.0, 20.0, 60.0)
 _GRACE = 4.0
-
-
-@dataclass(frozen=True)
-class BarePlan:
-    """Settings shared by the processes of an episode; times in seconds.
-
-    Parameters
-    ----------
-    directory
-        Directory of the episode.
-    checkpoints
-        Root of the checkpoints.
-    subjects
-        The trainings.
-    epochs, samples
-        Length of each.
-    nodes
-        Node names.
-    heartbeat_timeout, peer_timeout
-        As the executor's.
-    """
-
-    directory: Path
-    checkpoints: Path
-    subjects: tuple[Subject, ...] = SUBJECTS
-    epochs: int = 4
-    samples: int = 384
-    nodes: tuple[str, ...] = ("n0", "n1", "n2", "n3")
-    heartbeat_timeout: float = 6.0
-    peer_timeout: float = 5.0
-
-    def result_of(self, name: str) -> Path:
-        """Return the file to which a training saves its final state."""
-        return self.directory / f"result-{name}.pt"
-
-    def outcome_of(self, name: str) -> Path:
-        """Return the file with the outcome of a training's future."""
-        return self.directory / f"outcome-{name}.json"
 
 
 @dataclass

@@ -26,10 +26,9 @@ from parsl import curvezmq
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
-from freetrain_parsl.executor.control.training.machine import Limits
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.payloads import pack_training
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
+from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.executor.batch.providers import BlockSpec
-    from freetrain_parsl.testing.chaos.bare import BarePlan
+    from freetrain_parsl.testing.chaos.bare_plan import BarePlan
 
 __all__ = ["drive"]
 

@@ -12,7 +12,7 @@ from freetrain_parsl.errors import BatchSystemError, InvalidSettings
 from freetrain_parsl.testing.fake_commands import pbs_answers as answers
 from freetrain_parsl.testing.fake_commands.mishaps import suffer
 from freetrain_parsl.testing.fake_commands.options import Options, Refused, directives, parse
-from freetrain_parsl.testing.fake_commands.steps import Task, run_tasks, stay_at_sigterm
+from freetrain_parsl.testing.fake_commands.steps import StepTask, run_tasks, stay_at_sigterm
 from freetrain_parsl.testing.fake_commands.store import QUEUES, Store, Submission
 from freetrain_parsl.windows.pbs.values import as_duration
 
@@ -174,7 +174,7 @@ def mpiexec(_: Store, arguments: list[str]) -> None:
     for number in range(count):
         host = hosts[number // per_node % len(hosts)]
         rank = {"PMI_RANK": str(number), "PMI_SIZE": str(count), "PALS_RANKID": str(number)}
-        tasks.append(Task(nodes.index(host), rank))
+        tasks.append(StepTask(nodes.index(host), rank))
     stay_at_sigterm()
     code = run_tasks(job, options.words, tasks, label="l" in options or "prepend-rank" in options)
     if code:

@@ -12,7 +12,7 @@ from freetrain_parsl.errors import BatchSystemError, InvalidSettings
 from freetrain_parsl.testing.fake_commands import slurm_answers as answers
 from freetrain_parsl.testing.fake_commands.mishaps import suffer
 from freetrain_parsl.testing.fake_commands.options import Options, Refused, directives, parse
-from freetrain_parsl.testing.fake_commands.steps import Task, run_tasks, stay_at_sigterm
+from freetrain_parsl.testing.fake_commands.steps import StepTask, run_tasks, stay_at_sigterm
 from freetrain_parsl.testing.fake_commands.store import QUEUES, Store, Submission
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
@@ -220,7 +220,7 @@ def srun(_: Store, arguments: list[str]) -> None:
             "SLURM_NTASKS": str(count),
             "SLURM_STEP_ID": "0",
         }
-        tasks.append(Task(node, place))
+        tasks.append(StepTask(node, place))
     stay_at_sigterm()
     sys.stdout.flush()
     code = run_tasks(job, options.words, tasks, label="label" in options)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Task", "connect", "job_socket", "run_tasks", "stay_at_sigterm"]
+__all__ = ["StepTask", "connect", "job_socket", "run_tasks", "stay_at_sigterm"]
 
 _NODE_START_SECONDS = 30.0
 _RETRY_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Task:
+class StepTask:
     """A process of a step: its node in the job (0 is the first), and its additions to the step's environment."""
 
     node: int
@@ -71,7 +71,7 @@ def stay_at_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
 
 
-def run_tasks(job: str, command: Sequence[str], tasks: Sequence[Task], *, label: bool = False) -> int:
+def run_tasks(job: str, command: Sequence[str], tasks: Sequence[StepTask], *, label: bool = False) -> int:
     """Start a command once per task, wait for all, and return the first nonzero exit code.
 
     Parameters
@@ -94,7 +94,7 @@ def run_tasks(job: str, command: Sequence[str], tasks: Sequence[Task], *, label:
     return next((code for code in codes if code), 0)
 
 
-def _run_task(job: str, command: Sequence[str], number: int, task: Task, codes: list[int], *, label: bool) -> None:
+def _run_task(job: str, command: Sequence[str], number: int, task: StepTask, codes: list[int], *, label: bool) -> None:
     copiers: list[threading.Thread] = []
     files: list[IO[bytes]] = []
     try:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import UsageError, did_you_mean
 from freetrain_parsl.testing.faults.connections import cut, partition
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from freetrain_parsl.executor.journal import JournalEntry
     from freetrain_parsl.testing.faults.files import Damage
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ Fault: TypeAlias = "Callable[[Strike], AbstractContextManager[object] | None]"
 
 
 @dataclass(frozen=True)
-class Record:
+class InjectedFault:
     """A fault injected by the injector.
 
     Parameters
@@ -202,7 +203,7 @@ class Injector:
         for _, name in schedule or ():
             if name not in faults:
                 raise UsageError(f"Injector: there is no fault {name!r}{did_you_mean(name, faults)}")
-        self.records: list[Record] = []
+        self.records: list[InjectedFault] = []
         self._seed = seed
         self._targets = targets
         self._faults = dict(faults)
@@ -215,7 +216,7 @@ class Injector:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
-    def run(self, duration: timedelta | None = None) -> list[Record]:
+    def run(self, duration: timedelta | None = None) -> list[InjectedFault]:
         """Inject faults for this long, or to the end of the schedule and of its last fault; return the records.
 
         Raises
@@ -291,7 +292,7 @@ class Injector:
         undoing = ExitStack()
         targets = [Target(slot, pid) for slot, pid in sorted(self._targets().items())]
         if not targets:
-            self._keep(Record(after, name, None, None, lasts, "no process to hit"))
+            self._keep(InjectedFault(after, name, None, None, lasts, "no process to hit"))
             return undoing
         victim = targets[int(rng.random() * len(targets))]
         others = tuple(target for target in targets if target is not victim)
@@ -302,28 +303,12 @@ class Injector:
                 undoing.enter_context(lasting)
         except (ProcessLookupError, FileNotFoundError) as error:  # too late or too early
             outcome = str(error)
-        self._keep(Record(after, name, victim.slot, victim.pid, lasts, outcome))
+        self._keep(InjectedFault(after, name, victim.slot, victim.pid, lasts, outcome))
         return undoing
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: InjectedFault) -> None:
         self.records.append(record)
         logger.info("injected at %.2f s: %s", record.at, record)
-
-
-class JournalEntry(Protocol):
-    """An entry of the executor's journal, as `freetrain_parsl.executor.journal.read_journal` yields them."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of entry."""
-
-    @property
-    def subject(self) -> str:
-        """Subject of the entry."""
-
-    @property
-    def detail(self) -> Mapping[str, Any]:
-        """Details of the entry."""
 
 
 def slots_on_this_machine(entries: Iterable[JournalEntry]) -> dict[str, int]:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import CodeChanged
-from freetrain_parsl.protocol.options import Code
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.storage.posix import CheckpointDirectory
     from freetrain_parsl.training.checkpoints.format import Restored
 
-__all__ = ["accept_code", "code_facts", "other_code_of_this_call"]
+__all__ = ["accept_code", "other_code_of_this_call"]
 
 _NAMES_SHOWN = 4
-
-
-def code_facts(code: Code | None) -> dict[str, Any]:
-    """Return the manifest fields that describe a training's code."""
-    if code is None:
-        return {}
-    return {"code": code.identity, "code_parts": dict(code.parts), "code_python": code.python}
 
 
 def accept_code(
@@ -52,7 +42,7 @@ def accept_code(
     CheckpointError
         The old checkpoints cannot be moved away.
     """
-    before = _code_in(restored.manifest)
+    before = restored.code
     if options.code is None or before is None:
         return restored, ""
     if options.code.python != before.python:
@@ -92,13 +82,6 @@ def other_code_of_this_call(options: SessionOptions, directory: CheckpointDirect
         f"starting over: its code has changed since {name}, which has a checkpoint of step {step}; to resume from "
         f"it: options(name={name!r}, on_code_change='resume')"
     )
-
-
-def _code_in(manifest: Mapping[str, Any]) -> Code | None:
-    parts, python = manifest.get("code_parts"), manifest.get("code_python")
-    if not isinstance(parts, dict) or not isinstance(python, str):
-        return None
-    return Code(str(manifest.get("code")).partition("#")[0], parts, python)
 
 
 def _listed(names: list[str]) -> str:

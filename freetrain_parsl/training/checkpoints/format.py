@@ -16,15 +16,14 @@ import torch
 
 from freetrain_parsl._version import __version__
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
+from freetrain_parsl.protocol.options import Code
 from freetrain_parsl.storage.entry import FORMAT, STATE
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
-from freetrain_parsl.training.checkpoints.code_change import code_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
-    from freetrain_parsl.protocol.options import Code
     from freetrain_parsl.storage.entry import Entry
     from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
 
@@ -67,7 +66,9 @@ class Facts:
     def as_json(self) -> dict[str, Any]:
         """Return the fields of the manifest."""
         facts = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "code"}
-        return facts | code_facts(self.code)
+        if self.code is not None:
+            facts |= {"code": self.code.identity, "code_parts": dict(self.code.parts), "code_python": self.code.python}
+        return facts
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,14 @@ class Restored:
     entry: Entry
     refused: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def code(self) -> Code | None:
+        """The code of the training that wrote it, if its manifest has it."""
+        parts, python = self.manifest.get("code_parts"), self.manifest.get("code_python")
+        if not isinstance(parts, dict) or not isinstance(python, str):
+            return None
+        return Code(str(self.manifest.get("code")).partition("#")[0], parts, python)
 
 
 class Checkpoints:

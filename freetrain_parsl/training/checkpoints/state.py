@@ -27,7 +27,7 @@ class Stateful(Protocol):
         """Load a state."""
 
 
-class TrainingState:
+class SessionState:
     """A training's position in its data, its metrics, and the user's objects.
 
     Parameters

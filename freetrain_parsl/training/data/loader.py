@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import mix, seed_cpu
@@ -204,6 +204,41 @@ def check_dataset(dataset: object, batch_size: int, *, shuffle: bool, drop_last:
         raise UsageError(f"session.loader: batch_size must be at least 1, got {batch_size}")
     if drop_last and len(dataset) < batch_size:
         raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(dataset)} samples")
+
+
+def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
+    """Return the dataset of a user's DataLoader and the arguments of ``session.loader`` that correspond to it.
+
+    Raises
+    ------
+    UsageError
+        Its batches cannot be divided over processes.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "session.loader: the DataLoader reads an IterableDataset; use "
+            "session.loader(session.stream(source, samples=…), batch_size=…, shuffle=False)"
+        )
+    if loader.batch_size is None:
+        raise UsageError(
+            "session.loader: the DataLoader has a batch_sampler of its own, or none; pass the dataset, batch_size=… "
+            "and sampler=… for the order of single samples"
+        )
+    options: dict[str, Any] = {
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "shuffle": isinstance(loader.sampler, RandomSampler),
+    }
+    plain = isinstance(loader.sampler, SequentialSampler) or (
+        isinstance(loader.sampler, RandomSampler)
+        and not loader.sampler.replacement
+        and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
+    )
+    if not plain:
+        options["sampler"] = loader.sampler
+    return loader.dataset, options  # type: ignore[return-value]  # map-style
 
 
 def to_device(data: Any, device: torch.device) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler
 from torch.utils.data.sampler import BatchSampler
 
 from freetrain_parsl.errors import UsageError
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-    from freetrain_parsl.training.data.loader import MapDataset
-
-__all__ = ["IndexSampler", "check_sampler", "draw", "parts_of"]
+__all__ = ["IndexSampler", "check_sampler", "draw"]
 
 
 class IndexSampler(Protocol):
@@ -81,38 +79,3 @@ def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> torch.Ten
     if int(positions.min()) < 0 or int(positions.max()) >= length:
         raise UsageError(f"session.loader: the sampler yields positions outside the dataset of {length} samples")
     return positions
-
-
-def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
-    """Return the dataset of a user's DataLoader and the arguments of ``session.loader`` that correspond to it.
-
-    Raises
-    ------
-    UsageError
-        Its batches cannot be divided over processes.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            "session.loader: the DataLoader reads an IterableDataset; use "
-            "session.loader(session.stream(source, samples=…), batch_size=…, shuffle=False)"
-        )
-    if loader.batch_size is None:
-        raise UsageError(
-            "session.loader: the DataLoader has a batch_sampler of its own, or none; pass the dataset, batch_size=… "
-            "and sampler=… for the order of single samples"
-        )
-    options: dict[str, Any] = {
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "shuffle": isinstance(loader.sampler, RandomSampler),
-    }
-    plain = isinstance(loader.sampler, SequentialSampler) or (
-        isinstance(loader.sampler, RandomSampler)
-        and not loader.sampler.replacement
-        and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
-    )
-    if not plain:
-        options["sampler"] = loader.sampler
-    return loader.dataset, options  # type: ignore[return-value]  # map-style

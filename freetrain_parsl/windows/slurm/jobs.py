@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from freetrain_parsl.windows.base import BlockState, BlockStatus
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
-from freetrain_parsl.windows.slurm.vocabulary import HOLDS_NODES, Waiting, block_state, explain_reason
+from freetrain_parsl.windows.slurm.vocabulary import HOLDS_NODES, PendingCause, block_state, explain_reason
 from freetrain_parsl.windows.state import PendingJob, RunningJob
 
 if TYPE_CHECKING:
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.windows.state import Partition
 
-__all__ = ["JobRecord", "block_status", "plain_features", "sort_jobs"]
+__all__ = ["SlurmJob", "block_status", "plain_features", "sort_jobs"]
 
 _PLAIN = re.compile(r"[\w.:-]+(?:[&,][\w.:-]+)*", re.ASCII)
 
 
-class JobRecord(NamedTuple):
+class SlurmJob(NamedTuple):
     """One line of squeue; times in seconds since the epoch, host lists in Slurm's format."""
 
     job: str
@@ -42,7 +42,7 @@ class JobRecord(NamedTuple):
 
 
 def sort_jobs(
-    records: Iterable[JobRecord], partitions: Mapping[str, Partition]
+    records: Iterable[SlurmJob], partitions: Mapping[str, Partition]
 ) -> tuple[tuple[RunningJob, ...], tuple[PendingJob, ...]]:
     """Separate the jobs that hold nodes from the pending ones; the others have ended.
 
@@ -63,7 +63,7 @@ def sort_jobs(
     return tuple(running), tuple(pending)
 
 
-def _pending(record: JobRecord, partitions: Mapping[str, Partition], hosts: dict[str, tuple[str, ...]]) -> PendingJob:
+def _pending(record: SlurmJob, partitions: Mapping[str, Partition], hosts: dict[str, tuple[str, ...]]) -> PendingJob:
     waiting, _ = explain_reason(record.reason)
     walltime = record.walltime
     if walltime is None:
@@ -77,7 +77,7 @@ def _pending(record: JobRecord, partitions: Mapping[str, Partition], hosts: dict
         record.node_count,
         walltime,
         record.priority,
-        waiting is Waiting.NODES and record.priority > 0 and record.state == "PENDING",
+        waiting is PendingCause.NODES and record.priority > 0 and record.state == "PENDING",
         record.start,
         _expand(record.planned_nodes, hosts),
         _expand(record.named_nodes, hosts),
@@ -99,7 +99,7 @@ def plain_features(constraint: str) -> frozenset[str] | None:
     return frozenset(re.split("[&,]", constraint)) if _PLAIN.fullmatch(constraint) else None
 
 
-def block_status(record: JobRecord) -> BlockStatus:
+def block_status(record: SlurmJob) -> BlockStatus:
     """Return the status of one of our jobs."""
     state, sentence = block_state(record.state)
     nodes: tuple[str, ...] = ()
@@ -107,6 +107,6 @@ def block_status(record: JobRecord) -> BlockStatus:
         nodes = tuple(expand_hosts(record.nodes)) if record.nodes else ()
     elif record.state == "PENDING":
         waiting, sentence = explain_reason(record.reason)
-        if waiting is Waiting.CHANGE:
+        if waiting is PendingCause.CHANGE:
             state = BlockState.HELD
     return BlockStatus(state, nodes, record.ends if state is BlockState.RUNNING else None, sentence)

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UnreadableAnswer
-from freetrain_parsl.windows.slurm.jobs import JobRecord
+from freetrain_parsl.windows.slurm.jobs import SlurmJob
 from freetrain_parsl.windows.slurm.text_parser import make_node
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["parse_json_jobs", "parse_json_nodes"]
 
 
-def parse_json_jobs(text: str) -> list[JobRecord]:
+def parse_json_jobs(text: str) -> list[SlurmJob]:
     """Parse ``squeue --json``.
 
     Raises
@@ -52,11 +52,11 @@ def _items(text: str, key: str) -> list[dict[str, Any]]:
     return items
 
 
-def _job(item: dict[str, Any]) -> JobRecord:
+def _job(item: dict[str, Any]) -> SlurmJob:
     try:
         states = _words(item["job_state"])
         minutes = _number(item["time_limit"])
-        return JobRecord(
+        return SlurmJob(
             str(item["job_id"]),
             _text(item, "partition"),
             "COMPLETING" if "COMPLETING" in states else states[0],

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from freetrain_parsl.windows.commands import Runner
-    from freetrain_parsl.windows.slurm.jobs import JobRecord
+    from freetrain_parsl.windows.slurm.jobs import SlurmJob
     from freetrain_parsl.windows.state import Node, Partition, Reservation
 
 __all__ = ["SlurmQueries"]
@@ -84,7 +84,7 @@ class SlurmQueries:
             self._kept[key] = (now, ask())
         return cast("T", self._kept[key][1])
 
-    def jobs(self) -> list[JobRecord]:
+    def jobs(self) -> list[SlurmJob]:
         """Query all jobs, including those that ended in the last minutes: the controller sends them anyway."""
         if self._prefers_json():
             try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.windows.availability_profile import Staircase
     from freetrain_parsl.windows.base import Refusal
     from freetrain_parsl.windows.commands import Runner
-    from freetrain_parsl.windows.slurm.jobs import JobRecord
+    from freetrain_parsl.windows.slurm.jobs import SlurmJob
     from freetrain_parsl.windows.state import Node, Partition, PendingJob, RunningJob
 
 __all__ = ["SlurmWindowSource"]
@@ -137,7 +137,7 @@ class SlurmWindowSource(WindowSource):
         state = self.state()
         return self._staircase(state, self._own_partition(state.partitions), job_ids)
 
-    def _ask(self) -> tuple[BatchState, list[JobRecord]]:
+    def _ask(self) -> tuple[BatchState, list[SlurmJob]]:
         partitions = self._with_qos(self._queries.partitions())
         scheduling = self._queries.scheduling()
         reservations = self._queries.reservations()
@@ -154,7 +154,7 @@ class SlurmWindowSource(WindowSource):
         state = BatchState(now, scheduling, nodes, running, pending, reservations, partitions, hidden, waiting)
         return state, records
 
-    def _others_waiting(self, records: Sequence[JobRecord], pending: Sequence[PendingJob], now: float) -> int:
+    def _others_waiting(self, records: Sequence[SlurmJob], pending: Sequence[PendingJob], now: float) -> int:
         """Count other users' pending jobs, from the scheduler's statistics and our own jobs.
 
         The statistics are from the main scheduler's last pass, so they still include our jobs that have left the queue
@@ -174,7 +174,7 @@ class SlurmWindowSource(WindowSource):
         return _EFFORT_WITH_NODES if partition.preemptible else _EFFORT_WITH_STATISTICS
 
     def _current_nodes(
-        self, records: Sequence[JobRecord], running: Sequence[RunningJob], now: float, *, hidden: bool
+        self, records: Sequence[SlurmJob], running: Sequence[RunningJob], now: float, *, hidden: bool
     ) -> Mapping[str, Node]:
         """Describe the nodes: from the queue, or by a query if the queue is not sufficient."""
         plain = {record.job for record in records if record.state in _PLAIN_ENDS}
@@ -229,7 +229,7 @@ class SlurmWindowSource(WindowSource):
         exclusive = self._needs.exclusive or not partition.shared
         return find_windows(state, replace(self._needs, partition=partition.name, exclusive=exclusive), ours)
 
-    def _statuses(self, job_ids: Sequence[str], records: list[JobRecord]) -> dict[str, BlockStatus]:
+    def _statuses(self, job_ids: Sequence[str], records: list[SlurmJob]) -> dict[str, BlockStatus]:
         asked = set(job_ids)
         statuses = {record.job: block_status(record) for record in records if record.job in asked}
         unclear = [job for job in job_ids if job not in statuses or self._was_cancelled_by_others(job, statuses[job])]

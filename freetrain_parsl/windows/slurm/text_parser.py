@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from freetrain_parsl.errors import UnreadableAnswer
 from freetrain_parsl.windows.base import OUR_JOBS
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
-from freetrain_parsl.windows.slurm.jobs import JobRecord
+from freetrain_parsl.windows.slurm.jobs import SlurmJob
 from freetrain_parsl.windows.slurm.vocabulary import UNUSABLE
 from freetrain_parsl.windows.state import Node, Partition, Reservation
 
@@ -125,7 +125,7 @@ def parse_seconds(text: str) -> float | None:
 
 
 @_reader
-def parse_jobs(text: str) -> list[JobRecord]:
+def parse_jobs(text: str) -> list[SlurmJob]:
     """Parse ``squeue -h -O JOB_FORMAT``.
 
     Raises
@@ -133,7 +133,7 @@ def parse_jobs(text: str) -> list[JobRecord]:
     UnreadableAnswer
         A line does not have this format.
     """
-    records: list[JobRecord] = []
+    records: list[SlurmJob] = []
     for line in text.splitlines():
         if not (records and _continues_a_name(line)):
             records.append(_job(line))
@@ -145,13 +145,13 @@ def _continues_a_name(line: str) -> bool:
     return "\t" not in line[:-1] and len(line) <= _NAME_WIDTH + 1
 
 
-def _job(line: str) -> JobRecord:
+def _job(line: str) -> SlurmJob:
     *texts, name = line.split("\t", len(JOB_FIELDS) - 1)
     values = ["" if value in _NOTHING else value for value in texts]
     if len(values) != len(JOB_FIELDS) - 1 or not values[0].isdecimal():
         raise ValueError(f"line {line[:80]!r} does not have the {len(JOB_FIELDS)} requested fields")
     job, partition, state, user, limit, start, ends, count, nodes, planned, named, priority, reason, features = values
-    return JobRecord(
+    return SlurmJob(
         job,
         partition,
         state,

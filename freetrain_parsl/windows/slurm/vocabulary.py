@@ -9,10 +9,10 @@ from enum import Enum
 
 from freetrain_parsl.windows.base import BlockState, Refusal
 
-__all__ = ["HOLDS_NODES", "UNUSABLE", "Waiting", "block_state", "explain_complaint", "explain_reason"]
+__all__ = ["HOLDS_NODES", "UNUSABLE", "PendingCause", "block_state", "explain_complaint", "explain_reason"]
 
 
-class Waiting(Enum):
+class PendingCause(Enum):
     """What a pending job waits for."""
 
     NODES = "nodes: it could start if there were some"
@@ -61,72 +61,75 @@ def block_state(word: str) -> tuple[BlockState, str]:
 
 
 _REASONS = {
-    "": (Waiting.NODES, ""),
-    "None": (Waiting.NODES, ""),
-    "AccountNotAllowed": (Waiting.CHANGE, "its account may not use this partition"),
-    "AssociationJobLimit": (Waiting.OTHERS, "its account has reached its job limit"),
-    "AssociationResourceLimit": (Waiting.OTHERS, "its account has reached its resource limit"),
-    "AssociationTimeLimit": (Waiting.CHANGE, "its account has used up its time"),
-    "BadConstraints": (Waiting.CHANGE, "no node satisfies its constraints"),
-    "BeginTime": (Waiting.OTHERS, "its earliest begin time has not been reached"),
-    "Cleaning": (Waiting.OTHERS, "it was requeued and its previous run is still being cleaned up"),
-    "Dependency": (Waiting.OTHERS, "it waits for another job"),
-    "DependencyNeverSatisfied": (Waiting.CHANGE, "the job that it waits for has failed"),
-    "FrontEndDown": (Waiting.NODES, "no front end node is up"),
-    "InactiveLimit": (Waiting.CHANGE, "it reached the inactivity limit"),
-    "InvalidAccount": (Waiting.CHANGE, "its account is not valid"),
-    "InvalidQOS": (Waiting.CHANGE, "its QOS is not valid"),
-    "JobArrayTaskLimit": (Waiting.OTHERS, "its array has reached its limit of running tasks"),
-    "JobHeldAdmin": (Waiting.CHANGE, "is held by an administrator"),
-    "JobHeldUser": (Waiting.CHANGE, "is held by its user: release it with scontrol release JOB"),
-    "JobHoldMaxRequeue": (Waiting.CHANGE, "is held because it was requeued too often"),
-    "JobLaunchFailure": (Waiting.CHANGE, "could not be launched: file system problem or invalid program name"),
-    "Licenses": (Waiting.OTHERS, "it waits for a licence"),
-    "MaxMemPerLimit": (Waiting.CHANGE, "it requests more memory than the partition allows"),
-    "NodeDown": (Waiting.NODES, "a node that it needs is down"),
-    "Nodes required for job are DOWN": (Waiting.NODES, "its nodes are down or reserved for jobs of higher priority"),
-    "NonZeroExitCode": (Waiting.CHANGE, "it ended with an error and was requeued"),
-    "PartitionConfig": (Waiting.CHANGE, "it requests something that the partition does not have"),
-    "PartitionDown": (Waiting.OTHERS, "its partition is down"),
-    "PartitionInactive": (Waiting.OTHERS, "its partition is inactive"),
-    "PartitionNodeLimit": (Waiting.CHANGE, "it requests more or fewer nodes than the partition allows"),
-    "PartitionTimeLimit": (Waiting.CHANGE, "it requests more time than the partition allows"),
-    "Priority": (Waiting.NODES, "jobs of higher priority are pending"),
-    "Prolog": (Waiting.NODES, "its prolog is still running"),
-    "QOSJobLimit": (Waiting.OTHERS, "its QOS has reached its job limit"),
-    "QOSNotAllowed": (Waiting.CHANGE, "its QOS may not be used in this partition"),
-    "QOSResourceLimit": (Waiting.OTHERS, "its QOS has reached its resource limit"),
-    "QOSTimeLimit": (Waiting.CHANGE, "its QOS has used up its time"),
-    "QOSUsageThreshold": (Waiting.OTHERS, "the usage threshold of its QOS is breached"),
-    "ReqNodeNotAvail": (Waiting.NODES, "a node that it needs is down, drained or reserved"),
-    "Reservation": (Waiting.OTHERS, "its reservation has not begun"),
-    "ReservationDeleted": (Waiting.CHANGE, "its reservation was deleted"),
-    "Resources": (Waiting.NODES, "it is next, as soon as enough nodes are free"),
-    "SchedDefer": (Waiting.NODES, "it waits for the next pass of the scheduler"),
-    "SystemFailure": (Waiting.CHANGE, "Slurm, the file system or the network failed"),
+    "": (PendingCause.NODES, ""),
+    "None": (PendingCause.NODES, ""),
+    "AccountNotAllowed": (PendingCause.CHANGE, "its account may not use this partition"),
+    "AssociationJobLimit": (PendingCause.OTHERS, "its account has reached its job limit"),
+    "AssociationResourceLimit": (PendingCause.OTHERS, "its account has reached its resource limit"),
+    "AssociationTimeLimit": (PendingCause.CHANGE, "its account has used up its time"),
+    "BadConstraints": (PendingCause.CHANGE, "no node satisfies its constraints"),
+    "BeginTime": (PendingCause.OTHERS, "its earliest begin time has not been reached"),
+    "Cleaning": (PendingCause.OTHERS, "it was requeued and its previous run is still being cleaned up"),
+    "Dependency": (PendingCause.OTHERS, "it waits for another job"),
+    "DependencyNeverSatisfied": (PendingCause.CHANGE, "the job that it waits for has failed"),
+    "FrontEndDown": (PendingCause.NODES, "no front end node is up"),
+    "InactiveLimit": (PendingCause.CHANGE, "it reached the inactivity limit"),
+    "InvalidAccount": (PendingCause.CHANGE, "its account is not valid"),
+    "InvalidQOS": (PendingCause.CHANGE, "its QOS is not valid"),
+    "JobArrayTaskLimit": (PendingCause.OTHERS, "its array has reached its limit of running tasks"),
+    "JobHeldAdmin": (PendingCause.CHANGE, "is held by an administrator"),
+    "JobHeldUser": (PendingCause.CHANGE, "is held by its user: release it with scontrol release JOB"),
+    "JobHoldMaxRequeue": (PendingCause.CHANGE, "is held because it was requeued too often"),
+    "JobLaunchFailure": (PendingCause.CHANGE, "could not be launched: file system problem or invalid program name"),
+    "Licenses": (PendingCause.OTHERS, "it waits for a licence"),
+    "MaxMemPerLimit": (PendingCause.CHANGE, "it requests more memory than the partition allows"),
+    "NodeDown": (PendingCause.NODES, "a node that it needs is down"),
+    "Nodes required for job are DOWN": (
+        PendingCause.NODES,
+        "its nodes are down or reserved for jobs of higher priority",
+    ),
+    "NonZeroExitCode": (PendingCause.CHANGE, "it ended with an error and was requeued"),
+    "PartitionConfig": (PendingCause.CHANGE, "it requests something that the partition does not have"),
+    "PartitionDown": (PendingCause.OTHERS, "its partition is down"),
+    "PartitionInactive": (PendingCause.OTHERS, "its partition is inactive"),
+    "PartitionNodeLimit": (PendingCause.CHANGE, "it requests more or fewer nodes than the partition allows"),
+    "PartitionTimeLimit": (PendingCause.CHANGE, "it requests more time than the partition allows"),
+    "Priority": (PendingCause.NODES, "jobs of higher priority are pending"),
+    "Prolog": (PendingCause.NODES, "its prolog is still running"),
+    "QOSJobLimit": (PendingCause.OTHERS, "its QOS has reached its job limit"),
+    "QOSNotAllowed": (PendingCause.CHANGE, "its QOS may not be used in this partition"),
+    "QOSResourceLimit": (PendingCause.OTHERS, "its QOS has reached its resource limit"),
+    "QOSTimeLimit": (PendingCause.CHANGE, "its QOS has used up its time"),
+    "QOSUsageThreshold": (PendingCause.OTHERS, "the usage threshold of its QOS is breached"),
+    "ReqNodeNotAvail": (PendingCause.NODES, "a node that it needs is down, drained or reserved"),
+    "Reservation": (PendingCause.OTHERS, "its reservation has not begun"),
+    "ReservationDeleted": (PendingCause.CHANGE, "its reservation was deleted"),
+    "Resources": (PendingCause.NODES, "it is next, as soon as enough nodes are free"),
+    "SchedDefer": (PendingCause.NODES, "it waits for the next pass of the scheduler"),
+    "SystemFailure": (PendingCause.CHANGE, "Slurm, the file system or the network failed"),
 }
 
 # There are many limits with systematic names; the first match counts.
 _REASON_PARTS = (
-    ("requeued held", Waiting.CHANGE, "could not be launched and is held"),
-    ("held state", Waiting.CHANGE, "was requeued and is held"),
-    ("WallDurationPerJob", Waiting.CHANGE, "it requests more time than a per-job limit of its QOS or account"),
-    ("MinutesPerJob", Waiting.CHANGE, "it requests more than a per-job limit of its QOS or account"),
-    ("PerJobLimit", Waiting.CHANGE, "it requests more than a per-job limit of its QOS or account"),
-    ("PerJob", Waiting.CHANGE, "it requests more than a per-job limit of its QOS or account"),
-    ("PerNode", Waiting.CHANGE, "it requests more than a per-node limit of its QOS or account"),
-    ("QOSMin", Waiting.CHANGE, "it requests less than the minimum of its QOS"),
-    ("JobsPerUser", Waiting.OTHERS, "its user has reached the job limit of the QOS"),
-    ("SubmitJob", Waiting.OTHERS, "its user or account has reached its limit of queued jobs"),
-    ("QOSMax", Waiting.OTHERS, "its user has reached the resource limit of the QOS"),
-    ("QOSGrp", Waiting.OTHERS, "its QOS has reached its resource limit"),
-    ("AssocGrp", Waiting.OTHERS, "its account has reached its resource limit"),
-    ("AssocMax", Waiting.OTHERS, "its account has reached its resource limit"),
-    ("BurstBuffer", Waiting.OTHERS, "it waits for its burst buffer"),
+    ("requeued held", PendingCause.CHANGE, "could not be launched and is held"),
+    ("held state", PendingCause.CHANGE, "was requeued and is held"),
+    ("WallDurationPerJob", PendingCause.CHANGE, "it requests more time than a per-job limit of its QOS or account"),
+    ("MinutesPerJob", PendingCause.CHANGE, "it requests more than a per-job limit of its QOS or account"),
+    ("PerJobLimit", PendingCause.CHANGE, "it requests more than a per-job limit of its QOS or account"),
+    ("PerJob", PendingCause.CHANGE, "it requests more than a per-job limit of its QOS or account"),
+    ("PerNode", PendingCause.CHANGE, "it requests more than a per-node limit of its QOS or account"),
+    ("QOSMin", PendingCause.CHANGE, "it requests less than the minimum of its QOS"),
+    ("JobsPerUser", PendingCause.OTHERS, "its user has reached the job limit of the QOS"),
+    ("SubmitJob", PendingCause.OTHERS, "its user or account has reached its limit of queued jobs"),
+    ("QOSMax", PendingCause.OTHERS, "its user has reached the resource limit of the QOS"),
+    ("QOSGrp", PendingCause.OTHERS, "its QOS has reached its resource limit"),
+    ("AssocGrp", PendingCause.OTHERS, "its account has reached its resource limit"),
+    ("AssocMax", PendingCause.OTHERS, "its account has reached its resource limit"),
+    ("BurstBuffer", PendingCause.OTHERS, "it waits for its burst buffer"),
 )
 
 
-def explain_reason(reason: str) -> tuple[Waiting, str]:
+def explain_reason(reason: str) -> tuple[PendingCause, str]:
     """Return the meaning of Slurm's reason for a pending job.
 
     An unknown reason counts as waiting for nodes, which is the conservative assumption about other users' jobs.
@@ -137,7 +140,7 @@ def explain_reason(reason: str) -> tuple[Waiting, str]:
     for part, waiting, sentence in _REASON_PARTS:
         if part in reason:
             return waiting, f"{sentence} ({reason})"
-    return Waiting.NODES, reason
+    return PendingCause.NODES, reason
 
 
 UNUSABLE = {

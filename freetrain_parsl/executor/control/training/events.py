@@ -20,7 +20,7 @@ __all__ = [
     "SlotLost",
     "StorageBack",
     "StoragePostponed",
-    "Tick",
+    "TimePassed",
 ]
 
 
@@ -100,7 +100,7 @@ class StorageBack:
 
 
 @dataclass(frozen=True)
-class Tick:
+class TimePassed:
     """Time has passed; `arrived`: the slots that have joined the rendezvous of the next group."""
 
     arrived: frozenset[str] = frozenset()
@@ -117,5 +117,5 @@ Event: TypeAlias = (
     | SlotLost
     | StoragePostponed
     | StorageBack
-    | Tick
+    | TimePassed
 )

@@ -8,7 +8,7 @@ cannot change in place, is paused with a checkpoint and started again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts, TrainingCancelled
@@ -30,7 +30,7 @@ from freetrain_parsl.executor.control.training.states import (
     Ended,
     Failure,
     Goal,
-    Group,
+    GroupMembers,
     Participant,
     Pausing,
     Recovering,
@@ -62,32 +62,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
     from freetrain_parsl.executor.control.training.states import Phase, State
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.trainings import Limits, TrainingRequest
     from freetrain_parsl.planning.model import RescaleCosts
 
-__all__ = ["Limits", "TrainingMachine"]
+__all__ = ["TrainingMachine"]
 
 _GATHER = 0.1  # seconds: the slots of a node rarely fail at the same instant
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Timeouts in seconds, and the number of restarts.
-
-    Parameters
-    ----------
-    peer_timeout
-        If all members only wait for each other for this long, their connections are broken. Also the time within which
-        members must end after a failure.
-    meeting_timeout
-        Time for which the members of a new group wait for each other.
-    max_restarts
-        Number of crashes, on nodes that were not taken, after which a training restarts without reaching a new step.
-    """
-
-    peer_timeout: float = 10.0
-    meeting_timeout: float = 60.0
-    max_restarts: int = 3
 
 
 class TrainingMachine:
@@ -155,12 +135,12 @@ class TrainingMachine:
         return isinstance(self.phase, Ended)
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> GroupMembers | None:
         """The current group."""
         return None if isinstance(self.phase, Waiting) else self.phase.group
 
     @property
-    def next_group(self) -> Group | None:
+    def next_group(self) -> GroupMembers | None:
         """The group that is being formed."""
         return self.phase.after if isinstance(self.phase, Regrouping) else None
 
@@ -186,7 +166,7 @@ class TrainingMachine:
         """
         self._registry, self._now = registry, now
         match event:
-            case on.Tick():
+            case on.TimePassed():
                 self._arrived = event.arrived
                 self._tick(event.arrived)
             case on.Reported():
@@ -283,7 +263,11 @@ class TrainingMachine:
         )
 
     def _explain_stall(self) -> None:
-        reason = "" if self._storage_problem else stall_reason(self, self._now)
+        reason = ""
+        if not self._storage_problem:
+            reason = stall_reason(
+                self.phase, self.participants, desired=self.desired, needed=self.request.min_nodes, now=self._now
+            )
         if reason != self._stall:
             self._stall = reason
             self._log(record.TrainingStalled(self.name, reason))
@@ -302,7 +286,7 @@ class TrainingMachine:
         slots = self._registry.complete_slots(self.desired)
         if not slots or any(slot.busy is not None or slot.leaving for slot in slots):
             return
-        group = Group(next(self._numbers), self.desired, tuple(slot.name for slot in slots), self._now)
+        group = GroupMembers(next(self._numbers), self.desired, tuple(slot.name for slot in slots), self._now)
         self.phase = Starting(group)
         self._do(do.OpenStore(group.number))
         for rank, slot in enumerate(slots):
@@ -323,7 +307,7 @@ class TrainingMachine:
         self._arrived = frozenset()
         participants = self.participants
         nodes = frozenset(participants[slot].node for slot in ranks)
-        after = Group(next(self._numbers), nodes, ranks, self._now)
+        after = GroupMembers(next(self._numbers), nodes, ranks, self._now)
         grows = any(not participants[slot].has_state for slot in ranks)
         self.phase = Regrouping(before, after, failure, grows, set(ranks), pauses)
         self._do(do.OpenStore(after.number))
@@ -362,7 +346,7 @@ class TrainingMachine:
         if change.pauses:  # commanded before the failure: some members may not have received it
             self._pause()
 
-    def _close_change(self) -> Group:
+    def _close_change(self) -> GroupMembers:
         """End a change that is still in progress, if any; return the current group."""
         change, group = self._change, self.group
         assert group is not None
@@ -673,10 +657,10 @@ class TrainingMachine:
             self._trainer = replace(self._trainer, costs=self._costs)
             self._do(do.Inform(planner.TrainerLearned(self._now, self._trainer)))
 
-    def _log_start(self, group: Group, *, in_place: bool, paused: float = 0.0) -> None:
+    def _log_start(self, group: GroupMembers, *, in_place: bool, paused: float = 0.0) -> None:
         self._log(record.FragmentStarted(self.name, group.number, sorted(group.nodes), in_place, paused))
 
-    def _log_end(self, group: Group, until: float, *, failure: bool) -> None:
+    def _log_end(self, group: GroupMembers, until: float, *, failure: bool) -> None:
         seconds = max(0.0, until - group.began)
         self._log(record.FragmentEnded(self.name, group.number, sorted(group.nodes), failure, seconds))
 

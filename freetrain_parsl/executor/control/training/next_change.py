@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-    from freetrain_parsl.executor.control.training.states import Group, Participant, Regrouping
+    from freetrain_parsl.executor.control.training.states import GroupMembers, Participant, Regrouping
 
 __all__ = ["NextChange", "disconnection", "fewest_to_exclude", "hanging_newcomers", "next_change", "survivors"]
 
@@ -45,7 +45,7 @@ class NextChange:
 
 def next_change(
     participants: Mapping[str, Participant],
-    group: Group,
+    group: GroupMembers,
     desired: frozenset[str],
     registry: SlotRegistry,
     *,
@@ -94,13 +94,13 @@ def next_change(
     return there.change(ranks)
 
 
-def members_of(participants: Mapping[str, Participant], group: Group) -> list[Participant]:
+def members_of(participants: Mapping[str, Participant], group: GroupMembers) -> list[Participant]:
     """Return the members of a group whose run has not ended, in order of rank."""
     return [participants[s] for s in group.ranks if s in participants and participants[s].role is Role.MEMBER]
 
 
 def survivors(
-    participants: Mapping[str, Participant], group: Group, change: Regrouping | None, *, with_newcomers: bool
+    participants: Mapping[str, Participant], group: GroupMembers, change: Regrouping | None, *, with_newcomers: bool
 ) -> tuple[str, ...]:
     """Return the slots that can continue after a failure, in order of rank; empty if none of them has the state."""
     if change is not None and not change.begun:

@@ -7,37 +7,41 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.executor.control.training.states import Role, Starting, Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-    from freetrain_parsl.executor.control.training.machine import TrainingMachine
+    from freetrain_parsl.executor.control.training.states import Participant, Phase
 
 __all__ = ["stall_reason"]
 
 _EXPLAINED_AFTER = 45.0  # seconds; so that the reason is reported within a minute
 
 
-def stall_reason(training: TrainingMachine, now: float) -> str:
+def stall_reason(
+    phase: Phase, participants: Mapping[str, Participant], *, desired: Collection[str], needed: int, now: float
+) -> str:
     """Return why a training makes no progress; empty if it does, or has waited only for a short time.
 
     Parameters
     ----------
-    training
-        A training that is not over.
+    phase, participants
+        Of a training that is not over.
+    desired
+        The nodes that it is to have.
+    needed
+        The least number of nodes on which it runs.
     now
         Seconds.
     """
-    state = training.phase
-    if isinstance(state, Waiting):
-        if now - state.since < _EXPLAINED_AFTER:
+    if isinstance(phase, Waiting):
+        if now - phase.since < _EXPLAINED_AFTER:
             return ""
-        if training.desired:
-            return f"waits for slots on {_listed(training.desired)} to start or to become free"
-        needed = training.request.min_nodes
+        if desired:
+            return f"waits for slots on {_listed(desired)} to start or to become free"
         nodes = "a node" if needed == 1 else f"{needed} nodes"
         return f"waits for {nodes} to join; `freetrain explain` shows why idle nodes are not used"
-    if isinstance(state, Starting) and now - state.group.began >= _EXPLAINED_AFTER:
-        return f"on {_listed(state.group.nodes)} its function has not reached session.epochs() yet"
-    newcomers = [one for one in training.participants.values() if one.role is Role.NEWCOMER]
+    if isinstance(phase, Starting) and now - phase.group.began >= _EXPLAINED_AFTER:
+        return f"on {_listed(phase.group.nodes)} its function has not reached session.epochs() yet"
+    newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
     slow = {one.node for one in newcomers if one.ready is None and now - one.began >= _EXPLAINED_AFTER}
     if slow:
         return f"on {_listed(slow)}, to join the others, its function has not reached session.epochs() yet"

@@ -15,7 +15,7 @@ __all__ = [
     "Ended",
     "Failure",
     "Goal",
-    "Group",
+    "GroupMembers",
     "Participant",
     "Pausing",
     "Phase",
@@ -87,21 +87,21 @@ class Participant:
 
 
 @dataclass
-class Group:
-    """A process group of a training; a fragment from its first step on.
+class GroupMembers:
+    """The members of a training's group, as the driver knows them; a fragment from its first step on.
 
     Parameters
     ----------
     number
-        Its number, unique within the driver.
+        The group's number, unique within the driver.
     nodes
-        The nodes of its members.
+        Their nodes.
     ranks
-        The slots of its members, in order of rank.
+        Their slots, in order of rank.
     began
         When it was commanded, seconds.
     running
-        Its slots whose run has not ended.
+        The slots whose run has not ended.
     """
 
     number: int
@@ -146,14 +146,14 @@ class Waiting:
 class Starting:
     """A new group is starting, from the newest checkpoint if there is one, and has not reported yet."""
 
-    group: Group
+    group: GroupMembers
 
 
 @dataclass
 class Running:
     """The group trains."""
 
-    group: Group
+    group: GroupMembers
 
 
 @dataclass
@@ -178,8 +178,8 @@ class Regrouping:
         Whether a member has reported: the training continues in the new group.
     """
 
-    before: Group
-    after: Group
+    before: GroupMembers
+    after: GroupMembers
     failure: bool
     grows: bool
     awaited: set[str]
@@ -188,7 +188,7 @@ class Regrouping:
     begun: bool = False
 
     @property
-    def group(self) -> Group:
+    def group(self) -> GroupMembers:
         """The current group."""
         return self.after if self.begun else self.before
 
@@ -197,7 +197,7 @@ class Regrouping:
 class Pausing:
     """The members save the state and end; `reported`: the group had started training."""
 
-    group: Group
+    group: GroupMembers
     reported: bool
 
 
@@ -205,14 +205,14 @@ class Pausing:
 class Abandoning:
     """The members end without saving; the training restarts from its newest checkpoint."""
 
-    group: Group
+    group: GroupMembers
 
 
 @dataclass
 class Ended:
     """The training has finished or failed; the last members of `group` may still be ending."""
 
-    group: Group | None
+    group: GroupMembers | None
 
 
 Phase: TypeAlias = Waiting | Starting | Running | Regrouping | Pausing | Abandoning | Ended
