@@ -20,8 +20,9 @@ import torch
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
+from freetrain_parsl.training.checkpoints.loading import load_into
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
-from freetrain_parsl.training.checkpoints.sharded import check_meshes, is_sharded
+from freetrain_parsl.training.checkpoints.sharded import check_meshes
 from freetrain_parsl.training.checkpoints.state import Stateful, TrainingState
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.step.batch_runner import BatchRunner
@@ -180,7 +181,7 @@ class Runtime:
         if self._state.objects:
             raise UsageError("call session.prepare once, before the loop, with everything that has a state")
         self._state.objects = dict(objects)
-        self.checkpoint_manager.sharded = is_sharded(objects)
+        self.checkpoint_manager.choose_saver(objects)
         self._in_place = not self.checkpoint_manager.sharded
         if not self._in_place and self._members.is_newcomer:
             raise UsageError("a model that is sharded over the processes cannot be joined in place")
@@ -191,7 +192,7 @@ class Runtime:
         self.checkpoint_manager.assume_size(size)
         if self._restored is None:
             return
-        self.checkpoint_manager.load_into(self._state.objects, self._restored)
+        load_into(self._state.objects, self._restored)
 
     def use(self, order: Order, *, ramp: int) -> None:
         """Train on a dataset in this order.
