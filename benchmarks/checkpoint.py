@@ -31,8 +31,8 @@ from torch import nn
 
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.training.checkpoints.loading import load_into
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
-from freetrain_parsl.training.checkpoints.sharded import is_sharded
 from freetrain_parsl.training.group.process_group import Group
 
 MILLIONS = [2, 8, 21, 60]
@@ -84,7 +84,7 @@ class Bench:
         self.group = group
         self.checkpoint_manager = CheckpointManager(SessionOptions("net", root), lambda: group)
         self.checkpoint_manager.restore()
-        self.checkpoint_manager.sharded = is_sharded(objects)
+        self.checkpoint_manager.choose_saver(objects)
         self._root = root
         self._step = 0
 
@@ -132,7 +132,7 @@ class Bench:
         begun = time.perf_counter()
         restored = CheckpointManager(SessionOptions("net", self._root), lambda: self.group).restore()
         assert restored is not None
-        self.checkpoint_manager.load_into(self.objects, restored)
+        load_into(self.objects, restored)
         synchronise()
         seconds = time.perf_counter() - begun
         self.checkpoint_manager.close()  # the other checkpoint manager has taken over

@@ -104,11 +104,11 @@ def run_fragment(
             runtime.finish()
         runtime.close()
         if runtime.unwinding is PauseReason.LEFT:
-            return Paused(PauseReason.LEFT, runtime.progress())
+            return Paused(PauseReason.LEFT, runtime.reporter.progress())
         checkpoint = runtime.checkpoint_manager.newest.path if runtime.checkpoint_manager.newest else None
         if runtime.unwinding is None:
-            return Finished(value, runtime.progress(), checkpoint)
-        return Paused(runtime.unwinding, runtime.progress(), checkpoint)
+            return Finished(value, runtime.reporter.progress(), checkpoint)
+        return Paused(runtime.unwinding, runtime.reporter.progress(), checkpoint)
     except Exception as error:
         if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerFailed):
             raise PeerFailed(

@@ -58,12 +58,12 @@ class TrainingSession:
 
         It is -1 in a process that joins a running training, until its ``session.epochs`` yields the first epoch.
         """
-        return -1 if self._runtime.is_waiting else self._runtime.group.rank
+        return -1 if self._runtime.members.is_newcomer else self._runtime.members.group.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes that currently train together; 1 in a process that has yet to join a running training."""
-        return self._runtime.group.size
+        return self._runtime.members.group.size
 
     @property
     def is_first(self) -> bool:
@@ -72,7 +72,7 @@ class TrainingSession:
         True in one process at a time. It is False in a process that joins a running training, until its
         ``session.epochs`` yields the first epoch.
         """
-        return not self._runtime.is_waiting and self._runtime.group.is_first
+        return not self._runtime.members.is_newcomer and self._runtime.members.group.is_first
 
     @property
     def device(self) -> torch.device:
@@ -90,12 +90,12 @@ class TrainingSession:
         UsageError
             Several processes share a GPU.
         """
-        return self._runtime.mesh
+        return self._runtime.members.mesh(self._runtime.device)
 
     @property
     def directory(self) -> Path:
         """A directory for the user's files of this training, the same in all fragments."""
-        path = self._runtime.user_directory
+        path = self._runtime.checkpoint_manager.path / "files"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
@@ -106,7 +106,7 @@ class TrainingSession:
         ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss per sample of the last complete epoch;
         ``history``: one dictionary per epoch with ``epoch``, ``loss`` and the values passed to `log`.
         """
-        return self._runtime.training_metrics.metrics
+        return self._runtime.state.training_metrics.metrics
 
     @property
     def batch_loss(self) -> float:
@@ -127,7 +127,7 @@ class TrainingSession:
     @property
     def audit(self) -> Audit:
         """Samples seen, lost and repeated over the finished epochs, counted by the session."""
-        return self._runtime.training_metrics.audit
+        return self._runtime.state.training_metrics.audit
 
     def prepare(
         self,
@@ -301,9 +301,10 @@ class TrainingSession:
             scaled=scaled,
             drawn=None if sampler is None else len(sampler),
         )
-        self._runtime.use(order, ramp=ramp)
+        batch_runner = self._runtime.use(order, ramp=ramp)
         return SessionLoader(
             self._runtime,
+            batch_runner,
             dataset,
             order,
             num_workers=num_workers,
@@ -407,10 +408,12 @@ class TrainingSession:
         UsageError
             It is called before the loop, or a value has another type.
         """
-        self._runtime.log(values)
+        if not self._runtime.started:  # this code runs again in each fragment
+            raise UsageError("call session.log inside or after `for epoch in session.epochs(…)`")
+        self._runtime.state.training_metrics.log(values)
 
     def _epochs(self, count: int) -> Iterator[int]:
-        while self._runtime.cursor.epoch < count:
+        while self._runtime.state.cursor.epoch < count:
             yield self._runtime.open_epoch()
             self._runtime.end_epoch()
 

@@ -1,8 +1,9 @@
-"""One crew of warm processes for all tests that need several processes."""
+"""One crew of warm processes for all tests that need several processes, and a controlled checkpoint manager."""
 
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from typing import TYPE_CHECKING
 
+from controlled_manager import ControlledManager
 from crew import Crew
 
 if TYPE_CHECKING:
@@ -33,3 +35,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ControlledManager]:
+    controlled = ControlledManager(tmp_path, monkeypatch, checkpoint_interval=timedelta(seconds=10))
+    controlled.manager.restore()
+    yield controlled
+    controlled.may_write.set()
+    controlled.problem = None
+    controlled.manager.close()

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from freetrain_parsl.protocol.options import Code, SessionOptions
+from freetrain_parsl.training.checkpoints.loading import load_into
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
-from freetrain_parsl.training.checkpoints.sharded import is_sharded
 from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
-    checkpoint_manager.sharded = is_sharded(objects)
+    checkpoint_manager.choose_saver(objects)
     step = 0
     if restored is not None:
-        checkpoint_manager.load_into(objects, restored)
+        load_into(objects, restored)
         step = restored.state["step"]
     while step < until:
         x, y = (part.chunk(group.size)[group.rank] for part in batch(step))
@@ -112,7 +112,7 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
     checkpoint_manager.restore()
     net = fully_shard(model())
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    checkpoint_manager.sharded = True
+    checkpoint_manager.choose_saver({"model": net})
     go_on, write_data = threading.Event(), FileSystemWriter.write_data
 
     def held(writer: Any, plan: Any, planner: Any) -> Any:

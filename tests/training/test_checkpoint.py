@@ -88,7 +88,7 @@ def patient(run: Run) -> Any:
             steps(loss)
             run.clock.now += 1.0
             if checkpoint_manager.busy:
-                checkpoint_manager._background._running.result(20)
+                checkpoint_manager._saver._background._running.result(20)
 
         session.step = slow_step
         return classify(session)

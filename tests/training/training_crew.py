@@ -160,8 +160,8 @@ def first_before_the_loop(session: Any, *, gates: dict[int, Path]) -> tuple[bool
 
 def join_repeatedly(session: Any, *, tries: int, seconds: float, ready: Path, go: Path) -> tuple[int, str]:
     """Form groups, all but the first member late, until one fails; return the number formed and the error."""
-    first = session._runtime.group
-    meet = session._runtime._members._meet
+    first = session._runtime.members.group
+    meet = session._runtime.members._meet
     first.leave()
     ready.with_suffix(f".{first.rank}").touch()
     while not go.exists():
@@ -253,7 +253,7 @@ def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any
 
 def pass_states(session: Any) -> bool:
     """Send a varied state from the first two members to the others; return whether it arrived unchanged."""
-    group = session._runtime.group
+    group = session._runtime.members.group
     tied = torch.arange(6.0).reshape(2, 3)
     state = {
         "numbers": [1, 2.5, None, True, "text", (3, "four")],

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.distributed.tensor import DTensor
 
-    from freetrain_parsl.storage.posix import Draft
-    from freetrain_parsl.training.checkpoints.format import Facts, State
     from freetrain_parsl.training.group.process_group import Group
 
 _PRIVATE, _PRIVATE_FOLDER = 0o600, 0o700
@@ -149,31 +147,6 @@ class JointWrite:
             if problem is not None:
                 attempt = f"cannot write a checkpoint in {self._where} (process {rank} of {self._group.size})"
                 raise storage_error(attempt, self._where.parent, problem) from problem
-
-
-@dataclass
-class JointSave:
-    """A save of a sharded state in progress: the members write their parts, then the first publishes it.
-
-    Parameters
-    ----------
-    write
-        The write of the sharded tensors.
-    plain
-        The rest of the state, on the first member.
-    facts
-        For the manifest.
-    draft
-        The draft, on the first member.
-    parts
-        The results of all members, once all have written.
-    """
-
-    write: JointWrite
-    plain: State
-    facts: Facts
-    draft: Draft | None
-    parts: list[Part] | None = None
 
 
 def _gather(mine: Any, group: Group) -> list[Any]:

@@ -9,14 +9,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.data.random_streams import mix, seed_cpu
+from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
 from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
+    from freetrain_parsl.training.data.cursor import Cursor
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.sampler import IndexSampler
+    from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.runtime import Runtime
+    from freetrain_parsl.training.step.batch_runner import BatchRunner
 
 
 class MapDataset(Protocol):
@@ -37,6 +40,7 @@ class SessionLoader:
     def __init__(
         self,
         runtime: Runtime,
+        batch_runner: BatchRunner,
         dataset: MapDataset | Stream,
         order: Order,
         *,
@@ -48,7 +52,10 @@ class SessionLoader:
         self.order = order
         self._sampler = sampler
         self._runtime = runtime
-        self._plan = _Plan(runtime, order)
+        self._batch_runner = batch_runner
+        self._cursor = runtime.state.cursor
+        self._ended_epoch: int | None = None  # the last one whose batches ended in this process
+        self._plan = _Plan(runtime.members, self._cursor, order)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             _with_places(dataset, order.seed, seed_samples=seed_samples),
@@ -64,30 +71,41 @@ class SessionLoader:
         return self.order.batches
 
     def __iter__(self) -> Iterator[Any]:
-        runtime = self._runtime
-        if not runtime.begin_pass():
+        runtime, cursor, members = self._runtime, self._cursor, self._runtime.members
+        self._check_usable()
+        if cursor.pass_ended:
             return
-        positions = self._positions(runtime.cursor.epoch)
+        positions = self._positions(cursor.epoch)
         fetched: Iterator[Any] | None = None
-        group = runtime.group
+        group = members.group
         first = True
-        while runtime.cursor.position < len(positions) and not runtime.cursor.pass_ended:
+        while cursor.position < len(positions) and not cursor.pass_ended:
             if not first:
                 runtime.boundary()
             first = False
-            if runtime.cursor.position >= len(positions):
+            if cursor.position >= len(positions):
                 break  # the boundary loaded the state of a member that was ahead
-            if fetched is None or runtime.group is not group or self._plan.next != runtime.cursor.position:
+            if fetched is None or members.group is not group or self._plan.next != cursor.position:
                 # In another group, or after an interrupted step, the fetched samples are no longer this member's part.
-                group = runtime.group
-                self._plan.start(positions, runtime.cursor.position)
+                group = members.group
+                self._plan.start(positions, cursor.position)
                 # A separate generator: torch draws the workers' seed at each start; the global one must not advance.
-                self._generator.manual_seed(mix(self.order.seed, runtime.cursor.epoch, runtime.cursor.position))
+                self._generator.manual_seed(mix(self.order.seed, cursor.epoch, cursor.position))
                 fetched = iter(self._loader)
             yield from self._batch(positions, fetched)
-        if not runtime.cursor.pass_ended:
+        if not cursor.pass_ended:
             runtime.end_pass(positions)
+            self._ended_epoch = cursor.epoch
         runtime.boundary()
+
+    def _check_usable(self) -> None:
+        self._runtime.check_running()
+        if not self._runtime.started:
+            raise UsageError("iterate over the session's loader inside `for epoch in session.epochs(…)`")
+        if self._ended_epoch == self._cursor.epoch:
+            raise UsageError(
+                "the session's loader can be iterated over once per epoch; use a DataLoader for further passes"
+            )
 
     def _positions(self, epoch: int) -> torch.Tensor:
         if self._sampler is None:
@@ -96,27 +114,30 @@ class SessionLoader:
 
     def _batch(self, positions: torch.Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
-        runtime = self._runtime
-        batch = self.order.batch(positions, runtime.cursor.position, runtime.group.rank, runtime.group.size)
-        self._plan.next = runtime.cursor.position + batch.samples
-        runtime.open_batch(batch)
+        batch_runner, cursor, device = self._batch_runner, self._cursor, self._runtime.device
+        group = self._runtime.members.group
+        batch = self.order.batch(positions, cursor.position, group.rank, group.size)
+        self._plan.next = cursor.position + batch.samples
+        batch_runner.open_batch(group, batch, device, done=cursor.steps)
         for piece in batch.pieces:
-            data = to_device(next(fetched), runtime.device)
-            runtime.hand_out(piece)
+            data = to_device(next(fetched), device)
+            batch_runner.hand_out(piece)
+            seed_all(self.order.seed, cursor.epoch, cursor.position, piece.shard)
             yield data
-            runtime.take_back()
-            if runtime.cut_off:
-                runtime.leave_batch()
+            batch_runner.take_back()
+            if batch_runner.cut_off:
+                batch_runner.leave_batch()
                 self._plan.next = -1
                 return
-        runtime.close_batch(batch)
+        cursor.pass_by(batch.samples)
 
 
 class _Plan:
     """Batch sampler of this process: its pieces of each batch from a given position on, as (epoch, position) pairs."""
 
-    def __init__(self, runtime: Runtime, order: Order) -> None:
-        self._runtime = runtime
+    def __init__(self, members: GroupMember, cursor: Cursor, order: Order) -> None:
+        self._members = members
+        self._cursor = cursor
         self._order = order
         self._positions = torch.empty(0, dtype=torch.int64)
         self._begin = 0
@@ -128,7 +149,7 @@ class _Plan:
         self._positions, self._begin, self.next = positions, begin, begin
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        group, epoch, begin = self._runtime.group, self._runtime.cursor.epoch, self._begin
+        group, epoch, begin = self._members.group, self._cursor.epoch, self._begin
         while begin < len(self._positions):
             batch = self._order.batch(self._positions, begin, group.rank, group.size)
             for piece in batch.pieces:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.errors import PeerFailed
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
 from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.state_transfer import pass_on
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
 
     from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Regroup
 
@@ -62,6 +63,18 @@ class GroupMember:
         self._generation = 0  # of the group, or of the one being formed
         if membership is not None:
             self._enter(membership)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Return the members as a device mesh.
+
+        Raises
+        ------
+        UsageError
+            They share a GPU, or this member is a newcomer.
+        """
+        if self.is_newcomer:
+            raise UsageError("session.mesh: a process that joins in place cannot shard a model; shard in all or none")
+        return self.group.mesh(device)
 
     def leave(self) -> None:
         """Leave the group; the process stays."""

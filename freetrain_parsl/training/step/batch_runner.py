@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.data.order import Batch, Piece
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.step.bypass import BypassCheck
     from freetrain_parsl.training.step.scaled_batch import LinearScaling
 
 _WORD = (1 << 63) - 1
@@ -46,11 +48,13 @@ class BatchRunner:
         The network.
     objects
         All arguments of `session.prepare`: optimizers, a gradient scaler and further models are found among them.
+    bypass
+        Told of what the session itself does with the parameters.
     sharded
         The model shards its parameters over the members and averages their gradients itself (FSDP2).
     """
 
-    def __init__(self, model: nn.Module, objects: Sequence[object], *, sharded: bool) -> None:
+    def __init__(self, model: nn.Module, objects: Sequence[object], bypass: BypassCheck, *, sharded: bool) -> None:
         self.batch: Batch
         self.tally: Tally
         self.cut_off = False
@@ -64,8 +68,10 @@ class BatchRunner:
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
         self._sharded = sharded
+        self._bypass = bypass
         self.parameters = self._all_parameters()
         """The parameters of the models, then those only in an optimizer; each once."""
+        bypass.watch(self.parameters)
         # The gradients of sharded parameters are averaged by the model itself.
         self._summed = [parameter for parameter in self.parameters if not is_spread(parameter)]
         self._sum: GradientSum = OverlappedSum(self._summed)
@@ -78,16 +84,23 @@ class BatchRunner:
         self._done = 0
         self._held: list[torch.Tensor | None] | None = None
         self._releases: list[Callable[[], None]] = []
+        self._was_deterministic: bool | None = None
         for thing in objects:
             self._guard(thing)
 
     def close(self) -> None:
-        """Leave the classes of the user's objects as they were."""
+        """Leave the classes of the user's objects, and torch's settings, as they were."""
         for release in self._releases:
             release()
+        if self._was_deterministic is not None:
+            torch.use_deterministic_algorithms(self._was_deterministic)
 
-    def fix_order(self) -> None:
-        """Sum shard by shard in a fixed order from now on."""
+    def fix_order(self, device: torch.device) -> None:
+        """Sum shard by shard in a fixed order from now on, and use torch's deterministic algorithms until `close`."""
+        if device.type == "cuda":  # otherwise torch raises an error for matrix products
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self._was_deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(mode=True)
         self._sum = OrderedSum([parameter for parameter in self.parameters if parameter.requires_grad])
         self._statistics = RunningStatistics(self._models, by_share=True)
 
@@ -108,14 +121,22 @@ class BatchRunner:
         """Note the piece that the user's code trains on next."""
         self._piece, self._has_gradients = piece, False
         self._statistics.open_piece(piece)
+        self._bypass.begin_batch()
 
     def take_back(self) -> None:
-        """Note that the user's code is done with a piece."""
+        """Note that the user's code is done with a piece, with or without a step.
+
+        Raises
+        ------
+        UsageError
+            It was trained on with a plain ``loss.backward()``.
+        """
         self._piece = None
+        self._bypass.end_batch()
 
     def leave_batch(self) -> None:
         """Note that the user's loop over this batch has ended, perhaps early."""
-        self.take_back()
+        self._piece = None
         self.cut_off = False
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -131,6 +152,7 @@ class BatchRunner:
         PeerFailed
             A member has failed.
         """
+        self._bypass.before_backward()
         if self.cut_off:
             return
         piece = self._piece
@@ -147,7 +169,8 @@ class BatchRunner:
         weighed = loss * self._weight(piece)
         if self._scaler is not None:
             weighed = self._scaler.scale(weighed)
-        weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
+        with self._bypass.session_acts():
+            weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
         self._sum.after_backward(self._group, piece)
         self._statistics.close_piece(piece)
         if not piece.last:
@@ -180,7 +203,7 @@ class BatchRunner:
             self._zero()
             return False
         optimizers = self._optimizers if optimizer is None else [optimizer]
-        with nullcontext() if scaling is None else scaling.applied(optimizers):
+        with self._bypass.session_acts(), nullcontext() if scaling is None else scaling.applied(optimizers):
             for each in optimizers:
                 if self._scaler is not None:
                     self._scaler.step(each)

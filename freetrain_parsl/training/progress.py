@@ -1,0 +1,123 @@
+"""The progress of a training: measured on all members, reported by the first."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.protocol.reports import Progress, Report
+from freetrain_parsl.training.step.pace import Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.training.checkpoints.format import Restored
+    from freetrain_parsl.training.checkpoints.manager import CheckpointManager
+    from freetrain_parsl.training.checkpoints.state import SessionState
+    from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.mailbox import Clock
+
+_REPORT_SECONDS = 0.5  # minimum time between two reports
+
+
+class ProgressReporter:
+    """Measures the progress of a training between boundaries, and reports it on the first member.
+
+    Parameters
+    ----------
+    state
+        The training's position and metrics.
+    checkpoint_manager
+        Knows the newest checkpoint.
+    members
+        This member's view of the group.
+    report
+        Receives the progress; must not block.
+    clock
+        Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        state: SessionState,
+        checkpoint_manager: CheckpointManager,
+        members: GroupMember,
+        report: Callable[[Report], None],
+        clock: Clock,
+    ) -> None:
+        self.pace = Pace()
+        self.total_epochs: int | None = None
+        """Epochs of the whole training, once the user's loop has begun."""
+        self._state = state
+        self._checkpoint_manager = checkpoint_manager
+        self._members = members
+        self._report = report
+        self._clock = clock
+        self._counted_samples = 0  # samples at the last boundary
+        self._counted_until = clock()  # time of the last boundary
+        self._reported = -math.inf
+        self._resumed_from: int | None = None
+        self._refused: tuple[str, ...] = ()
+
+    def resumed(self, restored: Restored) -> None:
+        """Note that the training has resumed from a checkpoint, whose position is in the state."""
+        self._resumed_from, self._refused = self._state.training_metrics.step, restored.refused
+
+    def start_counting(self, now: float) -> None:
+        """Leave out what was before: samples of earlier fragments, time before the loop."""
+        self._counted_until = now
+        self._counted_samples = self._state.training_metrics.samples
+
+    def count_step(self) -> bool:
+        """Count the samples and the time since the last boundary; return whether there was a step."""
+        metrics = self._state.training_metrics
+        if metrics.samples <= self._counted_samples:
+            return False
+        seconds = self._clock() - self._counted_until
+        self.pace.add(metrics.samples - self._counted_samples, seconds)
+        metrics.slot_seconds += seconds * self._members.group.size
+        self._counted_samples = metrics.samples
+        return True
+
+    def end_boundary(self) -> None:
+        """Leave out the time spent at a boundary."""
+        self._counted_until = self._clock()
+
+    @property
+    def due(self) -> bool:
+        """Whether the last report is old enough for another one."""
+        return self._clock() - self._reported >= _REPORT_SECONDS
+
+    def tell(self, *, at_once: bool = False) -> None:
+        """Report the progress on the first member, if a report is due or, with `at_once`, in any case."""
+        if not self._members.group.is_first or not (at_once or self.due):
+            return
+        self._state.training_metrics.settle()
+        self._reported = self._clock()
+        self._report(self.progress())
+
+    def progress(self) -> Progress:
+        """Return the progress of the training."""
+        manager, metrics = self._checkpoint_manager, self._state.training_metrics
+        total = None
+        if self.total_epochs is not None and self._state.order is not None:
+            total = self.total_epochs * self._state.order.samples
+        return Progress(
+            step=metrics.step,
+            epoch=self._state.cursor.epoch,
+            samples=metrics.samples,
+            samples_total=total,
+            slot_seconds=metrics.slot_seconds,
+            loss=metrics.metrics["loss"] if metrics.mean_loss is None else metrics.mean_loss,
+            rate=self.pace.rate,
+            samples_lost=metrics.audit.samples_lost,
+            duplicate_samples=metrics.audit.duplicate_samples,
+            checkpoint_step=manager.newest.step if manager.newest else None,
+            resumed_from=self._resumed_from,
+            write_seconds=manager.write_seconds_estimate,
+            refused_checkpoints=self._refused,
+            in_place=not manager.sharded,
+            code_note=manager.code_note,
+            storage_problem=manager.storage_problem,
+            next_save=manager.due_in(self._clock()) if manager.storage_problem else 0.0,
+        )
