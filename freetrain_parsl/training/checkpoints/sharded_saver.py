@@ -58,7 +58,7 @@ class _Save:
 class ShardedSaver:
     """Writes sharded states, on all members together; see `Saver` for its methods.
 
-    All methods but `poll` and `close` communicate; they raise PeerFailed if a member has failed.
+    `start`, `save`, `advance` and `finish` communicate; they raise PeerFailed if a member has failed.
 
     Parameters
     ----------
