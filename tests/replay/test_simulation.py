@@ -430,8 +430,9 @@ def test_learned_curves_come_close_to_known_ones() -> None:
     trainers = [
         Trainer(f"t{i}", 1, 12, ScalingCurve(curves[i % 2]), RescaleCosts(5, 3), submitted=float(i)) for i in range(3)
     ]
-    known, learned = (
+    known, learned, default = (
         replay(log, best_rates(*trainers), MilpPolicy("throughput"), ReplaySettings(curves=curves_known))
         for curves_known in Curves
     )
     assert learned.value >= 0.98 * known.value
+    assert learned.value > default.value

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from controlled_manager import ControlledManager
 
-from freetrain_parsl.errors import CheckpointError, TrainingError
+from freetrain_parsl.errors import CheckpointError, PeerFailed, TrainingError
 from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
@@ -222,3 +222,17 @@ def test_a_directory_that_cannot_be_taken_over_is_only_a_warning(
     heir.save(1, wait=True)
     assert heir.steps() == [1]
     heir.manager.close()
+
+
+def test_a_member_that_fails_while_the_write_before_is_finished_is_no_failed_save(
+    controlled: ControlledManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group must learn of it; nothing is saved without that member."""
+
+    def finish() -> None:
+        raise PeerFailed("connection closed")
+
+    monkeypatch.setattr(controlled.manager._saver, "finish", finish)
+    with pytest.raises(PeerFailed):
+        controlled.save(5, wait=True)
+    assert controlled.steps() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -106,8 +107,13 @@ def test_a_periodic_checkpoint_of_a_sharded_training_is_one_to_go_back_to(
 ) -> None:
     """It is written in the background; one that is being written when all members die does not count."""
     options = {"checkpoint_interval": timedelta(milliseconds=1)}
-    run = crew.start(size, tmp_path / "cut", classify_sharded, gates={12: tmp_path / "never"}, options=options)
-    run.until((tmp_path / "never").with_suffix(".reached").exists)
+    gates = {step: tmp_path / f"gate-{step}" for step in range(1, 13)}
+    run = crew.start(size, tmp_path / "cut", classify_sharded, gates=gates, options=options)
+    for step, gate in gates.items():
+        run.until(gate.with_suffix(".reached").exists)
+        time.sleep(0.1)  # for the write in the background, which takes longer than some of the steps
+        if step < 12:
+            gate.touch()
     run.until(lambda: any(entry.step > 0 for entry in CheckpointDirectory(tmp_path / "cut", "net").entries()))
     for rank in range(size):
         run.kill(rank)

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import CheckpointError, StorageUnavailable, TrainingError
+from freetrain_parsl.errors import CheckpointError, PeerFailed, StorageUnavailable, TrainingError
 from freetrain_parsl.storage.entry import STATE
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training.checkpoints import sharded
@@ -273,6 +273,8 @@ class CheckpointManager:
         """End the current write; a permanent failure is raised by the next save."""
         try:
             self._take(end)
+        except PeerFailed:
+            raise
         except TrainingError as error:
             logger.warning("%s", error)
 
