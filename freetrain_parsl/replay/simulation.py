@@ -346,9 +346,9 @@ class _Replay:
             self._alive[trainer.name] = account
             if self._settings.curves is Curves.LEARNED:
                 self._profiles[trainer.name] = Profile()
-            yield ev.TrainerSubmitted(self._now, self._told(trainer))
+            yield ev.TrainerSubmitted(self._now, self._described(trainer))
 
-    def _told(self, trainer: Trainer) -> Trainer:
+    def _described(self, trainer: Trainer) -> Trainer:
         """Return the trainer as the planner sees it: times on the log's clock, and costs as charged."""
         costs = replace(trainer.costs, start=self._start_seconds(trainer))
         deadline = None if trainer.deadline is None else self._log.start + trainer.deadline
@@ -363,7 +363,7 @@ class _Replay:
     def _learn(self) -> Iterable[ev.Event]:
         if not self._profiles:
             return []
-        trainers = [self._told(account.trainer) for account in self._alive.values()]
+        trainers = [self._described(account.trainer) for account in self._alive.values()]
         return [ev.TrainerLearned(self._now, trainer) for trainer in learned(trainers, self._profiles)]
 
     def _reassign(self) -> None:

@@ -88,7 +88,7 @@ class ProgressReporter:
         """Whether the last report is old enough for another one."""
         return self._clock() - self._reported >= _REPORT_SECONDS
 
-    def tell(self, *, at_once: bool = False) -> None:
+    def send(self, *, at_once: bool = False) -> None:
         """Report the progress on the first member, if a report is due or, with `at_once`, in any case."""
         if not self._members.group.is_first or not (at_once or self.due):
             return

@@ -201,7 +201,7 @@ class Runtime:
         self.checkpoint_manager.due(now)
         self.reporter.start_counting(now)
         self._seed()
-        self.reporter.tell(at_once=True)
+        self.reporter.send(at_once=True)
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
@@ -224,7 +224,7 @@ class Runtime:
             except PeerFailed as error:
                 self._recover(error)
         self._regrouped = False
-        self.reporter.tell()
+        self.reporter.send()
         self._seed()
         self.reporter.end_boundary()
 
@@ -286,7 +286,7 @@ class Runtime:
         if self.state.objects:
             # Even if this step is saved already: functions may log or change their models after the loop.
             self._save_last("the training is done", mark=None, patiently=True)
-        self.reporter.tell(at_once=True)
+        self.reporter.send(at_once=True)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
 
@@ -337,7 +337,7 @@ class Runtime:
     def _unwind(self, reason: PauseReason) -> NoReturn:
         self.unwinding = reason
         if reason is not PauseReason.LEFT:
-            self.reporter.tell(at_once=True)
+            self.reporter.send(at_once=True)
         raise Unwind(reason)
 
     def _seed(self) -> None:
@@ -373,7 +373,7 @@ class Runtime:
         paused = 0.0 if began is None else self._clock() - began
         self.reporter.pace.restart()
         self.members.tell_regrouped(paused)
-        self.reporter.tell(at_once=True)
+        self.reporter.send(at_once=True)
 
     def _place(self) -> tuple[int, ...]:
         """Return this member's position and a fingerprint of its parameters; a newcomer has no position yet."""
@@ -417,7 +417,7 @@ class Runtime:
         before = self.checkpoint_manager.newest
         look()
         if self.checkpoint_manager.newest != before:
-            self.reporter.tell(at_once=True)
+            self.reporter.send(at_once=True)
 
     def _batch_runner_in_hand(self) -> BatchRunner:
         self.check_running()

@@ -28,17 +28,17 @@ class _Stretch:
 
 
 class _Known:
-    """What is known about one training, and what the planner has been told."""
+    """What is known about one training, and what was sent to the planner."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.profile = Profile(trainer.curve)
-        self.told = trainer
+        self.sent = trainer
         self.last: _Stretch | None = None
 
     def described(self) -> Trainer:
         """Return the training with the curve and the limit that the planner has."""
-        return replace(self.trainer, curve=self.told.curve, max_nodes=self.told.max_nodes)
+        return replace(self.trainer, curve=self.sent.curve, max_nodes=self.sent.max_nodes)
 
 
 class CurveLearning:
@@ -57,7 +57,7 @@ class CurveLearning:
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
                 if trainer.name not in self._known:
                     self._known[trainer.name] = known = _Known(trainer)
-                    known.told = as_learned(trainer, known.profile, self._best_rate())
+                    known.sent = as_learned(trainer, known.profile, self._best_rate())
                 known = self._known[trainer.name]
                 known.trainer = trainer
                 return replace(event, trainer=known.described())
@@ -106,9 +106,9 @@ class CurveLearning:
     def _update(known: _Known, best_rate: float) -> bool:
         """Return whether the planner should have another curve or limit than it has."""
         now = as_learned(known.trainer, known.profile, best_rate)
-        if now.max_nodes == known.told.max_nodes and not _differ(known.told.curve, now.curve):
+        if now.max_nodes == known.sent.max_nodes and not _differ(known.sent.curve, now.curve):
             return False
-        known.told = now
+        known.sent = now
         return True
 
 
