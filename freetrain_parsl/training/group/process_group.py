@@ -39,7 +39,7 @@ else:
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
 )
-_CONNECT_TIMEOUT = timedelta(seconds=20)
+_CONNECT_TIMEOUT = timedelta(seconds=10)
 """For connections between members that have all arrived and reached each other a moment before."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
