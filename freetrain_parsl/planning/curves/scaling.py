@@ -92,7 +92,7 @@ class ScalingCurve:
         readers = {".csv": _read_csv, ".yaml": _read_yaml, ".yml": _read_yaml}
         reader = readers.get(file.suffix.lower())
         if reader is None:
-            raise InvalidInput(f"{file}: a scaling curve is a .csv, .yaml or .yml file")
+            raise InvalidInput(f"{file}: a scaling curve is a .csv, .yaml or .yml file, or the word 'learn'")
         from freetrain_parsl.strict_yaml import read_text  # only a user's file needs YAML
 
         text = read_text(file, "scaling curve")
