@@ -101,36 +101,14 @@ def test_default_keeps_90_percent_at_each_doubling():
     assert [curve(n) / (2 * curve(n // 2)) for n in (2, 16, 4096)] == pytest.approx([0.9] * 3)
 
 
-class TestMeasurement:
-    def test_full_weight_replaces_or_adds_the_point(self):
-        assert CURVE.with_measurement(4, 310.0).points == ((2, 190.0), (4, 310.0), (8, 280.0))
-        assert CURVE.with_measurement(16, 500.0)(16) == 500.0
+def test_a_curve_to_be_learned_is_asked_for_by_a_word():
+    assert ScalingCurve.of("learn").unknown
+    assert not ScalingCurve.default().unknown
 
-    def test_part_weight_blends_with_what_the_curve_said(self):
-        assert CURVE.with_measurement(3, 345.0, weight=0.25)(3) == pytest.approx(270.0)
 
-    def test_below_the_first_point_it_stands_alone(self):
-        assert CURVE.with_measurement(1, 100.0, weight=0.1)(1) == 100.0
-
-    def test_first_measurement_scales_a_relative_curve(self):
-        curve = ScalingCurve.default().with_measurement(2, 180.0, weight=0.5)
-        assert not curve.relative
-        assert [curve(n) for n in (1, 2, 4)] == pytest.approx([100.0, 180.0, 324.0])
-
-    def test_the_old_curve_is_as_it_was(self):
-        before = CURVE.points
-        CURVE.with_measurement(4, 1.0)
-        assert CURVE.points == before
-
-    @pytest.mark.parametrize("weight", [0.0, -1.0, 1.5, float("nan")])
-    def test_weight_out_of_range_is_refused(self, weight):
-        with pytest.raises(InvalidTrainer, match="weight"):
-            CURVE.with_measurement(4, 1.0, weight=weight)
-
-    @pytest.mark.parametrize(("nodes", "rate"), [(0, 1.0), (1, -1.0), (1, float("nan"))])
-    def test_nonsense_is_refused(self, nodes, rate):
-        with pytest.raises(InvalidTrainer):
-            CURVE.with_measurement(nodes, rate)
+def test_an_array_is_refused_in_one_line():
+    with pytest.raises(InvalidTrainer, match="a point is a pair"):
+        ScalingCurve.of(np.array([[1, 100], [2, 190]]))
 
 
 class TestFiles:

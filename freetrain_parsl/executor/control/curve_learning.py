@@ -95,9 +95,9 @@ class CurveLearning:
         if samples <= 0 or seconds <= 0:
             return []
         known.profile.observe(nodes, samples, seconds)
-        best = self._best_rate()
-        affected = [known, *(other for other in self._known.values() if not other.profile.known)]
-        return [planner.TrainerLearned(now, one.described()) for one in affected if self._update(one, best)]
+        unknown = [other for other in self._known.values() if not other.profile.known]
+        best = self._best_rate() if unknown else 1.0  # used for unknown trainings only
+        return [planner.TrainerLearned(now, one.described()) for one in (known, *unknown) if self._update(one, best)]
 
     def _best_rate(self) -> float:
         return best_rate_per_node(known.profile.curve for known in self._known.values())

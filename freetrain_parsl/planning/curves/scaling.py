@@ -119,12 +119,10 @@ class ScalingCurve:
         """
         if value is None:
             return cls.default()
-        if value == LEARN:
-            return cls.to_be_learned()
         if isinstance(value, ScalingCurve):
             return value
         if isinstance(value, (str, PathLike)):
-            return cls.from_file(value)
+            return cls.to_be_learned() if value == LEARN else cls.from_file(value)
         if isinstance(value, Mapping):
             return cls(value)
         if isinstance(value, Iterable):
@@ -185,34 +183,6 @@ class ScalingCurve:
     def scaled(self, factor: float) -> ScalingCurve:
         """Return the curve with all rates multiplied by a factor; a relative curve stays relative."""
         return ScalingCurve([(nodes, factor * rate) for nodes, rate in self._points], relative=self._relative)
-
-    def with_measurement(self, nodes: int, rate: float, weight: float = 1.0) -> ScalingCurve:
-        """Return a curve updated by a measurement.
-
-        The point at `nodes` becomes ``weight * rate + (1 - weight) * curve(nodes)``; below the first point, the
-        measurement is taken as it is. A relative curve is scaled as a whole to pass through its first measurement, and
-        is in samples per second from then on.
-
-        Parameters
-        ----------
-        nodes
-            Number of nodes of the measurement.
-        rate
-            Samples per second measured on them.
-        weight
-            Trust in this measurement, above 0 and at most 1.
-        """
-        if not 0 < weight <= 1:
-            raise InvalidTrainer(f"scaling curve: a measurement's weight must be in (0, 1], got {weight!r}")
-        nodes, rate = _node_count(nodes), _rate(rate)
-        known = dict(self._points)
-        if self._relative and nodes >= self.first_nodes and self(nodes) > 0:
-            scale = rate / self(nodes)
-            known = {count: scale * value for count, value in known.items()}
-        elif nodes >= self.first_nodes:
-            rate = weight * rate + (1 - weight) * self(nodes)
-        known[nodes] = rate
-        return ScalingCurve(known)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ScalingCurve):

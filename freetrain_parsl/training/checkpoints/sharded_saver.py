@@ -1,7 +1,7 @@
 """Saving a state of which the members hold different parts: each writes its part, and the first publishes them.
 
 A save has three phases, each started on all members together: they plan the checkpoint and start to write, they
-exchange the results and the first member starts to publish it, and the first member tells the others the outcome.
+exchange the results and the first member starts to publish it, and the first member sends the outcome to the others.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class ShardedSaver:
             plain, shards = sharded.split(make_state())
             plain, local = to_host(((plain if group.is_first else {}), sharded.local_parts(shards)))
             write = JointWrite(where, shards, local, group, self._directory.path)
-        except Exception:
+        except Exception:  # any error of the user's objects: the draft is removed, and the error raised
             if draft is not None:
                 self._directory.discard(draft)
             raise

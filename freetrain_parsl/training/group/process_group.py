@@ -328,6 +328,8 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
                 store=own_store,
                 rank=membership.rank,
                 world_size=membership.world_size,
+                # After `check_reachable` all have arrived. gloo waits this long for a peer that has died since, and no
+                # abort wakes it before it has a socket.
                 timeout=membership.meeting if membership.address is None else min(membership.meeting, _CONNECT_TIMEOUT),
             )
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch raises RuntimeErrors
