@@ -22,6 +22,7 @@ from freetrain_parsl.protocol.messages import TO_SLOT, Probe, Reconnected
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from freetrain_parsl.executor.slot.signals import SignalSocket
     from freetrain_parsl.protocol.messages import SlotHeartbeat, ToDriver, ToSlot
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Channel(threading.Thread):
         Returns the next heartbeat; called in the channel's thread.
     beat, heartbeat_timeout
         Seconds between heartbeats, and without a message after which the driver counts as failed.
+    signals
+        Signals to handle in the channel's thread.
     """
 
     _PROBE_PERIOD = 3.0  # seconds
@@ -68,6 +71,7 @@ class Channel(threading.Thread):
         heartbeat: Callable[[], SlotHeartbeat],
         beat: float,
         heartbeat_timeout: float,
+        signals: SignalSocket | None = None,
     ) -> None:
         super().__init__(name="freetrain-channel", daemon=True)
         self._context = curvezmq.ClientContext(cert_dir)
@@ -76,6 +80,7 @@ class Channel(threading.Thread):
         self._handle = handle
         self._on_lost = on_lost
         self._heartbeat = heartbeat
+        self._signals = signals
         self._beat = beat
         self._heartbeat_timeout = heartbeat_timeout
         self._outbox: deque[ToDriver] = deque()
@@ -114,13 +119,16 @@ class Channel(threading.Thread):
         poller.register(link, zmq.POLLIN)
         poller.register(connected, zmq.POLLIN)
         poller.register(self._waker, zmq.POLLIN)
+        if self._signals is not None:
+            poller.register(self._signals, zmq.POLLIN)
         connections = 0
         heard = beaten = turned = time.monotonic()
         lost = False
         while not (self._closing.is_set() and not self._outbox):
             ready = dict(poller.poll(int(self._beat * 1000)))
-            if self._waker.fileno() in ready:
-                self._waker.clear()
+            self._waker.clear()
+            if self._signals is not None:
+                self._signals.handle()
             if link in ready:
                 heard = time.monotonic()
                 self._receive(link)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.slot.pilot import end_node, set_process_title
+from freetrain_parsl.executor.slot.signals import SignalSocket
 from freetrain_parsl.executor.slot.training_run import TrainingRun, serialized_exception
 from freetrain_parsl.protocol.messages import (
     ChangeGroup,
@@ -45,8 +47,6 @@ from freetrain_parsl.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from freetrain_parsl.protocol.messages import ToSlot
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,9 @@ _NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
 
 # Slurm may send the warning signal up to this many seconds before the walltime's end, which the driver knows.
 _EARLIEST_WARNING = 120.0
+
+# Seconds for which a slot without a driver may save.
+_LONGEST_SAVE = 600.0
 
 # Commands to a run, which the main thread may not have started yet.
 _TO_RUN = (PauseRun, ChangeGroup, StoreReply)
@@ -111,6 +114,7 @@ class _Slot:
         self._run: TrainingRun | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
+        self._signals = SignalSocket((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
         self._channel = Channel(
             settings.addresses,
             settings.port,
@@ -121,6 +125,7 @@ class _Slot:
             heartbeat=self._heartbeat,
             beat=settings.beat,
             heartbeat_timeout=settings.heartbeat_timeout,
+            signals=self._signals,
         )
 
     def serve(self) -> None:
@@ -132,14 +137,12 @@ class _Slot:
         torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
         gc.freeze()  # garbage collections between trainings skip the imported objects
 
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_warning)
+        self._signals.install()
         self._channel.start()
         self._channel.send(self._introduction())
         self._work()
         self._channel.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         os._exit(0)  # not a return: see the module's docstring
 
     def _introduction(self) -> Hello:
@@ -188,6 +191,9 @@ class _Slot:
         self._leave()
         if (run := self._run) is not None:
             run.close()
+        deadline = threading.Timer(_LONGEST_SAVE, os._exit, (1,))  # no driver ends the block if the save hangs
+        deadline.daemon = True
+        deadline.start()
 
     def _heartbeat(self) -> SlotHeartbeat:
         run, assigned = self._run, self._assigned
@@ -196,6 +202,35 @@ class _Slot:
             task=assigned.task if isinstance(assigned, StartTask) else None,
             waited=0.0 if run is None else run.mailbox.waited(),
         )
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        """Handle the end of the walltime or a preemption, or, up to a minute early, the warning of either."""
+        if number == signal.SIGUSR1:
+            if self._closes is not None and self._closes - time.monotonic() <= _EARLIEST_WARNING:
+                return  # of the walltime's end, which the driver knows
+            end_node()  # else the node would be held until the grace period is over
+        if self._leaving:
+            return  # repeated
+        run = self._run
+        self._channel.send(Closing(self._settings.grace, gone=run is None or run.expendable))
+        if run is not None:
+            # The driver makes the others continue without this process, or pauses all. Else they pause by themselves.
+            run.mailbox.close_after(timedelta(seconds=self._settings.grace))
+        self._leave_after(run)
+
+    def _leave(self) -> None:
+        """Save what is worth saving, then end this process."""
+        run = self._run
+        if run is not None:
+            run.mailbox.end()
+        self._leave_after(run)
+
+    def _leave_after(self, run: TrainingRun | None) -> None:
+        """End this process once a run has saved its work; at once if there is none or nothing would be lost."""
+        self._leaving = True
+        self._inbox.put(None)
+        if run is None or run.expendable:
+            self._channel.end_process()  # the main thread may be in a call that does not return
 
     # Both threads.
 
@@ -213,32 +248,6 @@ class _Slot:
                     self._inbox.put(message)
                 elif not run.handle(message):
                     logger.debug("a command for a run that is over: %s", message)
-
-    # Any thread, and the signal handler.
-
-    def _on_warning(self, number: int, frame: FrameType | None) -> None:
-        """Handle the batch system's early warning of preemption, or, up to a minute early, of the walltime's end."""
-        if self._closes is None or self._closes - time.monotonic() > _EARLIEST_WARNING:
-            end_node()  # else the node would be held until the grace period is over
-            self._on_signal(number, frame)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's own signature
-        run = self._run
-        gone = run is None or run.expendable
-        self._channel.send(Closing(self._settings.grace, gone))
-        if run is None or gone:
-            self._channel.end_process()  # nothing would be lost, and another job waits for this node
-            return
-        # The driver makes the others continue without this process, or pauses all. Else they pause by themselves.
-        run.mailbox.close_after(timedelta(seconds=self._settings.grace))
-        self._leaving = True
-        self._inbox.put(None)
-
-    def _leave(self) -> None:
-        self._leaving = True
-        if (run := self._run) is not None:
-            run.mailbox.end()
-        self._inbox.put(None)
 
     # The main thread.
 
@@ -264,12 +273,13 @@ class _Slot:
             run.mailbox.end()
         try:
             ended = run.perform()
+            _flush()
+            self._channel.send(ended)  # as long as it is not queued, `_leave_after` must not find that no run is left
         finally:
             with self._lock:
                 self._run = None
             run.close()
         self._assigned = None
-        self._channel.send(ended)
         if not self._leaving:
             # The process may train another model next: free the memory, but only after reporting the end.
             del run
@@ -282,3 +292,10 @@ class _Slot:
             payload, failed = serialized_exception(), True
         self._assigned = None
         self._channel.send(TaskEnded(message.task, failed, payload))
+
+
+def _flush() -> None:
+    """Write what the user's code has printed; a process that ends by `os._exit` loses it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # such as a full disk
+            stream.flush()

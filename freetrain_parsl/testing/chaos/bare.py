@@ -6,6 +6,7 @@ only seconds, because it imports nothing.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import multiprocessing
@@ -14,6 +15,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ from freetrain_parsl.testing.chaos.verification import problems_of
 from freetrain_parsl.testing.faults import kill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkProcess
     from pathlib import Path
@@ -59,6 +61,7 @@ BARE_FAULTS: Mapping[str, float] = MappingProxyType(
 _CONTEXT = multiprocessing.get_context("fork")
 _CLOCK_STEPS = (-3600.0, -30.0, -5.0, 3.0, 20.0, 60.0)
 _GRACE = 4.0
+_DUMP = signal.SIGUSR2  # makes a process write its stacks
 
 
 @dataclass
@@ -152,7 +155,7 @@ class BareScene(Scene):
             time.sleep(0.05)
         left = list(self._slots) + ([self._driver.pid] if self._driver is not None else [])
         if left and not self.problems:
-            self.problems.append(f"left behind after the end: processes {left}")
+            self.problems.append(f"left behind after the end: processes {left}; {self._stacks_of(left)}")
         for process in [slot.process for slot in self._slots.values()] + [self._driver]:
             if process is not None:
                 process.kill()
@@ -264,19 +267,29 @@ class BareScene(Scene):
 
     def _tell(self, *message: object) -> None:
         if self._link is not None:
-            try:
+            with suppress(OSError):  # the driver has ended; its last messages are still to be read
                 self._link.send(message)
-            except OSError:
-                self._link = None  # the driver has ended
+
+    def _stacks_of(self, pids: Sequence[int | None]) -> str:
+        """Return the stacks of processes that should have ended."""
+        out = self.plan.directory / "slots.out"
+        known = out.stat().st_size if out.exists() else 0
+        for pid in filter(None, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, _DUMP)
+        time.sleep(1.0)
+        with out.open("rb") as file:
+            file.seek(known)
+            return file.read().decode(errors="replace")
 
     def _end_job(self, name: str, state: str) -> None:
         job = self._jobs.get(name)
         if job is None or job.ending:
             return
         job.ending = state
-        for pid, slot in self._slots.items():
+        for slot in self._slots.values():
             if slot.job == name:
-                os.kill(pid, signal.SIGTERM)
+                slot.process.terminate()
                 slot.killed_at = time.monotonic() + _GRACE
 
     # Faults.
@@ -379,6 +392,7 @@ def _in_child(out: Path, function: Callable[..., None], *arguments: object) -> N
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())
     random.seed()
+    faulthandler.register(_DUMP)
     function(*arguments)
 
 
