@@ -30,8 +30,9 @@ from freetrain_parsl.executor.batch.error_tail import last_words
 from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
 from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for, refuse_provider, window_source_for
 from freetrain_parsl.executor.batch.submitter import BlockRefused, JobSubmitter, SubmitterMessage
-from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop
 from freetrain_parsl.executor.control.plain_tasks import Task
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.loop import ControlLoop
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
 from freetrain_parsl.executor.slot.channel import Channel

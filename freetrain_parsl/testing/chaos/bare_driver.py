@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from parsl import curvezmq
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.loop import ControlLoop
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.payloads import pack_training
