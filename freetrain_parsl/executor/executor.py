@@ -297,7 +297,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                     threads=self.trainings.threads_per_slot,
                     root_identity=root_identity,
                 ),
-                costs=self.trainings.rescale_costs,
+                costs=self.trainings.rescale_costs.in_seconds(),
                 limits=Limits(self.trainings.peer_timeout.total_seconds(), max_restarts=self.trainings.max_restarts),
             ),
             slots_per_node=self.slots_per_node,

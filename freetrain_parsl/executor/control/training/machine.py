@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.events import Event
     from freetrain_parsl.executor.control.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.executor.trainings import Limits, TrainingRequest
-    from freetrain_parsl.planning.model import RescaleCosts
+    from freetrain_parsl.planning.model import CostsInSeconds
 
 __all__ = ["TrainingMachine"]
 
@@ -85,7 +85,7 @@ class TrainingMachine:
     """
 
     def __init__(
-        self, request: TrainingRequest, limits: Limits, costs: RescaleCosts, numbers: Iterator[int], now: float
+        self, request: TrainingRequest, limits: Limits, costs: CostsInSeconds, numbers: Iterator[int], now: float
     ) -> None:
         self.request = request
         self.name = request.name

@@ -11,7 +11,7 @@ from freetrain_parsl.planning import events as planner
 if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.response import Response
     from freetrain_parsl.executor.trainings import TrainingRequest
-    from freetrain_parsl.planning.model import RescaleCosts
+    from freetrain_parsl.planning.model import CostsInSeconds
     from freetrain_parsl.protocol.reports import Progress
 
 __all__ = ["PlannerView"]
@@ -30,7 +30,7 @@ class PlannerView:
         Receives the planner's events.
     """
 
-    def __init__(self, request: TrainingRequest, costs: RescaleCosts, response: Response) -> None:
+    def __init__(self, request: TrainingRequest, costs: CostsInSeconds, response: Response) -> None:
         self._name = request.name
         self._samples = request.samples
         self._costs_are_stated = request.costs is not None
