@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TARGET = 0.90
 LEAD = 15.0  # seconds in which all nodes are busy: the driver starts
-GRACE = 5.0
+GRACE = timedelta(seconds=5)
 PLANNER = PlannerSettings(
     startup=timedelta(seconds=8),
     min_useful=timedelta(seconds=15),
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, windows: Sequence[Window], directory: P
         trainings=TrainingSettings(threads_per_slot=1),
         manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
         checkpoint_dir=directory / "checkpoints",
-        grace=timedelta(seconds=GRACE),
+        grace=GRACE,
     )
     config = Config(executors=[executor], run_dir=str(directory / "parsl"), strategy="none", initialize_logging=False)
     with parsl.load(config):

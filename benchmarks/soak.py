@@ -119,7 +119,7 @@ class Meter(threading.Thread):
 def soak(minutes: float, trainings: int, nodes: int, directory: Path) -> tuple[list[dict[str, float]], int]:
     """Run the load; return the samples and the number of trainings with correct results."""
     queue = generate_workload(nodes=nodes, duration=timedelta(minutes=minutes), seed=2, load=0.6)
-    provider = EmbeddedClusterProvider(nodes=nodes, workload=queue, cluster_dir=str(directory / "cluster"), grace=5.0)
+    provider = EmbeddedClusterProvider(nodes=nodes, workload=queue, cluster_dir=str(directory / "cluster"))
     executor = FreeTrainExecutor(
         provider=provider,
         planner=PLANNER,

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.journal import read_journal
     from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
-    from freetrain_parsl.planning.model import Decision, RescaleCosts, Trainer, Window
+    from freetrain_parsl.planning.model import Decision, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
     from freetrain_parsl.planning.policies.milp import MilpPolicy
     from freetrain_parsl.planning.policies.window import WindowPolicy
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
     from freetrain_parsl.training.fragment import run_alone
     from freetrain_parsl.training.session import TrainingSession
 
@@ -67,7 +67,7 @@ _HOMES = {
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "PlannerSettings": "freetrain_parsl.planning.settings",
     "Policy": "freetrain_parsl.planning.policies.base",
-    "RescaleCosts": "freetrain_parsl.planning.model",
+    "RescaleCosts": "freetrain_parsl.planning.settings",
     "ScalingCurve": "freetrain_parsl.planning.curves.scaling",
     "Trainer": "freetrain_parsl.planning.model",
     "TrainingApp": "freetrain_parsl.app",

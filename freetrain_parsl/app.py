@@ -13,6 +13,7 @@ from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
+from freetrain_parsl.planning.settings import RescaleCosts
 from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.signature import check_signature
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from parsl.dataflow.futures import AppFuture
 
     from freetrain_parsl.executor.trainings import TrainingRequest
-    from freetrain_parsl.planning.model import RescaleCosts
     from freetrain_parsl.protocol.options import Code, OnCodeChange
 
 __all__ = ["TrainingApp", "training_app"]
@@ -65,6 +65,8 @@ class TrainingApp(AppBase):
         if isinstance(executors, str) and executors != "all":
             raise InvalidTrainer(f"executors={executors!r}: give a list of labels, [{executors!r}], or 'all'")
         check_signature(func)
+        if not isinstance(options.rescale_costs, (RescaleCosts, type(None))):
+            raise InvalidTrainer(f"rescale_costs must be RescaleCosts(up, down, start), got {options.rescale_costs!r}")
         super().__init__(
             func,
             data_flow_kernel=data_flow_kernel,
@@ -187,7 +189,7 @@ class TrainingApp(AppBase):
             priority=options.priority,
             deadline=options.deadline,
             samples=options.samples,
-            costs=options.rescale_costs,
+            costs=None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
         )
 
     def _call_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -272,7 +274,7 @@ def training_app(
         Total work. With `epochs`, ``session.epochs()`` needs no argument. Both are optional: the session reports the
         total to the planner once it is known.
     rescale_costs
-        Cost of a change of nodes, in seconds of training. Default: the executor's.
+        Training time lost by a change of nodes. Default: the executor's.
     seed
         Seed of all random numbers of the training.
     checkpoint_interval

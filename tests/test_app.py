@@ -36,6 +36,7 @@ def test_an_app_looks_like_its_function() -> None:
         ({"scaling": {4: 10.0}, "min_nodes": 2, "max_nodes": 8}, "add a point at or below min_nodes (2)"),
         ({"scaling": [(2, 1.0), (1, 2.0)]}, "numbers of nodes must increase"),
         ({"scaling": {1: float("nan")}}, "scaling curve"),
+        ({"rescale_costs": 2.0}, "rescale_costs must be RescaleCosts(up, down, start), got 2.0"),
         ({"priority": 0.0}, "priority must be positive"),
         ({"deadline": timedelta(0)}, "deadline must be positive"),
         ({"deadline": 60.0}, "deadline must be a datetime or a timedelta, got 60.0"),

@@ -49,9 +49,7 @@ def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path |
     if site.system == "local":
         from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
 
-        own: dict[str, Any] = {key: site.block[key] for key in ("nodes", "cluster") if key in site.block}
-        if "grace" in site.block:
-            own["grace"] = site.block["grace"].total_seconds()
+        own: dict[str, Any] = {key: site.block[key] for key in ("nodes", "cluster", "grace") if key in site.block}
         if run_dir is not None:
             own["cluster_dir"] = str(run_dir / "cluster")
         return EmbeddedClusterProvider(worker_init=worker_init, **own)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
-from freetrain_parsl.planning.model import RescaleCosts
-from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -369,6 +368,6 @@ def _read_policy(trainings: Section) -> PolicyLike | None:
 
 def read_costs(section: Section) -> RescaleCosts:
     """Read the durations ``up``, ``down`` and ``start``."""
-    durations = {item.name: section.duration(item.name) for item in fields(RescaleCosts)}
+    costs = RescaleCosts(**_given(**{item.name: section.duration(item.name) for item in fields(RescaleCosts)}))
     section.done()
-    return RescaleCosts(**{name: value.total_seconds() for name, value in durations.items() if value is not None})
+    return costs

@@ -176,9 +176,7 @@ def _run(
     from freetrain_parsl.report.run import RunState
 
     console.print(f"run directory: {directory}")
-    provider = EmbeddedClusterProvider(
-        nodes=nodes, workload=tuple(workload), cluster_dir=str(directory / "cluster"), grace=5.0
-    )
+    provider = EmbeddedClusterProvider(nodes=nodes, workload=tuple(workload), cluster_dir=str(directory / "cluster"))
     executor = _executor(provider, directory, policy)
     apps = _load_apps()
     with parsl.load(
@@ -212,10 +210,10 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
     """Return settings scaled to windows of seconds instead of minutes."""
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
-    from freetrain_parsl.planning.model import RescaleCosts
     from freetrain_parsl.planning.policies import POLICIES, Policy
-    from freetrain_parsl.planning.settings import PlannerSettings
+    from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 
+    second = timedelta(seconds=1)
     make_policy: Callable[..., Policy] = POLICIES[policy]
     return FreeTrainExecutor(
         provider=provider,
@@ -230,7 +228,9 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
             settle=timedelta(seconds=1.5),
             max_nodes_per_block=2,
         ),
-        trainings=TrainingSettings(rescale_costs=RescaleCosts(up=1.0, down=1.0, start=1.0), threads_per_slot=1),
+        trainings=TrainingSettings(
+            rescale_costs=RescaleCosts(up=second, down=second, start=second), threads_per_slot=1
+        ),
         manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
         checkpoints=CheckpointSettings(interval=timedelta(seconds=5)),
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.cli.sources import ChosenSource
     from freetrain_parsl.executor.trainings import TrainingRequest
     from freetrain_parsl.planning.explain import Explanation
-    from freetrain_parsl.planning.model import RescaleCosts, Trainer
+    from freetrain_parsl.planning.model import CostsInSeconds, Trainer
     from freetrain_parsl.windows.base import Survey, WindowSource
     from freetrain_parsl.windows.state import BatchState
 
@@ -75,19 +75,18 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
 
     requests = None if campaign is None else _read_campaign(campaign, variables)
     variables.refuse_unused()
-    settings = chosen.settings.in_seconds()
+    settings, costs = chosen.settings.in_seconds(), chosen.costs.in_seconds()
     chosen.source.check(least_walltime(settings))
     survey = chosen.source.survey()
     pending, notes = _our_jobs(chosen.source)
     if requests is None:
         notes.append(_WITHOUT_CAMPAIGN)
-        trainers = [_stand_in(survey, chosen.costs)]
+        trainers = [_stand_in(survey, costs)]
     else:
         # All count as submitted just now, in the order of the file: ties are first come, first served.
         ages = range(len(requests), 0, -1)
         trainers = [
-            request.trainer(chosen.costs, survey.time - age * _TICK)
-            for request, age in zip(requests, ages, strict=True)
+            request.trainer(costs, survey.time - age * _TICK) for request, age in zip(requests, ages, strict=True)
         ]
     explanation = explain_windows(
         survey.windows, trainers, resolve_policy(chosen.policy), settings, survey.terms, survey.time, pending
@@ -108,7 +107,7 @@ def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]
     return [training.app.request(training.name) for training in Campaign.load(campaign, variables).trainings]
 
 
-def _stand_in(survey: Survey, costs: RescaleCosts) -> Trainer:
+def _stand_in(survey: Survey, costs: CostsInSeconds) -> Trainer:
     """Make a training that can use any number of nodes, each with the same value."""
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freetrain_parsl.errors import FreeTrainError, UsageError, did_you_mean
-from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
-from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.planning.settings import DEFAULT_COSTS, PlannerSettings, RescaleCosts
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.yaml_file import Variables

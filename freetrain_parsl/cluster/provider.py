@@ -20,6 +20,7 @@ from parsl.utils import RepresentationMixin
 from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
+from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
     from freetrain_parsl.windows.base import WindowSource
@@ -96,8 +97,8 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         Main queue of the private cluster.
     cluster_dir : str or None
         Directory of the private cluster; ``None`` for ``cluster`` in the script directory.
-    grace : float
-        Seconds from SIGTERM to SIGKILL in the private cluster.
+    grace : timedelta
+        Time from SIGTERM to SIGKILL in the private cluster.
     nodes_per_block : int
         Nodes per block.
     walltime : str
@@ -120,7 +121,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         nodes: int = 8,
         workload: Sequence[MainJob] = (),
         cluster_dir: str | None = None,
-        grace: float = 5.0,
+        grace: timedelta = timedelta(seconds=5),
         nodes_per_block: int = 1,
         walltime: str = "00:10:00",
         nodelist: tuple[str, ...] | None = None,
@@ -132,6 +133,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         launcher: Launcher | None = None,
     ) -> None:
         parse_walltime(walltime)
+        check_duration("EmbeddedClusterProvider: grace", grace, least=timedelta(0))
         self.cluster = cluster
         self.nodes = nodes
         self.workload = workload
@@ -189,7 +191,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
                         self.cluster_dir or Path(self.script_dir or ".") / "cluster",
                         nodes=self.nodes,
                         workload=self.workload,
-                        grace=timedelta(seconds=self.grace),
+                        grace=self.grace,
                     )
                     own.start()
                     connection.own, connection.client = own, own.client

@@ -6,42 +6,37 @@ import logging
 import re
 import secrets
 import sys
-import threading
 import time
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
 import typeguard
-from parsl.executors.errors import InvalidResourceSpecification, ScalingFailed
+from parsl.executors.errors import InvalidResourceSpecification
 from parsl.executors.high_throughput.executor import HighThroughputExecutor
 from parsl.jobs.error_handlers import noop_error_handler
-from parsl.jobs.states import JobState, JobStatus
 from parsl.providers.base import ExecutionProvider
-from parsl.serialize import pack_apply_message
-from parsl.serialize.errors import SerializationError
 
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, TrainingCancelled, TrainingInterrupted
+from freetrain_parsl.errors import InvalidSettings, TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.addresses import check_interface, driver_addresses, resolved
-from freetrain_parsl.executor.batch.error_tail import last_words
 from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
-from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for, refuse_provider, window_source_for
-from freetrain_parsl.executor.batch.submitter import BlockRefused, JobSubmitter, SubmitterMessage
-from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop, SlotTaskEnded
-from freetrain_parsl.executor.control.plain_tasks import Task
+from freetrain_parsl.executor.batch.providers import refuse_provider, window_source_for
+from freetrain_parsl.executor.batch.submitter import JobSubmitter, SubmitterMessage
+from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.htex.blocks import HtexBlocks
 from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.packing import pack_or_refuse
+from freetrain_parsl.executor.packing import pack_or_refuse, pack_task
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
-from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
+from freetrain_parsl.executor.submissions import Submissions
+from freetrain_parsl.executor.trainings import Limits, SharedSettings, TrainingRequest
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
@@ -49,12 +44,14 @@ from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.settings_checks import check_count, check_duration
 from freetrain_parsl.storage.root import prepare_root
-from freetrain_parsl.windows.base import OUR_JOBS, Survey, WindowSource
+from freetrain_parsl.windows.base import OUR_JOBS, WindowSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.executor.control.plain_tasks import Task
     from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
+    from freetrain_parsl.executor.trainings import Training
 
 logger = logging.getLogger(__name__)
 
@@ -214,11 +211,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._watch: InterchangeWatch | None = None
         self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
-        self._futures: dict[Future[Any], TrainingRequest | None] = {}
-        self._cancelled: list[TrainingRequest] = []
-        self._names: set[str] = set()
-        self._task_number = 0
-        self._lock = threading.Lock()
+        self._blocks = HtexBlocks(self, self.job_prefix)
+        self._submissions = Submissions()
 
     # Parsl's executor interface.
 
@@ -273,13 +267,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         )
         self._submitter = JobSubmitter(
             source,
-            launch=self._launch,
+            launch=self._blocks.launch,
             post=self._post,
             interval=poll_interval,
             submissions_per_minute=self.manners.submissions_per_minute,
             max_refusals=self.manners.max_refusals,
             max_failed_blocks=self.manners.max_failed_blocks,
-            last_words=self._last_words,
+            last_words=self._blocks.last_words,
             job_prefix=self.job_prefix,
         )
         self._watch = InterchangeWatch(
@@ -303,7 +297,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                     threads=self.trainings.threads_per_slot,
                     root_identity=root_identity,
                 ),
-                costs=self.trainings.rescale_costs,
+                costs=self.trainings.rescale_costs.in_seconds(),
                 limits=Limits(self.trainings.peer_timeout.total_seconds(), max_restarts=self.trainings.max_restarts),
             ),
             slots_per_node=self.slots_per_node,
@@ -347,27 +341,20 @@ class FreeTrainExecutor(HighThroughputExecutor):
             raise InvalidResourceSpecification(
                 unknown, f"{self.label} takes no resource specification; its planner assigns the slots"
             )
-        assert self._driver is not None, "Parsl starts an executor before it submits to it"
         kwargs.pop("parsl_resource_specification", None)
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
-        future: Future[Any] = Future()
-        if request is not None and any(request is one for one in self._cancelled):  # one of Parsl's retries
+        if request is None:
+            return self._accept(self._submissions.add_task(pack_task(func, args, kwargs)))
+        if self._submissions.was_cancelled(request):  # one of Parsl's retries
+            future: Future[Any] = Future()
             future.set_exception(TrainingCancelled(f"training {request.name!r} was cancelled"))
             return future
-        payload = (_pack_task if request is None else pack_or_refuse)(func, args, kwargs)
-        with self._lock:
-            if request is None:
-                self._task_number += 1
-                item: Training | Task = Task(self._task_number, payload, future)
-            elif request.name in self._names:
-                raise InvalidTrainer(f"a training named {request.name!r} is running; give this one another name")
-            else:
-                self._names.add(request.name)
-                item = Training(request, payload, future)
-            self._futures[future] = request
-        future.add_done_callback(lambda done: self._forget(done, request))
+        return self._accept(self._submissions.add_training(request, pack_or_refuse(func, args, kwargs)))
+
+    def _accept(self, item: Training | Task) -> Future[Any]:
+        assert self._driver is not None, "Parsl starts an executor before it submits to it"
         self._driver.post(item)
-        return future
+        return item.future
 
     def cancel(self, future: Future[Any]) -> bool:
         """Cancel one training, waiting or running, and keep its checkpoint; may be called from any thread.
@@ -386,19 +373,15 @@ class FreeTrainExecutor(HighThroughputExecutor):
         bool
             Whether it is being cancelled; false if it is done, or not a training of this executor.
         """
-        record = getattr(future, "task_record", None)  # of an AppFuture, which wraps the executor's future
-        own = future if record is None else record.get("exec_fu")
-        with self._lock:
-            request = self._futures.get(own) if own is not None else None
-            if request is None or self._driver is None or own.done():
-                return False
-            self._cancelled.append(request)
+        own = None if self._driver is None else self._submissions.cancel(future)
+        if self._driver is None or own is None:
+            return False
         self._driver.post(CancelTraining(own))
         return True
 
     def outstanding(self) -> int:
         """Return the number of trainings and tasks that are not done."""
-        return len(self._futures)
+        return len(self._submissions)
 
     def scale_out_facade(self, n: int) -> list[str]:  # noqa: ARG002 - Parsl's signature
         """Do nothing: the planner requests blocks."""
@@ -432,40 +415,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._driver.stop(timeout)
             self._submitter.close(timeout)
 
-    # Blocks: the job submitter's thread.
-
-    def _launch(self, spec: BlockSpec) -> str:
-        """Submit a block through a copy of the user's provider with this block's size and walltime."""
-        assert self.provider is not None, "the constructor makes one"
-        provider = provider_for(self.provider, spec)
-        job = provider.submit(self._get_launch_command(spec.block), 1, f"{self.job_prefix}block-{spec.block}")
-        if not job:
-            raise ScalingFailed(self, "the provider did not return a job id")
-        self.blocks_to_job_id[spec.block] = job
-        self.job_ids_to_block[job] = spec.block
-        self._tell_monitoring(spec.block, JobState.PENDING)
-        return str(job)
-
-    def _last_words(self, job: str) -> str:
-        resources: dict[object, Any] = getattr(self.provider, "resources", {})
-        return last_words(resources.get(job))
+    # The job submitter's thread, and that of the interchange watch.
 
     def _post(self, item: SubmitterMessage | InterchangeEnded | InterchangeRestarted) -> None:
         assert self._driver is not None, "the job submitter is started after the control loop"
-        if isinstance(item, Survey):
-            for job, status in item.blocks.items():
-                self._tell_monitoring(self.job_ids_to_block[job], _JOB_STATES[status.state.name])
-        elif isinstance(item, BlockRefused):
-            self._tell_monitoring(item.block, JobState.FAILED, item.reason)
+        self._blocks.follow(item)
         self._driver.post(item)
-
-    def _tell_monitoring(self, block: str, state: JobState, message: str | None = None) -> None:
-        if block in self._status and self._status[block].state == state:
-            return
-        self._status[block] = JobStatus(state, message)
-        self.send_monitoring_info({block: self._status[block]})
-
-    # Slots: the thread of the interchange watch.
 
     def _submit_slot(self, token: str) -> Future[Any]:
         future: Future[Any] = super().submit(run_slot, {}, self._slot_settings, token)
@@ -488,12 +443,6 @@ class FreeTrainExecutor(HighThroughputExecutor):
         super().set_bad_state_and_fail_all(exception)
         self._fail_all(exception)
 
-    def _forget(self, future: Future[Any], request: TrainingRequest | None) -> None:
-        with self._lock:
-            self._futures.pop(future, None)
-            if request is not None:
-                self._names.discard(request.name)
-
     def _refuse_new(self, error: Exception) -> None:
         logger.error("%s", error)
         self._executor_exception = error
@@ -508,29 +457,4 @@ class FreeTrainExecutor(HighThroughputExecutor):
         """Fail all futures that are not done, and all later submissions."""
         self._executor_exception = error
         self._executor_bad_state.set()
-        with self._lock:
-            futures = list(self._futures)
-        for future in futures:
-            with suppress(InvalidStateError):  # it has been resolved meanwhile
-                future.set_exception(error)
-
-
-_JOB_STATES = {
-    "PENDING": JobState.PENDING,
-    "HELD": JobState.HELD,
-    "RUNNING": JobState.RUNNING,
-    "COMPLETED": JobState.COMPLETED,
-    "TIMED_OUT": JobState.TIMEOUT,
-    "PREEMPTED": JobState.CANCELLED,
-    "CANCELLED": JobState.CANCELLED,
-    "FAILED": JobState.FAILED,
-    "NODE_FAILED": JobState.FAILED,
-    "UNKNOWN": JobState.UNKNOWN,
-}
-
-
-def _pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    try:
-        return bytes(pack_apply_message(func, args, kwargs, buffer_threshold=1 << 20))
-    except (TypeError, PicklingError) as error:
-        raise SerializationError(getattr(func, "__name__", repr(func))) from error
+        self._submissions.fail_all(error)

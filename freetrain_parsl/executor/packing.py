@@ -1,10 +1,14 @@
-"""Serialization of a call of a training function; on failure, the error names the object that cannot be pickled."""
+"""Serialization of the calls of apps; for training apps, errors name the object that cannot be pickled."""
 
 from __future__ import annotations
 
 import inspect
+from pickle import PicklingError
 from types import CellType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
+
+from parsl.serialize import pack_apply_message
+from parsl.serialize.errors import SerializationError
 
 from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.executor.payloads import pack_training
@@ -12,11 +16,25 @@ from freetrain_parsl.executor.payloads import pack_training
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["pack_or_refuse"]
+__all__ = ["pack_or_refuse", "pack_task"]
+
+
+def pack_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Serialize the call of an ordinary app, as Parsl's own executors do.
+
+    Raises
+    ------
+    SerializationError
+        An argument cannot be pickled.
+    """
+    try:
+        return bytes(pack_apply_message(function, args, kwargs, buffer_threshold=1 << 20))
+    except (TypeError, PicklingError) as error:
+        raise SerializationError(getattr(function, "__name__", repr(function))) from error
 
 
 def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Serialise the call of a training function; see `pack_training`.
+    """Serialize the call of a training function; see `pack_training`.
 
     Raises
     ------

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.model import DEFAULT_COSTS, RescaleCosts
+from freetrain_parsl.planning.settings import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.settings_checks import check_count, check_duration
 
@@ -20,7 +20,7 @@ class TrainingSettings:
     Parameters
     ----------
     rescale_costs
-        Cost of a change of nodes in seconds of training, for trainings that do not state it, until it is measured.
+        Training time lost by a change of nodes, for trainings that do not state it, until it is measured.
     heartbeat_timeout
         Time without a heartbeat after which a slot, or the driver, counts as failed: the delay in detecting a process
         that hangs or a node that is cut off. A process that dies is detected at once.

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.protocol.options import SessionOptions
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TrainingRequest:
     scaling: ScalingCurve
     priority: float = 1.0
     samples: int | None = None
-    costs: RescaleCosts | None = None
+    costs: CostsInSeconds | None = None
     deadline: datetime | timedelta | None = None
 
     def __post_init__(self) -> None:
@@ -72,14 +72,14 @@ class TrainingRequest:
         """Name of the training and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
         return self.options.name
 
-    def trainer(self, costs: RescaleCosts | None = None, submitted: float = 0.0) -> Trainer:
+    def trainer(self, costs: CostsInSeconds | None = None, submitted: float = 0.0) -> Trainer:
         """Return the training as the planner sees it."""
         return Trainer(
             name=self.name,
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
             curve=self.scaling,
-            costs=self.costs or costs or RescaleCosts(),
+            costs=self.costs or costs or CostsInSeconds(),
             work_left=float("inf") if self.samples is None else float(self.samples),
             priority=self.priority,
             deadline=self._deadline(submitted),
@@ -144,7 +144,7 @@ class SharedSettings:
     """
 
     options: SessionOptions
-    costs: RescaleCosts = field(default_factory=RescaleCosts)
+    costs: CostsInSeconds = field(default_factory=CostsInSeconds)
     limits: Limits = field(default_factory=Limits)
 
 

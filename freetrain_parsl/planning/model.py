@@ -160,8 +160,8 @@ class Pool(Mapping[str, PoolNode]):
 
 
 @dataclass(frozen=True)
-class RescaleCosts:
-    """Seconds of training lost when a trainer's nodes change.
+class CostsInSeconds:
+    """`RescaleCosts` as seconds, like all times inside the planner.
 
     Parameters
     ----------
@@ -180,10 +180,6 @@ class RescaleCosts:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise InvalidTrainer(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
-
-
-DEFAULT_COSTS = RescaleCosts(up=2.0, down=2.0, start=2.0)
-"""For trainings that specify none."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +213,7 @@ class Trainer:
     min_nodes: int
     max_nodes: int
     curve: ScalingCurve
-    costs: RescaleCosts = field(default_factory=RescaleCosts)
+    costs: CostsInSeconds = field(default_factory=CostsInSeconds)
     work_left: float = math.inf
     priority: float = 1.0
     deadline: float | None = None

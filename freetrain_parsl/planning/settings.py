@@ -1,4 +1,4 @@
-"""The planner's assumptions about a site."""
+"""The planner's assumptions about a site, and about what a change of nodes costs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,44 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.settings_checks import check_count, check_duration
 
-__all__ = ["PlannerSettings", "SettingsInSeconds"]
+__all__ = ["DEFAULT_COSTS", "PlannerSettings", "RescaleCosts", "SettingsInSeconds"]
+
+
+@dataclass(frozen=True)
+class RescaleCosts:
+    """Training time lost when the nodes of a training change.
+
+    Parameters
+    ----------
+    up, down
+        When it grows, or shrinks (also to zero nodes), at the rate it had before.
+    start
+        When it starts or resumes on nodes, at its rate there.
+
+    Raises
+    ------
+    InvalidSettings
+        A value is not a duration of zero or more.
+    """
+
+    up: timedelta = timedelta(0)
+    down: timedelta = timedelta(0)
+    start: timedelta = timedelta(0)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check_duration(f"RescaleCosts: {item.name}", getattr(self, item.name), least=timedelta(0))
+
+    def in_seconds(self) -> CostsInSeconds:
+        """Return the same costs as the planner computes with them."""
+        return CostsInSeconds(self.up.total_seconds(), self.down.total_seconds(), self.start.total_seconds())
+
+
+DEFAULT_COSTS = RescaleCosts(timedelta(seconds=2), timedelta(seconds=2), timedelta(seconds=2))
+"""For trainings that state none."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import CostsInSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,12 +27,12 @@ class Model:
     """
 
     curve: ScalingCurve
-    costs: RescaleCosts
+    costs: CostsInSeconds
 
 
 def _summit(up: float, down: float, *rates: float) -> Model:
     """Make a model from its rates on 1, 2, 4, … nodes."""
-    return Model(ScalingCurve([(1 << power, rate) for power, rate in enumerate(rates)]), RescaleCosts(up, down))
+    return Model(ScalingCurve([(1 << power, rate) for power, rate in enumerate(rates)]), CostsInSeconds(up, down))
 
 
 MODELS: Mapping[str, Model] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput, UsageError, did_you_mean
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,14 +130,14 @@ def _trainers(entry: _Entry, models: Mapping[str, Model]) -> list[Trainer]:
     return [replace(trainer, name=numbered(name, index, count)) for index in range(count)]
 
 
-def _curve(entry: _Entry, models: Mapping[str, Model]) -> tuple[ScalingCurve, RescaleCosts]:
+def _curve(entry: _Entry, models: Mapping[str, Model]) -> tuple[ScalingCurve, CostsInSeconds]:
     """Return the curve, and the costs that come with a model."""
     value = entry.get("curve", None)
     if isinstance(value, str) and value.lower() in models:
         model = models[value.lower()]
         return model.curve, model.costs
     if isinstance(value, str) and Path(value).suffix.lower() in (".csv", ".yaml", ".yml"):
-        return ScalingCurve.from_file(entry.file.parent / value), RescaleCosts()
+        return ScalingCurve.from_file(entry.file.parent / value), CostsInSeconds()
     if isinstance(value, str):
         value = _pairs(value)
     if not isinstance(value, dict):
@@ -148,12 +148,12 @@ def _curve(entry: _Entry, models: Mapping[str, Model]) -> tuple[ScalingCurve, Re
         )
     try:
         points = {_whole(nodes): _float(rate) for nodes, rate in value.items()}
-        return ScalingCurve(points), RescaleCosts()
+        return ScalingCurve(points), CostsInSeconds()
     except UsageError as error:
         raise entry.wrong("curve", str(error)) from error
 
 
-def _costs(entry: _Entry, default: RescaleCosts) -> RescaleCosts:
+def _costs(entry: _Entry, default: CostsInSeconds) -> CostsInSeconds:
     if "rescale" not in entry.values:
         return default
     value = entry.get("rescale", None)
@@ -164,7 +164,7 @@ def _costs(entry: _Entry, default: RescaleCosts) -> RescaleCosts:
             "rescale", f"'rescale' must give seconds for up, down and start, got {entry.get('rescale', '')!r}"
         )
     try:
-        return RescaleCosts(**{name: _float(seconds) for name, seconds in value.items()})
+        return CostsInSeconds(**{name: _float(seconds) for name, seconds in value.items()})
     except UsageError as error:
         raise entry.wrong("rescale", str(error)) from error
 

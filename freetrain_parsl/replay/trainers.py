@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.replay.models import MODELS
 from freetrain_parsl.replay.trainer_files import numbered, read_trainers
 
@@ -23,7 +23,7 @@ __all__ = ["TrainerSet", "trainer_set", "with_costs"]
 _MAX_NODES = 64
 """Of each built-in trainer: the range in which the models were measured."""
 
-_HPO = {"shufflenet": replace(MODELS["shufflenet"], costs=RescaleCosts(up=18.0, down=12.0))}
+_HPO = {"shufflenet": replace(MODELS["shufflenet"], costs=CostsInSeconds(up=18.0, down=12.0))}
 """Costs of all jobs in the paper's hyperparameter search."""
 
 

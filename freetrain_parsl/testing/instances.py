@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Pool, PoolNode, Trainer
 
 __all__ = ["Instance", "measured_like_instance", "random_instance"]
 
@@ -74,7 +74,7 @@ def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Traine
         min_nodes=low,
         max_nodes=high,
         curve=ScalingCurve({count: float(scale * rng.random() * count ** rng.uniform(0, 1.5)) for count in counts}),
-        costs=RescaleCosts(*costs.tolist()),
+        costs=CostsInSeconds(*costs.tolist()),
         priority=float(rng.uniform(0.5, 4)),
         submitted=float(index),
     )
@@ -92,7 +92,7 @@ def _real_trainer(rng: np.random.Generator, index: int, nodes: int) -> Trainer:
         min_nodes=low,
         max_nodes=high,
         curve=ScalingCurve(points),
-        costs=RescaleCosts(
+        costs=CostsInSeconds(
             up=float(rng.uniform(17, 19)), down=float(rng.uniform(11, 13)), start=float(rng.uniform(5, 20))
         ),
         submitted=float(index),

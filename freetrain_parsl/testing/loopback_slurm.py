@@ -24,12 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
 from freetrain_parsl.testing import sweeper
+from freetrain_parsl.testing.daemons import PERIOD, Daemons, wait_until
 from freetrain_parsl.testing.slurm_config import (
     PARTITIONS,
     ClusterPlan,
@@ -48,7 +49,7 @@ from freetrain_parsl.testing.slurm_machine import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -63,7 +64,6 @@ _PROGRAMS = {
 }
 _ACCOUNTING_PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server"}
 _LONGEST_PATH = 80  # a socket's path may have 107 bytes
-_PERIOD = 0.02
 _NODE_MARK = "FREETRAIN_LOOPBACK_NODE"  # environment variable of a node's daemon and of its job steps
 _JOB_NODE = "SLURMD_NODENAME"  # the same for its jobs, set by Slurm
 _READ_ALL = ["setpriv", "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
@@ -163,7 +163,7 @@ class LoopbackSlurm:
         own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         self.environment = own | {"PATH": PATH, "SLURM_CONF": str(self._conf), sweeper.MARK: self._plan.name}
         self._jobs_read_all = jobs_read_all
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons = Daemons(self.directory / "run", self.directory / "log", self.environment, self._on_its_host)
         self._lost: set[str] = set()
         self._sweeper: subprocess.Popen[bytes] | None = None
 
@@ -216,10 +216,9 @@ class LoopbackSlurm:
         assert self._sweeper.stdin is not None
         self._sweeper.stdin.close()
         while self._sweeper.poll() is None:
-            for daemon in self._daemons.values():
-                daemon.poll()  # otherwise they stay zombies
-            time.sleep(_PERIOD)
-        self._daemons.clear()
+            self._daemons.reap()
+            time.sleep(PERIOD)
+        self._daemons.forget()
         failed, self._sweeper = self._sweeper.returncode, None
         if failed:
             raise BatchSystemError(f"processes of cluster {self._plan.name} did not die")
@@ -294,7 +293,7 @@ class LoopbackSlurm:
             seen = self.state_of(job)
             return seen in states
 
-        _wait(reached, timeout, lambda: f"job {job} to be {' or '.join(states)}, it is {seen}")
+        wait_until(reached, timeout, lambda: f"job {job} to be {' or '.join(states)}, it is {seen}")
         return seen
 
     def clear(self, timeout: float = 30.0) -> None:
@@ -312,7 +311,7 @@ class LoopbackSlurm:
                 self.run("scancel", "--quiet", *jobs)
             return not jobs
 
-        _wait(empty, timeout, lambda: "the queue to be empty")
+        wait_until(empty, timeout, lambda: "the queue to be empty")
         for line in self.run(
             "sinfo", "--noheader", "--Node", f"--partition={self._plan.partitions[0].name}", "--format=%N %T"
         ).splitlines():
@@ -325,12 +324,12 @@ class LoopbackSlurm:
 
     def stop_node(self, name: str) -> None:
         """Stop a node's daemon cleanly; its jobs continue."""
-        self._end(name, signal.SIGTERM)
+        self._daemons.end(name, signal.SIGTERM)
 
     def kill_node(self, name: str) -> None:
         """Kill a node and all its processes, as a power failure does."""
         self._lost.add(name)
-        self._end(name, signal.SIGKILL)  # first, so that it starts nothing more
+        self._daemons.end(name, signal.SIGKILL)  # first, so that it starts nothing more
 
         def dead() -> bool:
             pids = [pid for pid in sweeper.marked(self._plan.name) if _runs_on(pid, name)]
@@ -339,27 +338,27 @@ class LoopbackSlurm:
                     os.kill(pid, signal.SIGKILL)
             return not pids
 
-        _wait(dead, 60.0, lambda: f"the processes of {name} to die")
+        wait_until(dead, 60.0, lambda: f"the processes of {name} to die")
 
     def start_node(self, name: str) -> None:
         """Start a node's daemon, unless it is running."""
-        if not self._runs(name):
+        if not self._daemons.runs(name):
             boot = ["-b"] if name in self._lost else []  # informs the controller that its jobs are gone
             self._lost.discard(name)
             command = ["slurmd", "-D", "-N", name, "-f", str(self._conf), *boot]
             if self._jobs_read_all:
                 command = [*_READ_ALL, "--securebits=+no_setuid_fixup", *command]
-            self._start(name, *command, extra={_NODE_MARK: name})
+            self._daemons.start(name, *command, extra={_NODE_MARK: name})
 
     def stop_controller(self) -> None:
         """Stop slurmctld; jobs continue, clients get no response."""
-        self._end("slurmctld", signal.SIGTERM)
+        self._daemons.end("slurmctld", signal.SIGTERM)
 
     def start_controller(self) -> None:
         """Start slurmctld from its saved state, unless it is running, and wait until it responds."""
-        if not self._runs("slurmctld"):
-            self._start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
-        self._await("slurmctld", lambda: self._answers("sinfo", "--noheader"))
+        if not self._daemons.runs("slurmctld"):
+            self._daemons.start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
+        self._daemons.wait_until_ready("slurmctld", lambda: self._answers("sinfo", "--noheader"))
 
     def restart_controller(self) -> None:
         """Stop slurmctld and start it again."""
@@ -368,8 +367,7 @@ class LoopbackSlurm:
 
     def log(self, daemon: str) -> str:
         """Return the log of a daemon: ``slurmctld``, ``munged``, or a node's name."""
-        file = self.directory / "log" / f"{daemon}.log"
-        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        return self._daemons.log(daemon)
 
     # Start-up.
 
@@ -412,11 +410,13 @@ class LoopbackSlurm:
         run, log = self.directory / "run", self.directory / "log"
         munge = [f"--key-file={self.directory}/etc/munge.key", f"--socket={run}/munge.sock", "--force"]
         places = [f"--pid-file={run}/munged.pid", f"--log-file={log}/munged.log", f"--seed-file={run}/munge.seed"]
-        self._start("munged", "munged", "--foreground", "--num-threads=4", "--group-update-time=-1", *munge, *places)
-        self._await("munged", lambda: listens(run / "munge.sock"))
+        self._daemons.start(
+            "munged", "munged", "--foreground", "--num-threads=4", "--group-update-time=-1", *munge, *places
+        )
+        self._daemons.wait_until_ready("munged", lambda: listens(run / "munge.sock"))
         if self._plan.accounting:
             self._start_accounting()
-        self._start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
+        self._daemons.start("slurmctld", "slurmctld", "-D", "-f", str(self._conf))
         for name in self.node_names:
             self.start_node(name)
         self.start_controller()
@@ -430,15 +430,15 @@ class LoopbackSlurm:
         self.run("mariadb-install-db", *common, "--auth-root-authentication-method=normal", "--skip-test-db")
         words = [f"--socket={sock}", f"--port={self._plan.ports['database']}", "--bind-address=127.0.0.1"]
         words += ["--skip-log-bin", "--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
-        self._start("mariadbd", "mariadbd", *common, *words)
-        self._await("mariadbd", lambda: listens(sock))
+        self._daemons.start("mariadbd", "mariadbd", *common, *words)
+        self._daemons.wait_until_ready("mariadbd", lambda: listens(sock))
         grants = "create database slurm_acct;" + "".join(
             f"create user slurm@'{host}' identified by 'slurm'; grant all on slurm_acct.* to slurm@'{host}';"
             for host in ("127.0.0.1", "localhost")
         )
         self.run("mariadb", "--no-defaults", f"--socket={sock}", "-uroot", "-e", grants)
-        self._start("slurmdbd", "slurmdbd", "-D")
-        self._await("slurmdbd", lambda: self._answers("sacctmgr", "--noheader", "show", "cluster"))
+        self._daemons.start("slurmdbd", "slurmdbd", "-D")
+        self._daemons.wait_until_ready("slurmdbd", lambda: self._answers("sacctmgr", "--noheader", "show", "cluster"))
         for words in (
             ["cluster", self._plan.name],
             ["account", "test", f"Cluster={self._plan.name}"],
@@ -451,34 +451,13 @@ class LoopbackSlurm:
             states = self.run("sinfo", "--noheader", "--format=%T").split()
             return bool(states) and set(states) == {"idle"}
 
-        _wait(idle, 60.0, lambda: f"all nodes to be idle:\n{self.run('sinfo')}{self._last_words('slurmctld')}")
-
-    def _start(self, name: str, *command: str, extra: Mapping[str, str] | None = None) -> None:
-        with ExitStack() as files:
-            log = files.enter_context((self.directory / "log" / f"{name}.log").open("ab"))
-            self._daemons[name] = subprocess.Popen(
-                self._on_its_host(name, command, str(self.directory / "run")),
-                env=self.environment | dict(extra or {}),
-                cwd=self.directory / "run",
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        wait_until(
+            idle, 60.0, lambda: f"all nodes to be idle:\n{self.run('sinfo')}{self._daemons.last_words('slurmctld')}"
+        )
 
     def _on_its_host(self, daemon: str, command: tuple[str, ...], directory: str) -> list[str]:  # noqa: ARG002
         """Return the command that runs a daemon's or a client's command on its host; see `hosts.SlurmOnHosts`."""
         return list(command)
-
-    def _runs(self, name: str) -> bool:
-        return name in self._daemons and self._daemons[name].poll() is None
-
-    def _end(self, name: str, number: signal.Signals) -> None:
-        if name not in self._daemons:
-            raise InvalidSettings(f"{name!r} is not a daemon of this cluster: {', '.join(self._daemons)}")
-        daemon = self._daemons[name]
-        daemon.send_signal(number)
-        daemon.wait(30.0)
 
     def _answers(self, *command: str) -> bool:
         try:
@@ -486,27 +465,6 @@ class LoopbackSlurm:
         except BatchSystemError:
             return False
         return True
-
-    def _await(self, name: str, ready: Callable[[], bool]) -> None:
-        daemon = self._daemons[name]
-        _wait(
-            lambda: ready() or daemon.poll() is not None,
-            60.0,
-            lambda: f"{name} to answer: {self._last_words(name)}",
-        )
-        if daemon.poll() is not None:
-            raise BatchSystemError(f"{name} ended with {daemon.returncode}: {self._last_words(name)}")
-
-    def _last_words(self, name: str) -> str:
-        return " | ".join(self.log(name).splitlines()[-8:])
-
-
-def _wait(ready: Callable[[], bool], timeout: float, what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + timeout
-    while not ready():
-        if time.monotonic() > deadline:
-            raise BatchSystemError(f"waited {timeout:g} s for {what()}")
-        time.sleep(_PERIOD)
 
 
 def _runs_on(pid: int, node: str) -> bool:

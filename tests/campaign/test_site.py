@@ -117,7 +117,7 @@ def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
         "policy": "window",
         "grace": timedelta(seconds=10),
         "trainings": TrainingSettings(
-            rescale_costs=RescaleCosts(up=3, down=0, start=5),
+            rescale_costs=RescaleCosts(up=timedelta(seconds=3), start=timedelta(seconds=5)),
             heartbeat_timeout=timedelta(seconds=20),
             peer_timeout=timedelta(seconds=15),
             max_restarts=0,

@@ -10,8 +10,7 @@ import typer
 from freetrain_parsl.cli import sources
 from freetrain_parsl.cli.sources import SourceOptions, choose_source, errors_in_one_line, read_variables
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, UsageError
-from freetrain_parsl.planning.model import RescaleCosts
-from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 
 SITE = """
 system: slurm
@@ -96,7 +95,10 @@ def test_a_site_file_says_everything(tmp_path):
     assert (chosen.source.partition, chosen.source.account) == ("gpu", "phys")
     assert chosen.title == "site site, Slurm, partition gpu"
     assert chosen.settings == PlannerSettings(startup=timedelta(seconds=40), min_useful=timedelta(minutes=15))
-    assert (chosen.policy, chosen.costs) == ("window", RescaleCosts(1, 2, 3))
+    assert (chosen.policy, chosen.costs) == (
+        "window",
+        RescaleCosts(timedelta(seconds=1), timedelta(seconds=2), timedelta(seconds=3)),
+    )
     assert chosen.least_interval == 2
 
 

@@ -48,7 +48,9 @@ def test_the_launcher_starts_the_command_as_often_as_asked():
 class TestBlocks:
     @pytest.fixture
     def provider(self, tmp_path):
-        provider = EmbeddedClusterProvider(nodes=4, grace=0.5, walltime="00:01:00", worker_init="export A=b")
+        provider = EmbeddedClusterProvider(
+            nodes=4, grace=timedelta(seconds=0.5), walltime="00:01:00", worker_init="export A=b"
+        )
         provider.script_dir = str(tmp_path / "scripts")
         yield provider
         provider.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import parsl
@@ -32,7 +33,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
 
     def load(*, nodes: int = 4, workload=(), also=(), cluster: str | None = None, **changes: Any) -> Site:
         provider = EmbeddedClusterProvider(
-            cluster, nodes=nodes, workload=workload, cluster_dir=str(tmp_path / "cluster"), grace=4.0
+            cluster, nodes=nodes, workload=workload, cluster_dir=str(tmp_path / "cluster"), grace=timedelta(seconds=4)
         )
         settings = {
             "provider": provider,

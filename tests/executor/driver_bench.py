@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.loop import ControlLoop
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
+from freetrain_parsl.planning.model import CostsInSeconds, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.messages import (
@@ -181,7 +182,9 @@ def a_driver(
         server=server,
         submitter=submitter,
         journal=Journal(directory / "journal.sqlite"),
-        shared_settings=SharedSettings(SessionOptions("bench", directory / "checkpoints"), costs=RescaleCosts(1, 1, 1)),
+        shared_settings=SharedSettings(
+            SessionOptions("bench", directory / "checkpoints"), costs=CostsInSeconds(1, 1, 1)
+        ),
         slots_per_node=1,
         outdated=5.0,
         heartbeat_timeout=heartbeat_timeout,

@@ -11,7 +11,7 @@ from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
 from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.protocol.messages import (
     ChangeGroup,
     PauseRun,
@@ -55,7 +55,7 @@ class Stage:
         self.journal = Journal(directory / "journal.sqlite")
         self.manager = TrainingManager(
             SharedSettings(
-                SessionOptions("stage", directory), costs=RescaleCosts(2, 2, 2), limits=Limits(max_restarts=1)
+                SessionOptions("stage", directory), costs=CostsInSeconds(2, 2, 2), limits=Limits(max_restarts=1)
             ),
             registry=self.registry,
             send=self._send,

@@ -19,8 +19,9 @@ from parsl import curvezmq
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.loop import ControlLoop
 from freetrain_parsl.executor.control.plain_tasks import Task
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slot.channel import Channel

@@ -182,7 +182,7 @@ def test_a_driver_that_was_stopped_hears_all_its_slots_before_it_judges_them(sto
 def test_a_driver_that_was_stopped_between_hearing_and_judging_judges_by_what_it_had_heard(stopped) -> None:
     driver, _, hands = stopped
     hands.pass_by(9)
-    driver._find_silent()
+    driver._slots.kill_silent(driver._listened)
     assert set(driver._registry.slots) == {"a", "b"}
 
 

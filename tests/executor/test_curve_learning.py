@@ -7,12 +7,12 @@ import pytest
 from freetrain_parsl.executor.control.curve_learning import CurveLearning
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.protocol.reports import Progress
 
 
 def trainer(name: str = "t", curve: ScalingCurve | None = None, **changes) -> Trainer:
-    values = {"min_nodes": 1, "max_nodes": 8, "costs": RescaleCosts(), "work_left": 1000.0, **changes}
+    values = {"min_nodes": 1, "max_nodes": 8, "costs": CostsInSeconds(), "work_left": 1000.0, **changes}
     return Trainer(name=name, curve=curve or ScalingCurve.default(), **values)
 
 
@@ -110,7 +110,7 @@ def test_the_planner_receives_significant_changes_only() -> None:
 def test_later_descriptions_of_the_training_keep_the_measured_curve() -> None:
     run = Run()
     run.trains(1, 100.0)
-    costs = RescaleCosts(up=9.0)
+    costs = CostsInSeconds(up=9.0)
     learned = run.learning.completed(planner.TrainerLearned(1.0, trainer(costs=costs)))
     assert isinstance(learned, planner.TrainerLearned)
     assert (learned.trainer.costs, rates(learned.trainer, 1)) == (costs, pytest.approx([100.0]))

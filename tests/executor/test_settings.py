@@ -15,6 +15,7 @@ from freetrain_parsl import (
     FreeTrainExecutor,
     Manners,
     PlannerSettings,
+    RescaleCosts,
     TrainingSettings,
 )
 from freetrain_parsl.errors import CheckpointError, FreeTrainError, InvalidSettings
@@ -41,6 +42,8 @@ def test_settings_out_of_range_are_refused_in_one_line(settings: dict, message: 
     ("kind", "settings", "message"),
     [
         (TrainingSettings, {"rescale_costs": 2.0}, "rescale_costs must be RescaleCosts(up, down, start), got 2.0"),
+        (RescaleCosts, {"up": 2.0}, "up must be a timedelta, got 2.0; in seconds: timedelta(seconds=2.0)"),
+        (RescaleCosts, {"start": timedelta(seconds=-1)}, "start must be at least 0 s, got -1 s"),
         (TrainingSettings, {"heartbeat_timeout": timedelta(0)}, "heartbeat_timeout must be longer than zero, got 0 s"),
         (
             TrainingSettings,

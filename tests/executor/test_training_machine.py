@@ -24,7 +24,7 @@ from freetrain_parsl.executor.control.training.states import Abandoning, Waiting
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, RunEnded, RunReport, StartRun, ToSlot
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import (
@@ -99,7 +99,7 @@ class World(RuleBasedStateMachine):
         self.manager = TrainingManager(
             SharedSettings(
                 SessionOptions("world", Path("/nowhere")),
-                costs=RescaleCosts(1, 1, 1),
+                costs=CostsInSeconds(1, 1, 1),
                 limits=Limits(5.0, 20.0, max_restarts=10**6),
             ),
             registry=self.registry,

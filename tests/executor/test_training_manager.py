@@ -12,7 +12,7 @@ from parsl.serialize import serialize
 from freetrain_parsl.executor.control.training.next_change import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.protocol.messages import Place, RunEnded, StoreReply, StoreRequest
 from freetrain_parsl.protocol.options import Code
 from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFailed, RunFinished, RunPaused
@@ -412,7 +412,7 @@ def test_a_deadline_is_a_time_or_counts_from_the_submission(stage: Stage) -> Non
 
 
 def test_costs_that_the_user_states_are_believed(stage: Stage) -> None:
-    stage.running("n0", costs=RescaleCosts(up=9))
+    stage.running("n0", costs=CostsInSeconds(up=9))
     stage.on("n0", "n1")
     stage.ready("s1")
     stage.turn()

@@ -36,7 +36,9 @@ def _provider(plan):
     if plan["provider"] == "slurm":
         return SlurmProvider(partition="preemptible", launcher=SrunLauncher(), worker_init=WORKER_INIT, cmd_timeout=10)
     directory = str(Path(plan["directory"], "cluster"))
-    return _HostsProvider(nodes=plan["nodes"], cluster_dir=directory, worker_init=plan["enter"], grace=4.0)
+    return _HostsProvider(
+        nodes=plan["nodes"], cluster_dir=directory, worker_init=plan["enter"], grace=timedelta(seconds=4)
+    )
 
 
 def _say(**words) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.policies import EqualSharePolicy
 
 
@@ -46,7 +46,7 @@ def test_first_come_is_by_submission_not_by_position():
 
 
 def test_objective_is_in_the_common_value_model():
-    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10.0, 2: 15.0}), RescaleCosts(up=4.0))
+    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10.0, 2: 15.0}), CostsInSeconds(up=4.0))
     pool = Pool([PoolNode("a"), PoolNode("b")])
     decision = EqualSharePolicy("throughput", horizon=timedelta(seconds=60)).allocate(
         pool, [trainer], {"t": frozenset("a")}, 0.0

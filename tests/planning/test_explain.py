@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.explain import explain_windows
-from freetrain_parsl.planning.model import BlockTerms, Decision, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, Trainer, Window
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.preview import preview
@@ -25,7 +25,7 @@ TERMS = BlockTerms()
 
 
 def trainer(name="t", *, least=1, most=4, work=math.inf, curve=LINEAR, start=0.0) -> Trainer:
-    return Trainer(name, least, most, curve, RescaleCosts(0, 0, start), work_left=work, submitted=NOW)
+    return Trainer(name, least, most, curve, CostsInSeconds(0, 0, start), work_left=work, submitted=NOW)
 
 
 def window(*nodes: str, lasts: float | None = 500.0, opens: float = 0.0) -> Window:

@@ -8,7 +8,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Decision, Pool, PoolNode, RescaleCosts, Trainer, Window
+from freetrain_parsl.planning.model import CostsInSeconds, Decision, Pool, PoolNode, Trainer, Window
 
 CURVE = ScalingCurve({2: 100.0, 4: 150.0})
 
@@ -37,7 +37,7 @@ def test_trainer_that_cannot_run_is_refused(changes, message):
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_rescale_costs_are_finite_seconds(field, value):
     with pytest.raises(InvalidTrainer, match=f"'{field}'"):
-        RescaleCosts(**{field: value})
+        CostsInSeconds(**{field: value})
 
 
 def test_trainer_is_a_value():

@@ -11,7 +11,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives import base as objectives
 from freetrain_parsl.planning.objectives.base import (
     CONTEXTUAL,
@@ -34,7 +34,7 @@ from freetrain_parsl.testing.exact import best_value, value
 from freetrain_parsl.testing.instances import random_instance
 from freetrain_parsl.testing.policy_suite import PolicyConformance
 
-TRAINER = Trainer("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), RescaleCosts(10, 5, 3), priority=3.0)
+TRAINER = Trainer("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), CostsInSeconds(10, 5, 3), priority=3.0)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("throughput", 400.0), ("speedup", 2.0), ("priority", 6.0)])
@@ -199,8 +199,8 @@ def test_a_deadline_that_cannot_be_met_counts_for_nothing():
     for late in (replace(urgent, max_nodes=4), replace(urgent, deadline=-1.0), replace(urgent, work_left=math.inf)):
         assert decide("deadline", 12, quick, late) == [12, 0]
     # Starting takes time too: after 60 s, 40 are left, and 16 nodes are not sufficient.
-    assert decide("deadline", 16, quick, replace(urgent, costs=RescaleCosts(start=60.0), work_left=65e3)) == [16, 0]
-    assert decide("deadline", 16, quick, replace(urgent, costs=RescaleCosts(start=60.0), work_left=60e3)) == [1, 15]
+    assert decide("deadline", 16, quick, replace(urgent, costs=CostsInSeconds(start=60.0), work_left=65e3)) == [16, 0]
+    assert decide("deadline", 16, quick, replace(urgent, costs=CostsInSeconds(start=60.0), work_left=60e3)) == [1, 15]
 
 
 def test_a_deadline_that_a_larger_pool_would_meet_gets_what_there_is():
@@ -211,7 +211,7 @@ def test_a_deadline_that_a_larger_pool_would_meet_gets_what_there_is():
 
 def test_nodes_beyond_the_need_are_given_back_whatever_the_bonus():
     quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
-    urgent = Trainer("urgent", 1, 16, LINEAR, RescaleCosts(10, 5), work_left=47_500.0, deadline=100.0)
+    urgent = Trainer("urgent", 1, 16, LINEAR, CostsInSeconds(10, 5), work_left=47_500.0, deadline=100.0)
     assert decide("deadline", 12, quick, urgent, urgent=12) == [7, 5]
     # With 4750 samples a second to lose and 100 each to win, changes would not pay off for the secondary objective.
     slow = replace(quick, curve=ScalingCurve({1: 4.0, 16: 64.0}))
@@ -282,7 +282,7 @@ def run(trainers, nodes, objective, *, step=20.0, steps=200):
 def test_deadlines_that_fit_are_met_while_time_goes_by(seed):
     """Each needs up to its share of the pool for 90 % of its time: none is late, unlike with throughput."""
     rng = np.random.default_rng(seed)
-    costs = RescaleCosts(up=3.0, down=2.0, start=4.0)
+    costs = CostsInSeconds(up=3.0, down=2.0, start=4.0)
     deadlines = rng.choice(np.arange(600.0, 3600.0, 20.0), size=4, replace=False)
     shares = [3, 4, 5, 4]
     urgent = []
@@ -309,7 +309,7 @@ def test_max_min_raises_the_smallest_speedup_at_the_price_of_the_sum():
 
 
 def test_max_min_changes_nothing_for_a_gain_that_does_not_pay():
-    a, b = (Trainer(name, 1, 16, LINEAR, RescaleCosts(18, 12)) for name in "ab")
+    a, b = (Trainer(name, 1, 16, LINEAR, CostsInSeconds(18, 12)) for name in "ab")
     assert decide("max-min", 21, a, b, a=10, b=10) == [10, 10]
     assert decide("max-min", 24, a, b, a=10, b=10) == [12, 12]
     assert decide("max-min", 16, a, b, a=13, b=3) == [8, 8]
@@ -333,7 +333,7 @@ def test_no_counts_have_a_higher_smallest_level(seed):
 def test_when_nodes_are_too_few_trainers_take_turns_and_none_waits_longer_than_the_bound():
     """With k others waiting, a wait lasts at most (k + 1) turns plus as many intervals between decisions."""
     turn, step, nodes = 100.0, 20.0, 6
-    costs = RescaleCosts(18, 12, 10)
+    costs = CostsInSeconds(18, 12, 10)
     trainers = [Trainer(f"t{i}", low, 6, LINEAR, costs, submitted=float(i)) for i, low in enumerate([1, 4, 2, 6, 3, 1])]
     _, history = run(trainers, nodes, MaxMin(turn=timedelta(seconds=turn)), step=step, steps=300)
     served: dict[str, list[float]] = {t.name: [0.0] for t in trainers}

@@ -12,7 +12,7 @@ import pytest
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import MaxMin
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
@@ -269,10 +269,10 @@ def test_the_horizon_follows_the_mean_cost_of_a_start_of_those_that_are_alive() 
     spy = _Spy()
     planner = Planner(spy, AT_ONCE)
     for name, seconds in (("a", 90.0), ("b", 30.0)):
-        planner.advance(ev.TrainerSubmitted(0, replace(trainer(name), costs=RescaleCosts(start=seconds))))
+        planner.advance(ev.TrainerSubmitted(0, replace(trainer(name), costs=CostsInSeconds(start=seconds))))
     planner.advance(joined(0, "b", "x", closes=None))
     assert spy.pool.horizon == 6 * 60
-    planner.advance(ev.TrainerLearned(1, replace(trainer("a"), costs=RescaleCosts(start=150.0))))
+    planner.advance(ev.TrainerLearned(1, replace(trainer("a"), costs=CostsInSeconds(start=150.0))))
     planner.advance(joined(2, "b", "y", closes=None))
     assert spy.pool.horizon == 6 * 90
     planner.advance(ev.TrainerFinished(3, "a"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning.curves.learning import Profile, learned
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.policies import MilpPolicy
 
 
@@ -126,7 +126,7 @@ def hidden_trainers(rng, *, step):
         serial, one = 10 ** rng.uniform(-3, -1), rng.uniform(100, 3000)
         cut = rng.uniform(0.5, 0.8) if step else 1.0
         rates = {n: one / (serial + (1 - serial) / n) * (cut if n > 8 else 1.0) for n in range(1, 65)}
-        trainers.append(Trainer(f"t{index}", int(rng.integers(1, 3)), 64, ScalingCurve(rates), RescaleCosts(18, 12)))
+        trainers.append(Trainer(f"t{index}", int(rng.integers(1, 3)), 64, ScalingCurve(rates), CostsInSeconds(18, 12)))
     return trainers
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.executor.control.training.cost_estimates import learned_costs
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies import resolve_policy
 from tests.planning.small_events import SETTINGS, joined, only, trainer, window
@@ -74,5 +74,5 @@ def test_a_time_that_is_none_is_refused(time: float) -> None:
 @pytest.mark.parametrize("seconds", [-1e-9, -30.0, math.nan, math.inf])
 @pytest.mark.parametrize("kind", ["up", "down", "start"])
 def test_a_cost_that_cannot_be_teaches_nothing(kind: str, seconds: float) -> None:
-    costs = RescaleCosts(1.0, 2.0, 3.0)
+    costs = CostsInSeconds(1.0, 2.0, 3.0)
     assert learned_costs(costs, kind, seconds) == costs

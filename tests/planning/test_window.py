@@ -11,12 +11,12 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Pool, PoolNode, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.policies import MilpPolicy, WindowPolicy
 from freetrain_parsl.testing.instances import random_instance
 
-COSTS = RescaleCosts(up=18.0, down=12.0)
+COSTS = CostsInSeconds(up=18.0, down=12.0)
 LINEAR = ScalingCurve({1: 10.0, 64: 640.0})
 
 
@@ -69,7 +69,7 @@ def test_nodes_likely_to_close_go_to_the_small_trainer():
     """The trainer with the risky node pays at its rate when the node closes, so it is not the large one."""
     pool = Pool([*nodes("big", 30), *nodes("tiny", 2), PoolNode("risky", closing_rate=0.01)])
     current = {"b": frozenset(f"big{i}" for i in range(30)), "t": frozenset({"tiny0", "tiny1"})}
-    free_growth = RescaleCosts(up=0.0, down=12.0)
+    free_growth = CostsInSeconds(up=0.0, down=12.0)
     trainers = [trainer("b", costs=free_growth), trainer("t", costs=free_growth)]
     assert "risky" in decide(pool, trainers, current).allocation["t"]
 
@@ -91,7 +91,7 @@ def test_is_never_worth_less_than_the_count_models_nodes(seed):
     rng = np.random.default_rng(seed)
     pool = Pool(PoolNode(f"n{i:02}", float(rng.choice([40.0, 90.0, 400.0, 3000.0]))) for i in range(24))
     curve = ScalingCurve({1: 10.0, 4: 35.0, 16: 90.0})
-    trainers = [trainer(f"t{i}", most=16, curve=curve, costs=RescaleCosts()) for i in range(4)]
+    trainers = [trainer(f"t{i}", most=16, curve=curve, costs=CostsInSeconds()) for i in range(4)]
     horizon = timedelta(seconds=120)
     counted = MilpPolicy("throughput", horizon=horizon).allocate(pool, trainers, {}, 0.0)
     least = discounted(counted.allocation, trainers, pool, 120.0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.replay.holes import Change, Hole, HoleLog, HoleTable, refuse_forecasts
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _trainer(draw: st.DrawFn, name: str, endless: bool, costs: bool) -> Trainer:
         least,
         draw(st.integers(least, 5)),
         ScalingCurve({1: 1.0 + rates[0], 2: float(rates[1]), 3: float(rates[2]), 5: float(rates[3])}),
-        RescaleCosts(draw(seconds), draw(seconds), draw(seconds)),
+        CostsInSeconds(draw(seconds), draw(seconds), draw(seconds)),
         work_left=float("inf") if endless else draw(st.sampled_from([float("inf"), 40.0, 150.0, 500.0])),
         submitted=draw(st.sampled_from([0.0, 0.0, 5.0, 7.5, 22.0])),
     )

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.replay.accounts import Account
 
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0})
@@ -16,7 +16,7 @@ CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0})
 @pytest.fixture
 def account() -> Account:
     """Return the account of a trainer on two of its 2 to 4 nodes, with a value of 0.5 per sample."""
-    account = Account(Trainer("t", 2, 4, CURVE, RescaleCosts(up=5, down=3), work_left=900.0), 0.0, 0.5)
+    account = Account(Trainer("t", 2, 4, CURVE, CostsInSeconds(up=5, down=3), work_left=900.0), 0.0, 0.5)
     account.start(frozenset("ab"), 7.0, 0.0)
     return account
 

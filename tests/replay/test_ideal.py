@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.replay.ideal import BestRates, ideal_value
@@ -22,7 +22,7 @@ THROUGHPUT = OBJECTIVES["throughput"]
 
 
 def trainer(name: str, rates: dict[int, float], *, least: int = 1, most: int = 10, **more: float) -> Trainer:
-    return Trainer(name, least, most, ScalingCurve(rates), RescaleCosts(9, 9, 9), **more)
+    return Trainer(name, least, most, ScalingCurve(rates), CostsInSeconds(9, 9, 9), **more)
 
 
 @settings(max_examples=60, deadline=None)

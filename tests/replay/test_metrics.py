@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Decision, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Decision, Trainer
 from freetrain_parsl.planning.policies import POLICIES, Policy
 from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.logs import open_log
@@ -47,7 +47,7 @@ def read(tmp_path, *lines):
 
 
 def trainer(name="t", least=1, most=2, work=float("inf"), submitted=0.0, rates=((1, 10), (2, 16))):
-    costs = RescaleCosts(up=2, down=1)
+    costs = CostsInSeconds(up=2, down=1)
     return Trainer(name, least, most, ScalingCurve(rates), costs, work, submitted=submitted)
 
 

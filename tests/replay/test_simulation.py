@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, RescaleCosts, Trainer
+from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES, Objective
 from freetrain_parsl.planning.policies import POLICIES, EqualSharePolicy, MilpPolicy, Policy
 from freetrain_parsl.replay.ideal import BestRates, ideal_value
@@ -32,7 +32,7 @@ LINEAR = ScalingCurve({1: 10.0, 10: 100.0})
 def trainer(
     name: str = "t", least: int = 1, most: int = 10, costs: tuple[float, float, float] = (0, 0, 0), **more: float
 ) -> Trainer:
-    return Trainer(name, least, most, LINEAR, RescaleCosts(*costs), **more)
+    return Trainer(name, least, most, LINEAR, CostsInSeconds(*costs), **more)
 
 
 def best_rates(*trainers: Trainer, objective: str = "throughput") -> BestRates:
@@ -331,7 +331,7 @@ def test_a_trainer_is_told_to_the_planner_on_the_logs_clock() -> None:
     item = trainer(costs=(1, 2, 3), submitted=5.0, deadline=60.0, work_left=1e6)
     replay(log, best_rates(item), spy)
     told = spy.trainers[-1][0]
-    assert (told.submitted, told.deadline, told.costs) == (1005, 1060, RescaleCosts(1, 2, 0))
+    assert (told.submitted, told.deadline, told.costs) == (1005, 1060, CostsInSeconds(1, 2, 0))
     replay(log, best_rates(item), spy, ReplaySettings(cost=Cost.FULL))
     assert spy.trainers[-1][0].costs.start == 3
 
@@ -428,7 +428,7 @@ def test_learned_curves_come_close_to_known_ones() -> None:
     log = SmallLog(holes)
     curves = [{1: 10.0, 2: 19.0, 4: 34.0, 8: 52.0, 12: 56.0}, {1: 10.0, 2: 14.0, 4: 16.0, 12: 17.0}]
     trainers = [
-        Trainer(f"t{i}", 1, 12, ScalingCurve(curves[i % 2]), RescaleCosts(5, 3), submitted=float(i)) for i in range(3)
+        Trainer(f"t{i}", 1, 12, ScalingCurve(curves[i % 2]), CostsInSeconds(5, 3), submitted=float(i)) for i in range(3)
     ]
     known, learned, default = (
         replay(log, best_rates(*trainers), MilpPolicy("throughput"), ReplaySettings(curves=curves_known))

@@ -8,7 +8,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.replay.models import MODELS
 from freetrain_parsl.replay.trainers import trainer_set, with_costs
@@ -29,7 +29,7 @@ def test_hpo_is_so_many_endless_shufflenets():
     assert (hpo.name, hpo.objective, len({trainer.name for trainer in hpo.trainers})) == ("hpo:10", "throughput", 10)
     for trainer in hpo.trainers:
         assert (trainer.min_nodes, trainer.max_nodes, trainer.work_left) == (1, 64, math.inf)
-        assert (trainer.curve, trainer.costs) == (MODELS["shufflenet"].curve, RescaleCosts(18, 12))
+        assert (trainer.curve, trainer.costs) == (MODELS["shufflenet"].curve, CostsInSeconds(18, 12))
     assert hpo.trainers[0].rate(64) == 145081.5
 
 
@@ -56,7 +56,7 @@ def test_an_unknown_set_is_refused(spec):
 def test_costs_can_be_given_for_all(write):
     path = write("[{name: a, max: 2, curve: {1: 5}, rescale: {up: 9, start: 7}}, {name: b, max: 1, curve: vgg16}]")
     changed = with_costs(trainer_set(path), 1, 2)
-    assert [trainer.costs for trainer in changed.trainers] == [RescaleCosts(1, 2, 7), RescaleCosts(1, 2, 0)]
+    assert [trainer.costs for trainer in changed.trainers] == [CostsInSeconds(1, 2, 7), CostsInSeconds(1, 2, 0)]
 
 
 def test_yaml_and_csv_say_the_same(write, tmp_path):
@@ -86,10 +86,10 @@ def test_yaml_and_csv_say_the_same(write, tmp_path):
     assert yaml.trainers == csv.trainers
     first, second, third, last = yaml.trainers
     assert (first.name, first.submitted, first.min_nodes, first.max_nodes, first.work_left) == ("a", 60, 2, 8, 1e6)
-    assert (first.curve, first.costs) == (ScalingCurve({2: 100, 4: 190.5}), RescaleCosts(up=3, start=1))
+    assert (first.curve, first.costs) == (ScalingCurve({2: 100, 4: 190.5}), CostsInSeconds(up=3, start=1))
     assert (second.name, second.priority, second.deadline, second.costs) == ("b-0", 2, 3600, MODELS["vgg16"].costs)
     assert (third.name, third.deadline, third.work_left) == ("b-1", 3600, math.inf)
-    assert (last.rate(4), last.costs, last.deadline) == (300, RescaleCosts(), None)
+    assert (last.rate(4), last.costs, last.deadline) == (300, CostsInSeconds(), None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.replay import what_if as module
@@ -32,7 +32,7 @@ def case():
 
 def make_case():
     log = SmallLog([("a", 0.0, 400.0), ("b", 100.0, 300.0), ("a", 450.0, 900.0)])
-    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10, 2: 16}), RescaleCosts(up=4, down=2))
+    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10, 2: 16}), CostsInSeconds(up=4, down=2))
     return Case(log, BestRates((trainer,), OBJECTIVES["throughput"]), make_policy, ReplaySettings())
 
 

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 from parsl import curvezmq
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.control.loop import ControlLoop
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.payloads import pack_training
 from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import RescaleCosts, Window, WindowKind
+from freetrain_parsl.planning.model import CostsInSeconds, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions
@@ -175,7 +176,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
             SessionOptions(
                 "chaos", checkpoint_root=plan.checkpoints, checkpoint_interval=timedelta(seconds=0.7), threads=1
             ),
-            costs=RescaleCosts(1, 1, 1),
+            costs=CostsInSeconds(1, 1, 1),
             limits=Limits(peer_timeout=plan.peer_timeout, max_restarts=20),
         ),
         slots_per_node=1,

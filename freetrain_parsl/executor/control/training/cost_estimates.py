@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from freetrain_parsl.planning.model import RescaleCosts
+    from freetrain_parsl.planning.model import CostsInSeconds
 
 __all__ = ["FailureRate", "changed_significantly", "learned_costs"]
 
@@ -15,7 +15,7 @@ _WEIGHT = 0.5  # of the newest measurement in the exponential moving average: co
 _SIGNIFICANT = 0.1  # relative change below which the planner is not updated
 
 
-def learned_costs(known: RescaleCosts, kind: str, seconds: float) -> RescaleCosts:
+def learned_costs(known: CostsInSeconds, kind: str, seconds: float) -> CostsInSeconds:
     """Return costs updated with one more measurement.
 
     Parameters
@@ -33,7 +33,7 @@ def learned_costs(known: RescaleCosts, kind: str, seconds: float) -> RescaleCost
     return replace(known, **{kind: (1 - _WEIGHT) * before + _WEIGHT * seconds})
 
 
-def changed_significantly(known: RescaleCosts, learned: RescaleCosts) -> bool:
+def changed_significantly(known: CostsInSeconds, learned: CostsInSeconds) -> bool:
     """Return whether costs differ enough from those that the planner knows to update it."""
     pairs = zip(astuple(known), astuple(learned), strict=True)
     return any(abs(after - before) > _SIGNIFICANT * before for before, after in pairs)

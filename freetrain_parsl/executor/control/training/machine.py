@@ -4,34 +4,35 @@ A training starts on its nodes as a group of processes, from its newest checkpoi
 group changes in place: newcomers prepare on added nodes while the members train, then one command makes all of them
 form the next group. The survivors of a failure receive the same command. Only a training that loses all its nodes, or
 cannot change in place, is paused with a checkpoint and started again.
+
+The machine decides. `TrainingProcesses` makes the changes of the group and its phase, `ProgressTracker` knows what the
+training has achieved, and `PlannerView` what the planner knows of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts, TrainingCancelled
+from freetrain_parsl.errors import InvalidTrainer, TrainingCancelled
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
-from freetrain_parsl.executor.control.training.cost_estimates import changed_significantly, learned_costs
 from freetrain_parsl.executor.control.training.next_change import (
     disconnection,
     fewest_to_exclude,
     hanging_newcomers,
-    members_of,
     next_change,
     survivors,
 )
+from freetrain_parsl.executor.control.training.planner_view import PlannerView
+from freetrain_parsl.executor.control.training.processes import TrainingProcesses
+from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
+from freetrain_parsl.executor.control.training.response import Response
 from freetrain_parsl.executor.control.training.stall import stall_reason
 from freetrain_parsl.executor.control.training.states import (
-    TRANSITIONS,
     Abandoning,
     Ended,
     Failure,
     Goal,
-    GroupMembers,
-    Participant,
     Pausing,
     Recovering,
     Regrouping,
@@ -40,9 +41,7 @@ from freetrain_parsl.executor.control.training.states import (
     Starting,
     Waiting,
 )
-from freetrain_parsl.planning import events as planner
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place
 from freetrain_parsl.protocol.reports import (
     GroupFailed,
     Joined,
@@ -56,14 +55,14 @@ from freetrain_parsl.protocol.reports import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Mapping
 
     from freetrain_parsl.executor.control.slot_registry import SlotRegistry
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
-    from freetrain_parsl.executor.control.training.states import Phase, State
+    from freetrain_parsl.executor.control.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.executor.trainings import Limits, TrainingRequest
-    from freetrain_parsl.planning.model import RescaleCosts
+    from freetrain_parsl.planning.model import CostsInSeconds
 
 __all__ = ["TrainingMachine"]
 
@@ -86,41 +85,35 @@ class TrainingMachine:
     """
 
     def __init__(
-        self, request: TrainingRequest, limits: Limits, costs: RescaleCosts, numbers: Iterator[int], now: float
+        self, request: TrainingRequest, limits: Limits, costs: CostsInSeconds, numbers: Iterator[int], now: float
     ) -> None:
         self.request = request
         self.name = request.name
-        self.participants: dict[str, Participant] = {}
         self.goal = Goal.TRAIN
         self.desired: frozenset[str] = frozenset()
-        self.progress: Progress | None = None
         self._limits = limits
-        self._numbers = numbers
-        self._phase: Phase = Waiting(now)
+        self._response = Response(now)
+        self._planner = PlannerView(request, costs, self._response)
+        self._processes = TrainingProcesses(request.name, limits, numbers, self._response, self._planner.measured)
+        self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._recovering: Recovering | None = None
-        self._trainer = request.trainer(costs, submitted=now)
-        self._costs = self._trainer.costs
-        self._first_step: int | None = None  # at the start of this execution; -1 without a checkpoint
-        self._furthest = 0
-        self._restarts = 0  # crashes since `_furthest` was reached
-        self._last_crash = ""
-        self._storage_problem = ""
-        self._code_note = ""
         self._stall = ""
-        self._arrived: frozenset[str] = frozenset()  # at the meeting of the next group
-        self._now = now
         self._registry: SlotRegistry
-        self._commands: list[Command] = []
+
+    @property
+    def participants(self) -> Mapping[str, Participant]:
+        """Slot -> participant."""
+        return self._processes.participants
+
+    @property
+    def progress(self) -> Progress | None:
+        """The latest report of progress."""
+        return self._tracker.latest
 
     @property
     def phase(self) -> Phase:
         """The current phase."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: Phase) -> None:
-        before, self._phase = type(self._phase), phase
-        assert type(phase) in TRANSITIONS[before] or type(phase) is before, f"{before.__name__} to {phase}"
+        return self._processes.phase
 
     @property
     def state(self) -> State:
@@ -135,22 +128,16 @@ class TrainingMachine:
         return isinstance(self.phase, Ended)
 
     @property
-    def group(self) -> GroupMembers | None:
-        """The current group."""
-        return None if isinstance(self.phase, Waiting) else self.phase.group
-
-    @property
     def next_group(self) -> GroupMembers | None:
         """The group that is being formed."""
-        return self.phase.after if isinstance(self.phase, Regrouping) else None
+        return self._processes.next_group
 
     def submit(self) -> list[Command]:
         """Return the commands for a new training."""
-        trainer = self._trainer
-        self._do(do.Inform(planner.TrainerSubmitted(self._now, trainer)))
-        samples = self.request.samples
-        self._log(record.TrainingSubmitted(self.name, trainer.min_nodes, trainer.max_nodes, samples))
-        return self._take_commands()
+        request = self.request
+        self._planner.submit()
+        self._log(record.TrainingSubmitted(self.name, request.min_nodes, request.max_nodes, request.samples))
+        return self._response.take()
 
     def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Command]:  # noqa: C901 - a case for each event
         """Handle an event, and return the resulting commands.
@@ -164,10 +151,10 @@ class TrainingMachine:
         now
             Seconds.
         """
-        self._registry, self._now = registry, now
+        self._registry, self._response.now = registry, now
         match event:
             case on.TimePassed():
-                self._arrived = event.arrived
+                self._processes.arrived = event.arrived
                 self._tick(event.arrived)
             case on.Reported():
                 self._reported(event)
@@ -191,7 +178,7 @@ class TrainingMachine:
                 self._wait_for_storage(event.condition, event.until)
             case on.StorageBack():
                 self._try_again()
-        return self._take_commands()
+        return self._response.take()
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -200,13 +187,13 @@ class TrainingMachine:
             self._advance(arrived)
             self._explain_stall()
         for one in self.participants.values():
-            if one.deadline is not None and self._now > one.deadline:
+            if one.deadline is not None and self._response.now > one.deadline:
                 self._do(do.Kill(one.slot, "it did not respond to a failure, or did not exit, in time"))
 
     def _advance(self, arrived: frozenset[str]) -> None:
-        group, phase = self.group, self.phase
+        group, phase = self._processes.group, self.phase
         if self._recovering is not None:
-            if group is None or not group.running or self._now - self._recovering.latest >= _GATHER:
+            if group is None or not group.running or self._response.now - self._recovering.latest >= _GATHER:
                 self._recover(with_newcomers=True)
         elif isinstance(phase, Waiting):
             self._start_or_end()
@@ -217,193 +204,92 @@ class TrainingMachine:
             self._recover(with_newcomers=False)  # they may be the cause
         elif isinstance(phase, Regrouping):
             limit = self._limits.peer_timeout
-            if not phase.begun and self._now - phase.after.began > limit:
+            if not phase.begun and self._response.now - phase.after.began > limit:
                 for slot in hanging_newcomers(self.participants, phase, arrived):
                     self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
-        elif not any(member.group_failed is not None for member in self._members()):
+        elif not any(member.group_failed is not None for member in self._processes.members):
             self._approach_desired_nodes()
 
     def _approach_desired_nodes(self) -> None:
         phase = self.phase
         if isinstance(phase, Pausing):
-            self._dismiss(self._newcomers(), abort=False)
+            self._processes.dismiss(self._processes.newcomers, abort=False)
             return
         assert isinstance(phase, (Starting, Running))
-        if isinstance(phase, Running) and self._in_place:
+        if isinstance(phase, Running) and self._tracker.in_place:
             change = next_change(
                 self.participants,
                 phase.group,
                 self.desired,
                 self._registry,
                 min_nodes=self.request.min_nodes,
-                now=self._now,
+                now=self._response.now,
             )
-            self._dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
+            self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
             for slot in change.start:
-                self._run(slot.name, slot.node, None)
+                self._processes.add_newcomer(slot)
             if change.pause:
-                self._pause()
+                self._processes.pause()
             elif change.ranks:
-                self._regroup(change.ranks, failure=False)
+                self._processes.regroup(change.ranks, failure=False)
             return
         wanted = self.desired - {slot.node for slot in self._registry.slots.values() if slot.leaving}
-        self._dismiss(self._newcomers(), abort=False)
-        leaves = any(member.node not in wanted for member in self._members())
+        self._processes.dismiss(self._processes.newcomers, abort=False)
+        leaves = any(member.node not in wanted for member in self._processes.members)
         if leaves or (isinstance(phase, Running) and wanted != phase.group.nodes):
-            self._pause()
+            self._processes.pause()
 
     def _disconnection(self) -> str | None:
         return disconnection(
             self.participants,
-            self._change,
+            self._processes.change,
             self._registry,
             peer_timeout=self._limits.peer_timeout,
             meeting_timeout=self._limits.meeting_timeout,
-            now=self._now,
+            now=self._response.now,
         )
 
     def _explain_stall(self) -> None:
         reason = ""
-        if not self._storage_problem:
+        if not self._tracker.storage_problem:
             reason = stall_reason(
-                self.phase, self.participants, desired=self.desired, needed=self.request.min_nodes, now=self._now
+                self.phase,
+                self.participants,
+                desired=self.desired,
+                needed=self.request.min_nodes,
+                now=self._response.now,
             )
         if reason != self._stall:
             self._stall = reason
             self._log(record.TrainingStalled(self.name, reason))
 
-    # ── groups ────────────────────────────────────────────────────────────────────────────────────
-
     def _start_or_end(self) -> None:
         if self.goal is not Goal.CANCEL:
             self._start()
         elif not self.participants:
-            self.phase = Ended(None)
+            self._processes.end()
             self._do(do.Fail(TrainingCancelled(f"training {self.name!r} was cancelled")))
 
     def _start(self) -> None:
         """Start a new group if all slots of its nodes are connected and idle."""
         slots = self._registry.complete_slots(self.desired)
-        if not slots or any(slot.busy is not None or slot.leaving for slot in slots):
-            return
-        group = GroupMembers(next(self._numbers), self.desired, tuple(slot.name for slot in slots), self._now)
-        self.phase = Starting(group)
-        self._do(do.OpenStore(group.number))
-        for rank, slot in enumerate(slots):
-            self._run(slot.name, slot.node, Place(group.number, rank, len(slots)))
-        self._log_start(group, in_place=False)
-
-    def _run(self, slot: str, node: str, place: Place | None) -> None:
-        run = next(self._numbers)
-        role = Role.NEWCOMER if place is None else Role.MEMBER
-        self.participants[slot] = Participant(slot, node, run, role, has_state=place is not None, began=self._now)
-        self._do(do.Start(slot, run, place))
-
-    def _regroup(self, ranks: tuple[str, ...], *, failure: bool) -> None:
-        """Command these slots to form the next group, and all other members of the current one to leave."""
-        pauses = isinstance(self.phase, Pausing) or (isinstance(self.phase, Regrouping) and self.phase.pauses)
-        arrived = self._arrived if isinstance(self.phase, Regrouping) else frozenset()
-        before = self._close_change()
-        self._arrived = frozenset()
-        participants = self.participants
-        nodes = frozenset(participants[slot].node for slot in ranks)
-        after = GroupMembers(next(self._numbers), nodes, ranks, self._now)
-        grows = any(not participants[slot].has_state for slot in ranks)
-        self.phase = Regrouping(before, after, failure, grows, set(ranks), pauses)
-        self._do(do.OpenStore(after.number))
-        others = [one for slot, one in participants.items() if slot not in ranks]
-        leavers = [one for one in others if one.role is Role.MEMBER or (failure and one.slot in before.running)]
-        self._dismiss(leavers, abort=failure)
-        for rank, slot in enumerate(ranks):
-            member = participants[slot]
-            member.role, member.group_failed, member.complaint, member.waited = Role.MEMBER, None, "", 0.0
-            # Only a member that has responded to the previous command, by a report or by coming to the meeting, gets
-            # more time.
-            if failure and (member.deadline is None or slot in arrived):
-                member.deadline = self._now + self._limits.peer_timeout + self._limits.meeting_timeout
-            place = Place(after.number, rank, len(ranks))
-            self._send(member, ChangeGroup(self.name, member.run, after.number, place, abort=failure))
-
-    def _joined(self, member: Participant, report: Joined) -> None:
-        change = self._change
-        if change is None or report.generation != change.after.number:
-            return  # of a group in which a member has failed since
-        change.begun = True
-        member.trains()
-        change.awaited.discard(member.slot)
-        change.paused = max(change.paused, report.paused)
-        if not change.awaited:
-            self._complete(change)
-
-    def _complete(self, change: Regrouping) -> None:
-        """Complete a change: all members train in the new group, and those that leave get a deadline."""
-        self.phase = Running(change.after)
-        self._do(do.CloseStore(change.before.number))
-        self._log_change(change)
-        for one in self.participants.values():
-            if one.role is Role.LEAVER and one.deadline is None:
-                one.deadline = self._now + self._limits.peer_timeout + self._limits.meeting_timeout
-        if change.pauses:  # commanded before the failure: some members may not have received it
-            self._pause()
-
-    def _close_change(self) -> GroupMembers:
-        """End a change that is still in progress, if any; return the current group."""
-        change, group = self._change, self.group
-        assert group is not None
-        if change is not None:
-            self.phase = Running(group)
-            if change.begun:
-                self._log_change(change)
-                self._do(do.CloseStore(change.before.number))
-            else:
-                self._do(do.CloseStore(change.after.number))
-        return group
-
-    def _pause(self) -> None:
-        """Make the members save and end, and dismiss all newcomers."""
-        phase = self.phase
-        if isinstance(phase, Regrouping) and phase.begun:
-            phase.pauses = True
-        else:
-            if isinstance(phase, Regrouping):
-                coming = [self.participants[slot] for slot in phase.after.ranks if slot in self.participants]
-                self._dismiss([one for one in coming if not one.has_state], abort=False)
-            reported = not isinstance(phase, Starting)
-            self.phase = Pausing(self._close_change(), reported)
-        self._dismiss(self._newcomers(), abort=False)
-        for member in self.participants.values():
-            if member.role is Role.MEMBER:
-                self._send(member, PauseRun(self.name, member.run))
-
-    def _dismiss(self, leavers: Iterable[Participant], *, abort: bool) -> None:
-        """Dismiss newcomers, and members: at the boundary at which the others regroup, or at once with `abort`."""
-        change = self._change
-        for one in list(leavers):
-            if one.role is Role.NEWCOMER or not one.has_state:
-                self._send(one, PauseRun(self.name, one.run))
-            elif abort or one.role is not Role.LEAVER:
-                number = change.after.number if change is not None else 0
-                self._send(one, ChangeGroup(self.name, one.run, number, None, abort=abort))
-            if abort:
-                one.deadline = self._now + self._limits.peer_timeout
-            elif one.role is Role.NEWCOMER:
-                one.deadline = self._now + self._limits.peer_timeout + self._limits.meeting_timeout
-            one.role = Role.LEAVER
+        if slots and not any(slot.busy is not None or slot.leaving for slot in slots):
+            self._processes.start(self.desired, slots)
 
     # ── failures ──────────────────────────────────────────────────────────────────────────────────
 
     def _group_failed(self, member: Participant, report: GroupFailed) -> None:
         self._exclude_unreachable(report)
-        change = self._change
+        change = self._processes.change
         if self.over or member.role is Role.LEAVER:
-            self._dismiss([member], abort=True)
+            self._processes.dismiss([member], abort=True)
         elif change is None or not change.failure or report.generation >= change.after.number:
             member.deadline = None
-            member.group_failed, member.complaint = self._now, report.reason  # else its command is in transit
+            member.group_failed, member.complaint = self._response.now, report.reason  # else its command is in transit
 
     def _exclude_unreachable(self, report: GroupFailed | PeersFailed) -> None:
         """Exclude the members that the others cannot reach, after a group could not be formed."""
-        groups = [group for group in (self.next_group, self.group) if group is not None]
+        groups = [group for group in (self._processes.next_group, self._processes.group) if group is not None]
         ranks = next((group.ranks for group in groups if group.number == report.generation), ())
         for slot in fewest_to_exclude(ranks, report.unreachable):
             member = self.participants.get(slot)
@@ -418,16 +304,16 @@ class TrainingMachine:
         participant = self.participants.get(event.slot)
         if participant is None:
             return
-        missed = self._remove(participant)
+        missed = self._processes.remove(participant)
         if missed and self.over:
-            self._dismiss(self.participants.values(), abort=True)
+            self._processes.dismiss(self.participants.values(), abort=True)
         elif missed:
             self._note_failure(Failure(event.reason, event.crash))
         self._end_group_if_empty()
 
     def _note_failure(self, failure: Failure) -> None:
         before = [] if self._recovering is None else self._recovering.failures
-        self._recovering = Recovering(self.phase, [*before, failure], self._now)
+        self._recovering = Recovering(self.phase, [*before, failure], self._response.now)
 
     def _recover(self, *, with_newcomers: bool) -> None:
         """Continue with the survivors, or, if none of them has the state, from the newest checkpoint."""
@@ -435,37 +321,24 @@ class TrainingMachine:
         failures, self._recovering = self._recovering.failures, None
         failure = next((one for one in failures if one.crash), failures[-1])
         if failure.crash:
-            self._restarts += 1
-            self._last_crash = failure.reason
-        group, phase = self.group, self.phase
+            self._tracker.count_crash(failure.reason)
+        group, phase = self._processes.group, self.phase
         if group is None:
             return
-        if self._restarts > self._limits.max_restarts:
-            self._fail(
-                TooManyRestarts(
-                    f"training {self.name!r}: {self._restarts} crashes without a step beyond step {self._furthest}, "
-                    f"though its nodes were not taken; the last: {self._last_crash}; see the worker logs in the run "
-                    "directory"
-                )
-            )
+        if (error := self._tracker.too_many_crashes()) is not None:
+            self._fail(error)
             return
         if not isinstance(phase, Abandoning):
             reported = not isinstance(phase, Starting) and not (isinstance(phase, Pausing) and not phase.reported)
             ranks: tuple[str, ...] = ()
-            if self._in_place and reported:
-                ranks = survivors(self.participants, group, self._change, with_newcomers=with_newcomers)
+            if self._tracker.in_place and reported:
+                ranks = survivors(self.participants, group, self._processes.change, with_newcomers=with_newcomers)
             if ranks:
-                self._regroup(ranks, failure=True)
+                self._processes.regroup(ranks, failure=True)
                 return
             self._do(do.CountRestart())
-            self._abandon()
+            self._processes.abandon()
         self._end_group_if_empty()
-
-    def _abandon(self) -> None:
-        """End the group without saving the state."""
-        group = self._close_change()
-        self.phase = Abandoning(group)
-        self._dismiss(self.participants.values(), abort=True)
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
@@ -481,50 +354,29 @@ class TrainingMachine:
             case GroupFailed():
                 self._group_failed(participant, event.report)
             case Joined():
-                self._joined(participant, event.report)
+                self._processes.joined(participant, event.report.generation, event.report.paused)
             case _:  # Ready
-                participant.ready = self._now
+                participant.ready = self._response.now
 
     def _take_progress(self, progress: Progress) -> None:
-        phase = self.phase
-        if isinstance(phase, Starting) or (isinstance(phase, Pausing) and not phase.reported):
-            self.phase = Running(phase.group) if isinstance(phase, Starting) else Pausing(phase.group, reported=True)
-            self._learn("start", self._now - phase.group.began)
-            if progress.resumed_from is not None:
-                self._log(record.FragmentResumed(self.name, progress.resumed_from))
-        if progress.code_note and progress.code_note != self._code_note:
-            self._code_note = progress.code_note
-            self._log(record.CodeChanged(self.name, progress.code_note))
-        if progress.storage_problem != self._storage_problem:
-            self._storage_problem = condition = progress.storage_problem
-            self._log(record.SavingFails(self.name, condition) if condition else record.SavingWorks(self.name))
-        if self._first_step is None:
-            self._first_step = -1 if progress.resumed_from is None else progress.resumed_from
-        if progress.step > self._furthest:
-            self._furthest, self._restarts = progress.step, 0
-        before, self.progress = self.progress, progress
-        known = None if before is None else before.checkpoint_step
-        if progress.checkpoint_step is not None and progress.checkpoint_step != known:
-            self._log(record.Checkpoint(self.name, progress.checkpoint_step))
-        self._do(do.KeepProgress(progress))
-        total = progress.samples_total or self.request.samples
-        if total is not None:
-            left = max(0.0, float(total) - progress.samples)
-            self._trainer = replace(self._trainer, work_left=left)
-            self._do(do.Inform(planner.TrainerProgressed(self._now, self.name, left)))
+        first = self._processes.report_training()
+        if first and progress.resumed_from is not None:
+            self._log(record.FragmentResumed(self.name, progress.resumed_from))
+        self._tracker.take(progress)
+        self._planner.advance(progress)
 
     def _run_over(self, event: on.RunOver) -> None:
         participant = self.participants.get(event.slot)
         if participant is None or participant.run != event.run:
             return
         self._do(do.Release(event.slot))
-        group, end = self.group, event.end
+        group, end = self._processes.group, event.end
         first = group is not None and event.slot == group.first
         if first and isinstance(end, (RunFinished, RunPaused)) and not self.over:
             self._take_progress(end.progress)
         if isinstance(end, PeersFailed):
             self._exclude_unreachable(end)
-        missed = self._remove(participant)
+        missed = self._processes.remove(participant)
         match end:
             case StorageFailed():
                 self._hold(end.condition)
@@ -540,64 +392,40 @@ class TrainingMachine:
             case RunPaused():
                 # A node is about to close, or the slot was commanded to end: all members pause.
                 if missed and not self.over and not isinstance(self.phase, (Waiting, Pausing)):
-                    self._pause()
+                    self._processes.pause()
         self._end_group_if_empty()
 
     # ── the ends ──────────────────────────────────────────────────────────────────────────────────
 
-    def _remove(self, participant: Participant) -> bool:
-        """Remove a slot whose run has ended; return whether it was still needed by a group."""
-        del self.participants[participant.slot]
-        group, coming = self.group, self.next_group
-        missed = any(one is not None and participant.slot in one.running for one in (group, coming))
-        for one in (group, coming):
-            if one is not None:
-                one.running.discard(participant.slot)
-        if (change := self._change) is not None:
-            change.awaited.discard(participant.slot)
-        return missed
-
-    def _end_group_if_empty(self) -> None:
-        group = self.group
-        if group is None or group.running or self._recovering is not None:
-            return
-        failure = isinstance(self.phase, Abandoning)
-        self._close_change()
-        self._do(do.CloseStore(group.number))
-        self._log_end(group, self._now, failure=failure)
-        self.phase = Ended(None) if self.over else Waiting(self._now)
-        self._dismiss(self._newcomers(), abort=False)
-
     def _finish(self, payload: bytes) -> None:
         self._end()
-        self._do(do.Inform(planner.TrainerFinished(self._now, self.name)))
-        trained = self._first_step is None or self._furthest > self._first_step
-        self._log(record.TrainingFinished(self.name, trained, self._furthest))
+        self._planner.finish()
+        self._tracker.finish()
         self._do(do.Resolve(payload))
-        self._dismiss([one for one in self.participants.values() if not one.has_state], abort=False)
+        self._processes.dismiss([one for one in self.participants.values() if not one.has_state], abort=False)
 
     def _fail(self, error: BaseException | bytes) -> None:
         if self.over:
             return
-        self._do(do.Inform(planner.TrainerFailed(self._now, self.name)))
+        self._planner.fail()
         self._do(do.Fail(error))
         self._end()
-        self._dismiss(self.participants.values(), abort=True)
+        self._processes.dismiss(self.participants.values(), abort=True)
 
     def _end(self) -> None:
         self._recovering = None
-        self.phase = Ended(None if isinstance(self.phase, Waiting) else self._close_change())
+        self._processes.end()
 
     def _cancel(self) -> None:
         if self.over or self.goal is Goal.CANCEL:
             return
         self.goal, self.desired = Goal.CANCEL, frozenset()
-        self._do(do.Inform(planner.TrainerFailed(self._now, self.name)))
+        self._planner.fail()
         self._log(record.TrainingCancelled(self.name))
 
     def _refuse_if_too_large(self, nodes: int) -> None:
         needed = self.request.min_nodes
-        if self.over or self.group is not None or needed <= nodes:
+        if self.over or self._processes.group is not None or needed <= nodes:
             return
         self._fail(
             InvalidTrainer(
@@ -613,72 +441,33 @@ class TrainingMachine:
         if self.over or self.goal is not Goal.TRAIN:
             return
         self.goal, self.desired = Goal.HOLD, frozenset()
-        self._do(do.Inform(planner.TrainerWithheld(self._now, self.name)))
+        self._planner.withhold()
         self._do(do.AwaitStorage(condition))
         self._recovering = None
-        if self.group is not None:
-            self._abandon()
+        if self._processes.group is not None:
+            self._processes.abandon()
         else:
-            self._dismiss(self.participants.values(), abort=True)
+            self._processes.dismiss(self.participants.values(), abort=True)
 
     def _wait_for_storage(self, condition: str, until: float) -> None:
         if self.goal is Goal.HOLD and not self.over:
-            self._storage_problem = condition
+            self._tracker.storage_problem = condition
             self._log(record.TrainingWaits(self.name, condition, until))
 
     def _try_again(self) -> None:
         if self.goal is Goal.HOLD and not self.over:
-            self.goal, self._storage_problem = Goal.TRAIN, ""
+            self.goal, self._tracker.storage_problem = Goal.TRAIN, ""
             self._log(record.TrainingTriesAgain(self.name))
-            self._do(do.Inform(planner.TrainerSubmitted(self._now, self._trainer)))
+            self._planner.submit()
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _change(self) -> Regrouping | None:
-        return self.phase if isinstance(self.phase, Regrouping) else None
-
-    @property
-    def _in_place(self) -> bool:
-        return self.progress is None or self.progress.in_place
-
-    def _members(self) -> list[Participant]:
-        return [] if self.group is None else members_of(self.participants, self.group)
-
-    def _newcomers(self) -> list[Participant]:
-        return [one for one in self.participants.values() if one.role is Role.NEWCOMER]
-
-    def _learn(self, kind: str, seconds: float) -> None:
-        """Update the rescale costs, unless the user stated them; inform the planner of a significant change."""
-        if self.request.costs is not None:
-            return
-        self._costs = learned_costs(self._costs, kind, seconds)
-        if changed_significantly(self._trainer.costs, self._costs):
-            self._trainer = replace(self._trainer, costs=self._costs)
-            self._do(do.Inform(planner.TrainerLearned(self._now, self._trainer)))
-
-    def _log_start(self, group: GroupMembers, *, in_place: bool, paused: float = 0.0) -> None:
-        self._log(record.FragmentStarted(self.name, group.number, sorted(group.nodes), in_place, paused))
-
-    def _log_end(self, group: GroupMembers, until: float, *, failure: bool) -> None:
-        seconds = max(0.0, until - group.began)
-        self._log(record.FragmentEnded(self.name, group.number, sorted(group.nodes), failure, seconds))
-
-    def _log_change(self, change: Regrouping) -> None:
-        self._log_end(change.before, change.after.began, failure=change.failure)
-        self._log_start(change.after, in_place=True, paused=change.paused)
-        if not change.failure and not change.awaited:
-            self._learn("up" if change.grows else "down", change.paused)
+    def _end_group_if_empty(self) -> None:
+        if self._recovering is None:
+            self._processes.end_group_if_empty()
 
     def _log(self, entry: record.Record) -> None:
-        self._do(do.Log(entry))
-
-    def _send(self, participant: Participant, message: ChangeGroup | PauseRun) -> None:
-        self._do(do.Send(participant.slot, message))
+        self._response.log(entry)
 
     def _do(self, command: Command) -> None:
-        self._commands.append(command)
-
-    def _take_commands(self) -> list[Command]:
-        commands, self._commands = self._commands, []
-        return commands
+        self._response.do(command)
