@@ -165,9 +165,9 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.BlockEnded) -> None:
-        in_time = self._holdings.end(event.block, event.time)
         gone = [name for name, member in self._members.items() if member.block == event.block]
-        self._drop(gone, event.time, given_back=in_time)
+        self._drop(gone, event.time)
+        self._holdings.end(event.block)
 
     @_take.register
     def _(self, event: ev.NodesJoined) -> None:
@@ -239,10 +239,10 @@ class Planner:
         )
         self._tasks = event
 
-    def _drop(self, names: Iterable[str], now: float, *, given_back: bool = False) -> None:
+    def _drop(self, names: Iterable[str], now: float) -> None:
         for name in names:
-            if self._members.pop(name, None) is not None:
-                self.outlook.closed(now, [name], given_back=given_back)
+            if (member := self._members.pop(name, None)) is not None:
+                self.outlook.closed(now, [name], given_back=self._holdings.is_over(member.block, now))
         self._dirty = True
 
     # Planning.
