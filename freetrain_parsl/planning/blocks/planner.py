@@ -121,10 +121,14 @@ class Holdings:
         if block in self._blocks:
             self._blocks[block].missing_since[node] = now
 
-    def end(self, block: str, now: float) -> bool:
-        """Record that a block has ended; return whether its walltime was over."""
-        ended = self._blocks.pop(block, None)
-        return ended is not None and ended.ends is not None and now >= ended.ends
+    def end(self, block: str) -> None:
+        """Record that a block has ended."""
+        self._blocks.pop(block, None)
+
+    def is_over(self, block: str, now: float) -> bool:
+        """Return whether a block's walltime is over, up to the margin with which blocks are left."""
+        known = self._blocks.get(block)
+        return known is not None and known.ends is not None and now >= known.ends - self.settings.closing_margin
 
     def still_joining(self, joined: Collection[str]) -> bool:
         """Return whether a running block has nodes that have not `joined`."""
