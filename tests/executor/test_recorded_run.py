@@ -20,7 +20,7 @@ from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.recorded_run import decide_again, read_run
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import BlockTerms, Decision, PoolNode, RescaleCosts, Trainer, Window, WindowKind
+from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, PoolNode, Trainer, Window, WindowKind
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies import Policy, resolve_policy
 from freetrain_parsl.protocol import journal as record
@@ -104,7 +104,7 @@ class _Site:
 
     def learn(self) -> ev.Event:
         curve = ScalingCurve({1: self.random.random() * 20, 4: self.random.random() * 60})
-        costs = RescaleCosts(self.random.random() * 9, self.random.random() * 9, self.random.random() * 30)
+        costs = CostsInSeconds(self.random.random() * 9, self.random.random() * 9, self.random.random() * 30)
         return ev.TrainerLearned(
             self.now, Trainer(self.named(), 1, self.random.randint(1, 6), curve, costs, self.random.random() * 10_000)
         )
@@ -187,7 +187,7 @@ def test_the_driver_s_journal_leads_to_the_same_decisions(tmp_path: Path) -> Non
         (action.trainer, action.nodes) for action in decided
     ]
     assert {type(event) for step in run.steps for event in step.events} >= {
-        ev.WindowsSeen, ev.TrainerSubmitted, ev.BlockStarted, ev.NodesJoined, ev.NodesLeft, ev.TrainerFinished,
+        ev.WindowsSeen, ev.TrainerSubmitted, ev.NodesJoined, ev.NodesLeft, ev.TrainerFinished,
     }  # fmt: skip
 
 
@@ -270,7 +270,7 @@ EVERYTHING: tuple[ev.Event | ev.Action, ...] = (
     ev.NodesForecast(8.0, {"a": None, "b": 9.5}, frozenset("ab")),
     ev.TrainerSubmitted(
         9.0,
-        Trainer("t", 1, 2, ScalingCurve({1: 0.1, 2: 0.3}), RescaleCosts(1, 2, 3), 1e9, 2.0, 5.0, 0.5, 0.75),
+        Trainer("t", 1, 2, ScalingCurve({1: 0.1, 2: 0.3}), CostsInSeconds(1, 2, 3), 1e9, 2.0, 5.0, 0.5, 0.75),
     ),
     ev.TrainerProgressed(10.0, "t", math.inf),
     ev.TrainerLearned(11.0, Trainer("t", 1, 2, ScalingCurve.default())),

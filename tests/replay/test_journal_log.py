@@ -16,7 +16,7 @@ import pytest
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.executor.recorded_run import read_run
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.model import RescaleCosts
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies import resolve_policy
@@ -86,8 +86,8 @@ def replay_run(log: JournalLog, trainers: tuple[Trainer, ...], start_delay: floa
 def test_a_run_with_a_preemption_and_walltimes_that_end(tmp_path: Path, replayed: Answers) -> None:
     holes = [("a", 0.0, 150.0), ("b", 0.0, 400.0), ("c", 50.0, 1000.0)]
     trainers = [
-        replace(trainer("t", most=3, work=30_000.0), costs=RescaleCosts(2.0, 0.0, 5.0)),
-        replace(trainer("u", most=2, work=1000.0, submitted=20.0), costs=RescaleCosts(1.0, 0.0, 1.0)),
+        replace(trainer("t", most=3, work=30_000.0), costs=CostsInSeconds(2.0, 0.0, 5.0)),
+        replace(trainer("u", most=2, work=1000.0, submitted=20.0), costs=CostsInSeconds(1.0, 0.0, 1.0)),
     ]
     answers, log, submitted = live(tmp_path, holes, trainers, start_delay=3.0)
     assert [change.time for change in log.changes()][:4] == [0.0, 50.0, 150.0, 400.0]
@@ -111,7 +111,7 @@ def test_random_runs(seed: int, tmp_path: Path, replayed: Answers) -> None:
         replace(
             trainer(f"t{number}", least=random.randint(1, 2), work=float(random.randint(100, 20_000))),
             submitted=float(random.randint(0, 150)),
-            costs=RescaleCosts(random.randint(0, 5), 0.0, random.randint(0, 30)),
+            costs=CostsInSeconds(random.randint(0, 5), 0.0, random.randint(0, 30)),
         )
         for number in range(random.randint(1, 3))
     ]
