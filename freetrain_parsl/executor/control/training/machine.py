@@ -379,14 +379,15 @@ class TrainingMachine:
         """Dismiss newcomers, and members: at the boundary at which the others regroup, or at once with `abort`."""
         change = self._change
         for one in list(leavers):
-            if one.role is Role.NEWCOMER or not one.has_state:
+            has_joined = one.role is not Role.NEWCOMER and one.has_state
+            if not has_joined:
                 self._send(one, PauseRun(self.name, one.run))
             elif abort or one.role is not Role.LEAVER:
                 number = change.after.number if change is not None else 0
                 self._send(one, ChangeGroup(self.name, one.run, number, None, abort=abort))
             if abort:
                 one.deadline = self._now + self._limits.peer_timeout
-            elif one.role is Role.NEWCOMER:
+            elif not has_joined:
                 one.deadline = self._now + self._limits.peer_timeout + self._limits.meeting_timeout
             one.role = Role.LEAVER
 
@@ -476,7 +477,8 @@ class TrainingMachine:
         match event.report:
             case Progress():
                 if not self.over:
-                    self._do(do.ForgetStorage())
+                    if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
+                        self._do(do.ForgetStorage())
                     self._take_progress(event.report)
             case GroupFailed():
                 self._group_failed(participant, event.report)
@@ -583,6 +585,7 @@ class TrainingMachine:
         self._do(do.Fail(error))
         self._end()
         self._dismiss(self.participants.values(), abort=True)
+        self._end_group_if_empty()  # all its members may have failed
 
     def _end(self) -> None:
         self._recovering = None
