@@ -171,7 +171,7 @@ class Walk(World, RuleBasedStateMachine):
         self._take_reclaimed()
 
     @precondition(lambda self: self._all_train())
-    @rule(rare=st.integers(0, 20), name=st.sampled_from("ab"))
+    @rule(rare=st.integers(0, 8), name=st.sampled_from("ab"))
     def crash_without_progress(self, rare: int, name: str) -> None:
         """Rarely, let all processes of a training crash as soon as they are started, until it is given up."""
         for _ in range(LIMITS.max_restarts + 1 if rare == 0 else 0):
@@ -196,7 +196,7 @@ class Walk(World, RuleBasedStateMachine):
         self.storage.works = rare != 1
 
     @precondition(lambda self: not any(future.done() for future in self.futures.values()))
-    @rule(data=st.data(), rare=st.integers(0, 30))
+    @rule(data=st.data(), rare=st.integers(0, 8))
     def cancel_or_raise(self, data: st.DataObject, rare: int) -> None:
         """Rarely, let the user cancel a training, or its code raise an exception."""
         if rare == 0:
@@ -356,7 +356,7 @@ class Walk(World, RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=40, stateful_step_count=25)
+TestWalk.settings = settings(max_examples=90, stateful_step_count=25)
 
 
 @pytest.mark.slow
