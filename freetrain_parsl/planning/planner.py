@@ -152,7 +152,7 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.WindowsSeen) -> None:
-        news = self._holdings.see(event.windows, event.terms)
+        news = self._holdings.see(event.windows, event.terms, event.time)
         self._dirty = self._dirty or news
 
     @_take.register

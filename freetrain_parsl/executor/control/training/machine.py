@@ -349,7 +349,8 @@ class TrainingMachine:
         match event.report:
             case Progress():
                 if not self.over:
-                    self._do(do.ForgetStorage())
+                    if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
+                        self._do(do.ForgetStorage())
                     self._take_progress(event.report)
             case GroupFailed():
                 self._group_failed(participant, event.report)
@@ -411,6 +412,7 @@ class TrainingMachine:
         self._do(do.Fail(error))
         self._end()
         self._processes.dismiss(self.participants.values(), abort=True)
+        self._end_group_if_empty()  # all its members may have failed
 
     def _end(self) -> None:
         self._recovering = None
