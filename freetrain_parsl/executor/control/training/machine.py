@@ -291,7 +291,8 @@ class TrainingMachine:
         """Exclude the members that the others cannot reach, after a group could not be formed."""
         groups = [group for group in (self._processes.next_group, self._processes.group) if group is not None]
         ranks = next((group.ranks for group in groups if group.number == report.generation), ())
-        for slot in fewest_to_exclude(ranks, report.unreachable):
+        with_state = [one.slot for one in self.participants.values() if one.has_state]
+        for slot in fewest_to_exclude(ranks, report.unreachable, with_state):
             member = self.participants.get(slot)
             if member is None or slot not in self._registry.slots or member.unreachable or self.over:
                 continue
