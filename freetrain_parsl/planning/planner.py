@@ -41,8 +41,9 @@ class _Member:
 
 @dataclass
 class PlannerStatistics:
-    """Statistics of the solves so far."""
+    """Statistics of the decisions so far; `plans`: how often the planner decided anew."""
 
+    plans: int = 0
     solve_seconds: list[float] = field(default_factory=list)
     refused: int = 0
 
@@ -123,14 +124,23 @@ class Planner:
         if not events:
             return []
         due = self.wake_at(self._planned_at)
-        for event in events:
-            self._now = max(self._now, event.time)
-            self._take(event if event.time == self._now else replace(event, time=self._now))
-        now = self._now
+        moved = self._in_order(events)
+        for event in moved:
+            self._take(event)
+        self._now = now = moved[-1].time
         if not self._dirty and now < due:
             return []
         self._dirty, self._planned_at = False, now
+        self.statistics.plans += 1
         return self._plan(now)
+
+    def _in_order(self, events: Iterable[ev.Event]) -> list[ev.Event]:
+        """Return the events, each moved to the latest time so far if it is earlier."""
+        moved, now = [], self._now
+        for event in events:
+            now = max(now, event.time)
+            moved.append(event if event.time == now else replace(event, time=now))
+        return moved
 
     @singledispatchmethod
     def _take(self, event: ev.Event) -> None:
@@ -142,7 +152,7 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.WindowsSeen) -> None:
-        news = self._holdings.see(event.windows, event.terms)
+        news = self._holdings.see(event.windows, event.terms, event.time)
         self._dirty = self._dirty or news
 
     @_take.register
@@ -155,9 +165,9 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.BlockEnded) -> None:
-        in_time = self._holdings.end(event.block, event.time)
         gone = [name for name, member in self._members.items() if member.block == event.block]
-        self._drop(gone, event.time, given_back=in_time)
+        self._drop(gone, event.time)
+        self._holdings.end(event.block)
 
     @_take.register
     def _(self, event: ev.NodesJoined) -> None:
@@ -229,10 +239,10 @@ class Planner:
         )
         self._tasks = event
 
-    def _drop(self, names: Iterable[str], now: float, *, given_back: bool = False) -> None:
+    def _drop(self, names: Iterable[str], now: float) -> None:
         for name in names:
-            if self._members.pop(name, None) is not None:
-                self.outlook.closed(now, [name], given_back=given_back)
+            if (member := self._members.pop(name, None)) is not None:
+                self.outlook.closed(now, [name], given_back=self._holdings.is_over(member.block, now))
         self._dirty = True
 
     # Planning.

@@ -32,6 +32,8 @@ __all__ = [
     "NodeJoined",
     "NodeLeft",
     "NodeSetAside",
+    "PlannerStarted",
+    "PlannerStep",
     "Record",
     "SavingFails",
     "SavingWorks",
@@ -47,7 +49,6 @@ __all__ = [
     "TrainingSubmitted",
     "TrainingTriesAgain",
     "TrainingWaits",
-    "Windows",
     "record_of",
 ]
 
@@ -89,10 +90,22 @@ class InterchangeRestarted(Record):
 
 
 @dataclass(frozen=True)
-class Windows(Record):
-    """The windows have changed; each has its `nodes` and the time when it `closes`."""
+class PlannerStarted(Record):
+    """The planner with its policy's name and its settings, seconds."""
 
-    windows: list[dict[str, Any]]
+    policy: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlannerStep(Record):
+    """The planner was told `events` and answered with `actions`, see `freetrain_parsl.executor.event_json`.
+
+    Windows without content are the same as before. The decisions on the way precede this record.
+    """
+
+    events: list[dict[str, Any]]
+    actions: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

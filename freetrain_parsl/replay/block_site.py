@@ -1,8 +1,9 @@
 """The batch system of a replay: it starts, preempts and ends the blocks that the planner requests on idle nodes.
 
-The planner sees what it sees in the executor: windows at every poll, the start of a block, its nodes once their slots
-are ready, and its end. A block runs until its walltime is over, until it is released, or until one of its nodes is used
-again in the log; it is then preempted as a whole, as batch systems do with jobs.
+The planner sees what it sees in the executor: at every poll the windows and which blocks have started or ended; at once
+that the slots of nodes are ready or gone. A block runs until it is released, until its trainings have vacated it
+shortly before its walltime is over, or until one of its nodes is used again in the log; it is then preempted as a
+whole, as batch systems do with jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from freetrain_parsl.replay.holes import Change, Hole
 
@@ -51,7 +52,7 @@ class BlockSettings:
 
 @dataclass
 class _Block:
-    """A block that was requested; ``ready`` is infinite before it starts."""
+    """A block that was requested; ``ready`` is infinite before it starts, ``told``: the planner knows that it has."""
 
     name: str
     wanted: tuple[str, ...]
@@ -61,6 +62,7 @@ class _Block:
     nodes: tuple[str, ...] = ()
     ready: float = math.inf
     ends: float = math.inf
+    told: bool = False
     joined: bool = False
 
 
@@ -78,7 +80,8 @@ class BlockSite:
     """
 
     def __init__(self, settings: BlockSettings, start: float, *, perfect: bool) -> None:
-        self._startup = settings.planner.in_seconds().startup
+        planner = settings.planner.in_seconds()
+        self._startup, self._closing_margin = planner.startup, planner.closing_margin
         self._terms = BlockTerms(start_delay=settings.start_delay.total_seconds())
         self._poll = settings.poll_interval.total_seconds()
         self._perfect = perfect
@@ -86,6 +89,10 @@ class BlockSite:
         self._held: dict[str, str] = {}
         """Node -> its block."""
         self._blocks: dict[str, _Block] = {}
+        self._left: list[str] = []
+        """Nodes whose slots are gone, which the planner sees at once."""
+        self._ended: list[str] = []
+        """Blocks that have ended, which the planner sees at the next poll."""
         self._next_poll = start
         self.requested = 0
         self.preempted = 0
@@ -93,38 +100,42 @@ class BlockSite:
     @property
     def next_event(self) -> float:
         """When something happens next without a change in the log, seconds."""
+        if self._left:
+            return -math.inf
         return min([self._next_poll, *map(_next_event, self._blocks.values())])
 
-    def change(self, change: Change) -> tuple[list[ev.Event], frozenset[str]]:
-        """Take a change of the idle nodes; return the planner's events, and the nodes that trainings lose."""
-        events: list[ev.Event] = []
+    def change(self, change: Change) -> frozenset[str]:
+        """Take a change of the idle nodes; return the nodes that trainings lose."""
         hit = dict.fromkeys(self._held[node] for node in change.closed if node in self._held)
         for node in change.closed:
             del self._idle[node]
         lost: set[str] = set()
         for name in hit:
             lost |= self._end(name)
-            events.append(ev.BlockEnded(change.time, name))
             self.preempted += 1
         self._idle.update((hole.node, hole) for hole in change.opened)
-        return events, frozenset(lost)
+        return frozenset(lost)
 
     def pass_to(self, now: float) -> tuple[list[ev.Event], frozenset[str]]:
-        """Let blocks start, become ready and end that are due; return events and lost nodes as `change` does."""
+        """Let blocks start, become ready and end that are due; return the planner's events and lost nodes."""
         events: list[ev.Event] = []
         lost: set[str] = set()
         for block in list(self._blocks.values()):
             if now >= block.ends:
                 lost |= self._end(block.name)
-                events.append(ev.BlockEnded(now, block.name))
-            elif not block.nodes and now >= block.starts:
-                events += self._start(block, now)
-            if block.nodes and not block.joined and block.ready <= now < block.ends:
+                continue
+            if not block.nodes and now >= block.starts:
+                self._start(block, now)
+            if block.nodes and not block.joined and block.ready <= now:
                 block.joined = True
-                events.append(ev.NodesJoined(now, block.name, tuple(self._member(node, block) for node in block.nodes)))
+                members = (self._member(node, block, now) for node in block.nodes)
+                events.append(ev.NodesJoined(now, block.name, tuple(members)))
+        if self._left:
+            events.append(ev.NodesLeft(now, tuple(self._left)))
+            self._left.clear()
         if now >= self._next_poll:
             self._next_poll = now + self._poll
-            events.append(ev.WindowsSeen(now, tuple(self._windows(now)), self._terms))
+            events += self._survey(now)
         return events, frozenset(lost)
 
     def act(self, actions: Iterable[ev.Action], now: float) -> None:
@@ -137,7 +148,17 @@ class BlockSite:
             elif isinstance(action, ev.ReleaseBlock) and action.block in self._blocks:
                 self._end(action.block)
 
-    def _start(self, block: _Block, now: float) -> list[ev.Event]:
+    def leave_in_time(self, used: Collection[str], now: float) -> None:
+        """End the blocks that trainings have vacated shortly before their walltime is over."""
+        for block in list(self._blocks.values()):
+            if (
+                block.told
+                and block.ends - now <= self._closing_margin
+                and not any(node in used for node in block.nodes)
+            ):
+                self._end(block.name)
+
+    def _start(self, block: _Block, now: float) -> None:
         """Start a block on its nodes or, unless it is pinned, on others; without free nodes it waits for a poll."""
         free = [node for node in self._idle if node not in self._held]
         nodes: Sequence[str] = block.wanted
@@ -145,19 +166,34 @@ class BlockSite:
             nodes = sorted(free)[: len(block.wanted)]
             if block.pinned or len(nodes) < len(block.wanted):
                 block.starts = max(self._next_poll, math.nextafter(now, math.inf))
-                return []
+                return
         block.nodes, block.ends, block.ready = tuple(nodes), now + block.seconds, now + self._startup
         self._held.update(dict.fromkeys(nodes, block.name))
-        return [ev.BlockStarted(now, block.name, block.nodes, block.ends)]
 
     def _end(self, name: str) -> set[str]:
         block = self._blocks.pop(name)
         for node in block.nodes:
             del self._held[node]
+        if block.joined:
+            self._left += block.nodes
+        self._ended.append(name)
         return set(block.nodes)
 
-    def _member(self, node: str, block: _Block) -> PoolNode:
-        return PoolNode(node, min(block.ends, self._idle[node].end) if self._perfect else block.ends)
+    def _survey(self, now: float) -> Iterable[ev.Event]:
+        """Yield what the planner sees at a poll."""
+        yield ev.WindowsSeen(now, tuple(self._windows(now)), self._terms)
+        for name in self._ended:
+            yield ev.BlockEnded(now, name)
+        self._ended.clear()
+        for block in self._blocks.values():
+            if block.nodes and not block.told:
+                block.told = True
+                yield ev.BlockStarted(now, block.name, block.nodes, block.ends)
+                yield ev.NodesClosing(now, block.nodes, block.ends)
+
+    def _member(self, node: str, block: _Block, now: float) -> PoolNode:
+        ends = block.ends if block.told else now + block.seconds
+        return PoolNode(node, min(ends, self._idle[node].end) if self._perfect else ends)
 
     def _windows(self, now: float) -> Iterable[Window]:
         free = (hole for node, hole in self._idle.items() if node not in self._held)

@@ -285,8 +285,7 @@ class _Replay:
         self._idle += len(change.opened) - len(change.closed)
         events: list[ev.Event] = []
         if self._site is not None:
-            events, lost = self._site.change(change)
-            self._preempt(lost)
+            self._preempt(self._site.change(change))
         elif change.closed:
             self._preempt(change.closed)
             events.append(ev.NodesLeft(self._now, change.closed))
@@ -324,9 +323,10 @@ class _Replay:
                 events.append(ev.TrainerProgressed(self._now, name, account.work_left))
         if events:
             actions = self._planner.advance(*events)
+            self._reassign()
             if self._site is not None:
                 self._site.act(actions, self._now)
-            self._reassign()
+                self._site.leave_in_time(self._owners, self._now)
 
     def _finish(self) -> list[ev.Event]:
         done = [account for account in self._alive.values() if account.done(self._now)]

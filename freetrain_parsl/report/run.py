@@ -167,8 +167,8 @@ class RunState:
         match entry:
             case record.TrainingSubmitted(subject=name):
                 self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
-            case record.Windows():
-                self.windows = entry.windows
+            case record.PlannerStep(events=events):
+                self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
             case record.BlockRequested():
                 self.blocks_requested += 1
             case record.BlockEnded():

@@ -8,7 +8,7 @@ import pytest
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import TooManyRestarts
-from freetrain_parsl.protocol.reports import PeersFailed, RunFinished
+from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFinished, RunPaused
 from tests.executor.stage import Stage, kinds
 
 if TYPE_CHECKING:
@@ -265,6 +265,17 @@ def test_a_group_in_which_everybody_only_waits_is_cut_and_regroups(stage: Stage)
     assert stage.turn() == []
 
 
+def test_a_newcomer_that_hangs_when_its_first_group_is_called_off_is_ended(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1")
+    stage.ready("s1")
+    stage.turn()
+    stage.ends("s0", RunPaused(PauseReason.CLOSING, stage.report()))
+    stage.now += 71
+    stage.turn()
+    assert stage.killed == ["s1"]
+
+
 # Crash loops.
 
 
@@ -294,6 +305,8 @@ def test_crashes_that_leave_nobody_are_counted_too(stage: Stage) -> None:
         stage.turn()
     with pytest.raises(TooManyRestarts, match="segmentation fault"):
         future.result(0)
+    assert len(stage.fragments("ended")) == len(stage.fragments("started")) == 2
+    assert not stage.manager.rendezvous._stores
 
 
 def test_nodes_that_were_taken_are_no_crashes(stage: Stage) -> None:

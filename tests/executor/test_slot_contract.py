@@ -28,13 +28,14 @@ from freetrain_parsl.protocol.messages import (
     RunReport,
     SlotHeartbeat,
     StartRun,
+    StoreRequest,
 )
 from freetrain_parsl.protocol.reports import Joined, PauseReason, PeersFailed, Progress, Ready, RunPaused
 from tests.executor import driver_bench
 from tests.executor.driver_bench import FakeSlot
 from tests.executor.stage import Stage
 from tests.executor.start_run import start_run
-from tests.executor.test_training_machine import World
+from tests.executor.training_world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,11 +68,11 @@ class _Channel:
     def start(self) -> None:
         """Do nothing: it has no thread."""
 
+    def end_process(self) -> None:
+        """Do nothing: the test ends the slot's main thread."""
+
     def send(self, message: ToDriver) -> None:
         self.sent.put(message)
-
-    def end_process(self) -> None:
-        """Do nothing: the process is that of the tests."""
 
     def next(self) -> ToDriver:
         return self.sent.get(timeout=60)
@@ -82,6 +83,7 @@ class _RealSlot:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slot_module, "Channel", _Channel)
+        monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)  # belongs to the process
         monkeypatch.setattr(slot_module, "set_process_title", lambda: None)
         monkeypatch.setattr(training_run, "unpack_training", lambda _: (train_until_stopped, (), {}))
         monkeypatch.setattr("gc.collect", lambda: 0)  # takes a second each time, with all the imports of the tests
@@ -104,8 +106,6 @@ class _RealSlot:
     def close(self) -> None:
         self._slot._leave()
         self._main.join(60)
-        self._slot._signals._reader.close()
-        self._slot._signals._writer.close()
 
 
 class _BenchSlot:
@@ -190,14 +190,18 @@ class _ModelSlot:
         self._world.checkpoints["t"] = 0
 
     def receives(self, command: Command) -> None:
-        self._world._send(self._process.slot, command)
+        if isinstance(command, StartRun) or command.run == self._world.runs[self._process.slot]:
+            self._world._send(self._process.slot, command)
+        else:  # it is checked that no driver sends it, but it may arrive late
+            self._process.inbox.append(command)
         self._world._receive(self._process)
 
     def says(self) -> ToDriver:
         for _ in range(10):
-            if self._process.outbox:
+            while self._process.outbox:
                 message: ToDriver = self._process.outbox.popleft()
-                return message
+                if not isinstance(message, StoreRequest):  # a real slot needs no store to be alone in its group
+                    return message
             self._world._act(self._process)
         raise AssertionError("it says nothing")
 

@@ -158,6 +158,19 @@ def test_one_member_without_its_mount_takes_the_others_off_their_nodes(stage: St
     assert not future.done()
 
 
+def test_progress_that_arrives_after_the_failure_does_not_end_the_wait(stage: Stage, disk: Disk) -> None:
+    """The first member still trained when another could not use the directory."""
+    stage.submit()
+    stage.on("n0", "n1")
+    refuse_to_start(stage, "s1")
+    stage.progress("s0")
+    stage.ends("s0", PeersFailed(0, "dismissed"))
+    stage.events.clear()
+    disk.works, stage.now = True, 5.0
+    settle(stage)
+    assert [event for event in stage.events if isinstance(event, ev.TrainerSubmitted)]
+
+
 def test_the_state_of_a_run_tells_who_waits_and_until_when(stage: Stage, disk: Disk) -> None:
     stage.submit()
     stage.on("n0")

@@ -1,123 +1,44 @@
 """The state machine of trainings under any order of events, tested against a model of the real processes.
 
-The modelled processes prepare, step together, change groups together at a boundary, detect failed peers at any later
-time, die, and receive messages late. Messages between a slot and the driver arrive in order, at any time.
+After any number of faults, both trainings must reach their nodes in bounded time, end, and leave nothing behind.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from parsl.serialize import serialize
-
-from freetrain_parsl.errors import TrainingCancelled
-from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training.states import Abandoning, Waiting
-from freetrain_parsl.executor.control.training_manager import TrainingManager
-from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
-from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds
-from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, RunEnded, RunReport, StartRun, ToSlot
-from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import (
-    GroupFailed,
-    Joined,
-    PauseReason,
-    PeersFailed,
-    Progress,
-    Ready,
-    RunFinished,
-    RunPaused,
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
 )
 
+from freetrain_parsl.errors import TooManyRestarts, TrainingCancelled, TrainingError
+from freetrain_parsl.executor.control.training.states import Abandoning, Ended, Goal, Regrouping, Running, Waiting
+from freetrain_parsl.protocol.reports import PauseReason
+from tests.executor.training_world import LIMITS, NODES, Process, World
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
-    from freetrain_parsl.executor.control.training.machine import TrainingMachine
-
-NODES = ("n0", "n1", "n2", "n3")
 # Where the planner wants a and b; mostly a step from one to the next.
 LAYOUTS = ("0/", "0/23", "01/23", "012/", "0123/", "1/23", "/0123", "/23", "01/", "02/13", "/")
-LAST_STEPS = 5  # that a training still runs before it ends
+LAST_LAYOUTS = ("0/23", "23/01", "01/23", "1/023")
+# Rounds of half a second. A member that hangs is killed after 25 s, and then the next.
+REACHED_WITHIN = 300
+ENDED_WITHIN = 100
+LEFT_WITHIN = 100
 
 
-@dataclass
-class Process:
-    """The model of a slot's process.
-
-    ``place`` is "preparing" (before its loop), "newcomer" (ready, waits), "group" (trains in `group`), "meeting"
-    (waits for the others of `group`) or "stranded" (its group failed); idle without a `run`.
-    """
-
-    slot: str
-    node: str
-    run: StartRun | None = None
-    place: str = ""
-    group: int = 0
-    ranks: int = 0
-    rank: int = 0
-    step: int | None = None  # ``None``: without the state
-    command: ChangeGroup | None = None
-    pauses: PauseReason | None = None
-    alone_since: float | None = None
-    inbox: deque[ToSlot] = field(default_factory=deque)
-    outbox: deque[Any] = field(default_factory=deque)
-
-
-class _NoJournal:
-    """A journal that discards all entries."""
-
-    def write(self, *_: object) -> None:
-        """Discard a record."""
-
-    keep_progress = commit = write
-
-
-class World(RuleBasedStateMachine):
-    """Two trainings on four nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.names = itertools.count()
-        self.ending = False
-        self.last: dict[str, int] = {}
-        """Training -> its last step, once it is known."""
-        self.processes: dict[str, Process] = {}
-        self.checkpoints: dict[str, int] = {}
-        self.heard: dict[str, list[RunReport | RunEnded]] = {}
-        self.dead: list[Process] = []  # whose death the driver has not detected yet
-        self.registry = SlotRegistry(1)
-        self.manager = TrainingManager(
-            SharedSettings(
-                SessionOptions("world", Path("/nowhere")),
-                costs=CostsInSeconds(1, 1, 1),
-                limits=Limits(5.0, 20.0, max_restarts=10**6),
-            ),
-            registry=self.registry,
-            send=self._send,
-            kill=self._kill,
-            inform=lambda _event: None,
-            journal=_NoJournal(),  # type: ignore[arg-type]
-            clock=lambda: self.now,
-        )
-        self._restarts = self.manager._failure_rate.failures
-        self.futures: dict[str, Future[Any]] = {}
-        for name, nodes in (("a", 1), ("b", 2)):
-            self.futures[name] = Future()
-            self.checkpoints[name] = 0
-            request = TrainingRequest(SessionOptions(name), nodes, 4, ScalingCurve.default())
-            self.manager.submit(Training(request, b"", self.futures[name]))
-        for node in NODES:
-            self._join(node)
+class Walk(World, RuleBasedStateMachine):
+    """What may happen, in any order."""
 
     @initialize()
     def begin(self) -> None:
@@ -125,44 +46,23 @@ class World(RuleBasedStateMachine):
         self.assign_and_settle("0/23")
 
     def teardown(self) -> None:
-        """Without further faults, every training ends."""
-        self._settle()
-
-    # The driver's side of the wire.
-
-    def _join(self, node: str) -> None:
-        slot = Slot(f"{node}-{next(self.names)}", "token", node, "block", heard=self.now)
-        self.registry.slots[slot.name] = slot
-        self.registry.completes(slot)
-        self.processes[slot.name] = Process(slot.name, node)
-
-    def _send(self, slot: str, message: ToSlot) -> None:
-        if slot in self.processes:
-            self.processes[slot].inbox.append(message)
-
-    def _kill(self, slot: Slot, reason: str) -> None:
-        self.processes.pop(slot.name, None)
-        self.dead = [one for one in self.dead if one.slot != slot.name]
-        self._lose(slot.name, crash=True)
-
-    def _lose(self, name: str, *, crash: bool) -> None:
-        slot = self.registry.slots.pop(name)
-        self.registry.incomplete(slot)
-        self.manager.on_lost(slot, "gone", crash=crash)
-        self._join(slot.node)
+        """Without further faults, every training reaches its nodes, ends, and leaves nothing behind."""
+        self.stop_faults()
+        self.reach_assignment(LAST_LAYOUTS[next(self.names) % len(LAST_LAYOUTS)])
+        self.end()
+        self.leave_nothing()
 
     # What may happen.
 
     @rule(layout=st.sampled_from(LAYOUTS))
     def assign(self, layout: str) -> None:
         """Assign the nodes as the planner does, never one node to two trainings."""
-        for name, digits in zip("ab", layout.split("/"), strict=True):
-            self.manager.assign(name, frozenset(f"n{digit}" for digit in digits))
+        self._assign(layout)
 
     @rule(layout=st.sampled_from(LAYOUTS))
     def assign_and_settle(self, layout: str) -> None:
         """Assign, and let some time pass without events."""
-        self.assign(layout)
+        self._assign(layout)
         for _ in range(12):
             self._round()
 
@@ -177,82 +77,68 @@ class World(RuleBasedStateMachine):
                     self._act(process)
                 if process.outbox and process.slot in self.registry.slots and random.random() >= lazy:
                     self._report(process)
-            self.wait(0.2)
-
-    def _round(self) -> None:
-        """Deliver all messages in transit, and let all processes and the driver act."""
-        for process in list(self.processes.values()):
-            while process.inbox:
-                self._receive(process)
-        for process in list(self.processes.values()):
-            if process.slot in self.processes:
-                self._act(process)
-        for process in list(self.processes.values()):
-            while process.outbox and process.slot in self.registry.slots:
-                self._report(process)
-        self.wait(0.5)
+            self._pass_time(0.2)
 
     @rule(seconds=st.sampled_from([0.05, 0.2, 1.0, 6.0, 30.0]))
     def wait(self, seconds: float) -> None:
-        """Let time pass, with heartbeats of all live processes."""
-        self.now += seconds
-        for name, process in self.processes.items():
-            slot = self.registry.slots[name]
-            slot.heard = self.now
-            self.manager.on_heartbeat(slot, self._waited(process))
-        self.manager.advance()
-
-    def _waited(self, process: Process) -> float:
-        """Return how long one of a process's peers has been missing."""
-        if process.run is None or process.place not in ("group", "meeting") or self._whole(process):
-            process.alone_since = None
-            return 0.0
-        if process.alone_since is None:
-            process.alone_since = self.now
-        return self.now - process.alone_since
+        """Let time pass without messages."""
+        if seconds > LIMITS.peer_timeout:  # processes do nothing meanwhile: they may seem to hang
+            self.faults.update(self.machines.keys())
+        self._pass_time(seconds)
 
     @precondition(lambda self: any(process.inbox for process in self.processes.values()))
     @rule(data=st.data())
     def deliver_to_slot(self, data: st.DataObject) -> None:
         """Deliver a message from the driver."""
-        slots = [name for name, process in self.processes.items() if process.inbox]
-        self._receive(self.processes[data.draw(st.sampled_from(slots))])
+        self._receive(self._one_of(data, lambda process: bool(process.inbox)))
 
     @precondition(lambda self: any(process.outbox for process in self.processes.values()))
     @rule(data=st.data(), repeated=st.booleans())
     def deliver_to_driver(self, data: st.DataObject, repeated: bool) -> None:
         """Deliver a message from a slot, perhaps twice."""
-        slots = [name for name, process in self.processes.items() if process.outbox]
-        self._report(self.processes[data.draw(st.sampled_from(slots))], repeated=repeated)
+        self._report(self._one_of(data, lambda process: bool(process.outbox)), repeated=repeated)
 
+    @precondition(lambda self: self.processes)
     @rule(data=st.data())
     def act(self, data: st.DataObject) -> None:
         """Let a process perform its next action."""
-        if self.processes:
-            self._act(self.processes[data.draw(st.sampled_from(sorted(self.processes)))])
+        self._act(self._one_of(data, lambda _: True))
 
+    @precondition(lambda self: self.processes)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         """Kill a process; the driver learns it later."""
-        name = data.draw(st.sampled_from(sorted(self.processes))) if self.processes else None
-        if name is not None and name not in {one.slot for one in self.dead}:
-            self.dead.append(self.processes.pop(name))
+        self._die(self._one_of(data, lambda _: True))
 
     @rule(
         layout=st.sampled_from(LAYOUTS),
         rounds=st.integers(1, 9),
         victims=st.sets(st.sampled_from(NODES), min_size=1, max_size=3),
-        late=st.booleans(),
+        how=st.sampled_from(["dies", "dies late", "hangs"]),
     )
-    def die_during_a_change(self, layout: str, rounds: int, victims: set[str], late: bool) -> None:
-        """Kill processes some time after the planner has decided otherwise."""
-        self.assign(layout)
+    def fail_during_a_change(self, layout: str, rounds: int, victims: set[str], how: str) -> None:
+        """Let processes die or hang some time after the planner has decided otherwise."""
+        self._assign(layout)
         for _ in range(rounds):
             self._round()
-        for name in [name for name, process in self.processes.items() if process.node in victims]:
-            self.dead.append(self.processes.pop(name))
-        while self.dead and not late:
+        for process in [process for process in self.processes.values() if process.node in victims]:
+            if how == "hangs":
+                self._hang(process)
+            else:
+                self._die(process)
+        while self.dead and how == "dies":
             self._lose(self.dead.pop(0).slot, crash=True)
+
+    @precondition(lambda self: any(process.run for process in self.processes.values()))
+    @rule(data=st.data())
+    def hang(self, data: st.DataObject) -> None:
+        """Let a process hang; it is still alive."""
+        self._hang(self._one_of(data, lambda process: process.run is not None))
+
+    @rule(nodes=st.sets(st.sampled_from(NODES), min_size=2, max_size=2))
+    def cut_connection(self, nodes: set[str]) -> None:
+        """Let two nodes reach the driver, but not each other, in the groups that form from now on."""
+        self.cut.add(frozenset(nodes))
 
     @precondition(lambda self: any(self.heard.values()))
     @rule(data=st.data())
@@ -269,182 +155,66 @@ class World(RuleBasedStateMachine):
         """Let HTEX report a death."""
         self._lose(self.dead.pop(0).slot, crash=crash)
 
-    @rule(data=st.data())
-    def close_node(self, data: st.DataObject) -> None:
+    @rule(node=st.sampled_from(NODES), warned=st.booleans())
+    def reclaim(self, node: str, warned: bool) -> None:
         """Reclaim a node, as the batch system does; its process stops at the next boundary, and the others with it."""
-        name = data.draw(st.sampled_from(sorted(self.processes))) if self.processes else None
-        if name is not None and self.processes[name].place == "group":
-            self.processes[name].pauses = PauseReason.CLOSING
+        for slot in self.registry.slots.values():
+            slot.leaving = slot.leaving or (warned and slot.node == node)
+        for process in self.processes.values():
+            if process.node == node and process.place == "group":
+                process.pauses = PauseReason.CLOSING
+
+    @precondition(lambda self: any(slot.leaving for slot in self.registry.slots.values()))
+    @rule()
+    def take_reclaimed(self) -> None:
+        """Take the reclaimed nodes; others come in their place."""
+        self._take_reclaimed()
+
+    @precondition(lambda self: self._all_train())
+    @rule(rare=st.integers(0, 8), name=st.sampled_from("ab"))
+    def crash_without_progress(self, rare: int, name: str) -> None:
+        """Rarely, let all processes of a training crash as soon as they are started, until it is given up."""
+        for _ in range(LIMITS.max_restarts + 1 if rare == 0 else 0):
+            self._pass_time(1.0)
+            slots = list(self.machines[name].participants)
+            if not slots or any(slot not in self.registry.slots for slot in slots):
+                return
+            for slot in slots:
+                self._vanish(slot)
+                self._lose(slot, crash=True)
+            self._pass_time(1.0)
+        assert rare or isinstance(self.futures[name].exception(timeout=0), TooManyRestarts)
+
+    @precondition(lambda self: any(process.run for process in self.processes.values()))
+    @rule(data=st.data(), rare=st.integers(0, 6))
+    def fill_disk(self, data: st.DataObject, rare: int) -> None:
+        """Now and then, let the checkpoint directory fail, for one process or for all attempts."""
+        if rare <= 1:
+            process = self._one_of(data, lambda process: process.run is not None)
+            if not process.hangs:
+                self._fail_to_save(process)
+        self.storage.works = rare != 1
 
     @precondition(lambda self: not any(future.done() for future in self.futures.values()))
-    @rule(cancel=st.integers(0, 30))
-    def cancel(self, cancel: int) -> None:
-        """Rarely, let the user cancel a training."""
-        if cancel == 0:
+    @rule(data=st.data(), rare=st.integers(0, 3))
+    def cancel_or_raise(self, data: st.DataObject, rare: int) -> None:
+        """Now and then, let the user cancel a training, or its code raise an exception."""
+        if rare == 0:
             self.manager.cancel(self.futures["b"])
-
-    # Actions of processes.
-
-    def _receive(self, process: Process) -> None:
-        match process.inbox.popleft():
-            case StartRun() as start:
-                assert process.run is None, "one run at a time"
-                process.run, process.command, process.pauses = start, None, None
-                process.place, process.step, process.group = "preparing", None, 0
-                if (place := start.place) is not None:
-                    process.group, process.ranks, process.rank = place.generation, place.size, place.rank
-                    process.step = self.checkpoints[start.training]
-            case ChangeGroup() as change:
-                if process.run is not None and change.run == process.run.run:
-                    process.command = change
-            case PauseRun() as pause:
-                if process.run is not None and pause.run == process.run.run:
-                    process.pauses = process.pauses or PauseReason.REQUESTED
-
-    def _report(self, process: Process, *, repeated: bool = False) -> None:
-        message = process.outbox.popleft()
-        self.heard.setdefault(process.slot, []).append(message)
-        for _ in range(1 + repeated):
-            self._hear(process.slot, message)
-
-    def _hear(self, name: str, message: RunReport | RunEnded) -> None:
-        slot = self.registry.slots[name]
-        if isinstance(message, RunEnded):
-            self.manager.on_run_ended(slot, message)
-        else:
-            self.manager.on_report(slot, message)
-
-    def _tell(self, process: Process, report: Any) -> None:
-        assert process.run is not None
-        process.outbox.append(RunReport(process.run.training, process.run.run, report))
-
-    def _end(self, process: Process, end: Any, payload: bytes = b"") -> None:
-        assert process.run is not None
-        process.outbox.append(RunEnded(process.run.training, process.run.run, end, payload))
-        process.run, process.place, process.step, process.command = None, "", None, None
-
-    def _peers(self, process: Process) -> list[Process]:
-        """Return all live processes in the group, or at the rendezvous, of this one."""
-        return [
-            one
-            for one in self.processes.values()
-            if one.run and (one.group, one.place) == (process.group, process.place)
-        ]
-
-    def _whole(self, process: Process) -> bool:
-        return len(self._peers(process)) == process.ranks
-
-    def _act(self, process: Process) -> None:
-        if process.run is None:
-            return
-        command = process.command
-        if process.place == "preparing":
-            self._prepare(process)
-        elif command is not None and command.abort and process.place != "newcomer":
-            self._obey(process, command)
-        elif process.place == "newcomer":
-            if process.pauses:
-                self._end(process, PeersFailed(process.group, "dismissed"))
-            elif command is not None:
-                self._obey(process, command)
-        elif process.place == "meeting":
-            self._meet(process)
-        elif process.place == "group":
-            self._boundary(process)
-        elif process.pauses and process.step is None:
-            self._end(process, PeersFailed(process.group, "dismissed"))
-
-    def _prepare(self, process: Process) -> None:
-        assert process.run is not None
-        if process.run.place is None:
-            process.place = "newcomer"
-            self._tell(process, Ready())
-        else:
-            process.place = "meeting"
-
-    def _obey(self, process: Process, command: ChangeGroup) -> None:
-        process.command = None
-        if command.place is None:
-            self._end(process, RunPaused(PauseReason.LEFT))
-        else:
-            process.place, process.group = "meeting", command.generation
-            process.ranks, process.rank = command.place.size, command.place.rank
-
-    def _meet(self, process: Process) -> None:
-        peers = self._peers(process)
-        if len(peers) < process.ranks:
-            if not self._may_come(process):
-                process.place = "stranded"
-                self._tell(process, GroupFailed(process.group, "did not meet"))
-            return
-        step = max(one.step for one in peers if one.step is not None)
-        for one in peers:
-            assert one.run is not None
-            one.place, one.step = "group", step
-            if one.run.place is not None and one.run.place.generation == one.group:
-                if one.rank == 0:
-                    self._tell(one, Progress(step=step, samples=step))
-            else:
-                self._tell(one, Joined(one.group, 0.1, 0.0))
-
-    def _may_come(self, process: Process) -> bool:
-        """Return whether all processes missing at a rendezvous are alive and have, or will get, the command."""
-        assert process.run is not None
-        coming = 0
-        for one in self.processes.values():
-            commands = [one.command, *one.inbox]
-            at = one.run is not None and one.group == process.group and one.place in ("meeting", "preparing")
-            coming += at or any(
-                (isinstance(c, ChangeGroup) and c.place is not None and c.generation == process.group)
-                or (isinstance(c, StartRun) and c.place is not None and c.place.generation == process.group)
-                for c in commands
-            )
-        return coming >= process.ranks
-
-    def _boundary(self, process: Process) -> None:
-        """Decide together with the others at the same boundary."""
-        peers = self._peers(process)
-        assert process.run is not None
-        name = process.run.training
-        if len(peers) < process.ranks:
-            process.place = "stranded"
-            self._tell(process, GroupFailed(process.group, "connection closed"))
-            return
-        assert len({one.step for one in peers}) == 1, "the members of a group are at the same step"
-        commands = [one.command for one in peers]
-        if all(command is not None for command in commands):
-            for one, command in zip(peers, commands, strict=True):
-                assert command is not None
-                self._obey(one, command)
-            return
-        step = process.step
-        assert step is not None
-        if reasons := {one.pauses for one in peers if one.pauses}:
-            reason = PauseReason.CLOSING if PauseReason.CLOSING in reasons else PauseReason.REQUESTED
-            self.checkpoints[name] = max(self.checkpoints[name], step)
-            for one in peers:
-                self._end(one, RunPaused(reason, Progress(step=step, samples=step)))
-            return
-        if self.ending and step >= self.last.setdefault(name, step + LAST_STEPS):
-            self.checkpoints[name] = step
-            for one in peers:
-                payload = serialize(step) if one.rank == 0 else b""
-                self._end(one, RunFinished(Progress(step=step, samples=step)), payload)
-            return
-        for one in peers:
-            one.step = step + 1
-            if one.rank == 0:
-                self._tell(one, Progress(step=step + 1, samples=step + 1))
+        elif rare == 1 and any(process.run for process in self.processes.values()):
+            process = self._one_of(data, lambda process: process.run is not None)
+            if not process.hangs:
+                self._raise(process)
 
     # Invariants.
 
     @invariant()
     def at_most_one_group_of_a_training_trains(self) -> None:
-        for name in "ab":
+        for name in self.machines:
             groups = {
                 one.group
                 for one in self.processes.values()
-                if one.run and one.run.training == name and one.place == "group" and self._whole(one)
+                if one.run and one.run.training == name and one.place == "group" and self._works(one)
             }
             assert len(groups) <= 1, groups
 
@@ -455,41 +225,144 @@ class World(RuleBasedStateMachine):
             for slot in managed.machine.participants:
                 assert slot not in owners
                 owners[slot] = managed.machine.name
+        assert owners.keys() <= self.registry.slots.keys()
         for name, slot in self.registry.slots.items():
             assert slot.busy == owners.get(name)
 
     @invariant()
+    def groups_are_as_commanded_and_have_their_stores(self) -> None:
+        """Check that ranks are 0 to size - 1, and that exactly the stores of the current groups are open."""
+        stores = set()
+        for name, machine in self.machines.items():
+            phase = machine.phase
+            if isinstance(phase, Regrouping):
+                groups = [phase.before, phase.after]
+            else:
+                groups = [] if isinstance(phase, Waiting) else [phase.group]
+            for group in groups:
+                if group is not None:
+                    assert self.places[group.number] == dict(enumerate(group.ranks))
+                    over = isinstance(phase, Ended) and not group.running
+                    stores |= set() if over else {f"{name}/{group.number}"}
+        assert self.manager.rendezvous._stores.keys() == stores
+
+    @invariant()
+    def the_planner_knows_the_trainings_that_want_nodes(self) -> None:
+        for name, machine in self.machines.items():
+            wants = machine.goal is Goal.TRAIN and not machine.over
+            assert (name in self.planned) == wants
+            assert wants or machine.over or not machine.desired
+            assert machine.over == self.futures[name].done()
+
+    @invariant()
     def no_work_is_given_up_while_a_process_has_it(self) -> None:
         """Check that no live process is ahead of the checkpoint to which its training falls back."""
-        before, self._restarts = self._restarts, self.manager._failure_rate.failures
-        if self._restarts == before:
+        before, self.restarts = self.restarts, self.manager._failure_rate.failures
+        if self.restarts == before:
             return
         for process in self.processes.values():
-            if process.run is not None and process.step is not None:
-                abandoned = isinstance(self._machine(process.run.training).phase, (Abandoning, Waiting))
-                assert not abandoned or process.step <= self.checkpoints[process.run.training]
+            if process.run is not None and process.step is not None and not process.hangs:
+                name = process.run.training
+                abandoned = isinstance(self.machines[name].phase, (Abandoning, Waiting))
+                assert not abandoned or process.step <= self.checkpoints[name]
 
-    def _machine(self, name: str) -> TrainingMachine:
-        return next(one.machine for one in self.manager._managed if one.machine.name == name)
+    @invariant()
+    def restarts_are_counted(self) -> None:
+        for name, machine in self.machines.items():
+            assert machine.over or machine._tracker._crashes <= LIMITS.max_restarts
+            if isinstance(error := self._error(name), TooManyRestarts):
+                assert self.faults[name], error
 
-    def _settle(self) -> None:
-        """Deliver all messages in transit, and assign nodes to both trainings until they have ended."""
+    # A suffix without faults.
+
+    def stop_faults(self) -> None:
+        """End all faults that nobody but the batch system or the user would end."""
+        self.storage.works = True
+        self._take_reclaimed()
+        for process in list(self.processes.values()):
+            if process.hangs and process.place == "preparing":  # it may just be slow, so that the driver waits
+                self._die(process)
+        while self.dead:
+            self._lose(self.dead.pop(0).slot, crash=False)
+
+    def reach_assignment(self, layout: str) -> None:
+        """Check that both trainings reach their nodes."""
+
+        def reached() -> bool:
+            return all(
+                machine.over
+                or machine.goal is Goal.CANCEL
+                or (isinstance(machine.phase, Running) and machine.phase.group.nodes == machine.desired)
+                for machine in self.machines.values()
+            )
+
+        self._go_on_until(reached, layout, REACHED_WITHIN)
+
+    def end(self) -> None:
+        """Check that both trainings end, with their result unless there was a cause of another end."""
         self.ending = True
-        for _ in range(400):
-            while self.dead:
-                self._lose(self.dead.pop(0).slot, crash=False)
-            self.assign("0/23")
-            self._round()
-            if all(future.done() for future in self.futures.values()):
-                break
+        self._go_on_until(lambda: all(future.done() for future in self.futures.values()), None, ENDED_WITHIN)
         for name, future in self.futures.items():
-            states = [str(one.machine.state) for one in self.manager._managed]
-            assert future.done(), (name, states, self.processes)
-            error = future.exception()
-            assert error is None or isinstance(error, TrainingCancelled), error
+            error = self._error(name)
+            assert isinstance(error, (type(None), TrainingCancelled, TrainingError, TooManyRestarts)), error
             if error is None:
-                assert future.result() >= 0
+                assert future.result() == self.counted[name] == self.last[name]
+
+    def leave_nothing(self) -> None:
+        """Check that all slots become free."""
+
+        def left() -> bool:
+            busy = any(slot.busy is not None for slot in self.registry.slots.values())
+            return not (busy or self.manager._managed or any(process.run for process in self.processes.values()))
+
+        self._go_on_until(left, None, LEFT_WITHIN)
+
+    def _go_on_until(self, done: Callable[[], bool], layout: str | None, rounds: int) -> None:
+        for _ in range(rounds):
+            if layout is not None:
+                self._assign(layout)
+            self._round()
+            self.every_slot_is_free_or_has_one_training()
+            self.groups_are_as_commanded_and_have_their_stores()
+            if done():
+                return
+        states = [str(machine.state) for machine in self.machines.values()]
+        raise AssertionError(states, self.processes)
+
+    # Helpers.
+
+    def _one_of(self, data: st.DataObject, condition: Callable[[Process], bool]) -> Process:
+        names = sorted(name for name, process in self.processes.items() if condition(process))
+        return self.processes[data.draw(st.sampled_from(names))]
+
+    def _die(self, process: Process) -> None:
+        self.faults[str(self.registry.slots[process.slot].busy)] += 1
+        self.dead.append(self.processes.pop(process.slot))
+
+    def _hang(self, process: Process) -> None:
+        """Let a process hang, unless it runs nothing, or trains alone, so that nobody could notice."""
+        if process.run is not None and (process.place != "group" or process.ranks > 1):
+            process.hangs = True
+            self.faults[process.run.training] += 1
+
+    def _take_reclaimed(self) -> None:
+        for slot in [slot for slot in self.registry.slots.values() if slot.leaving]:
+            self._vanish(slot.name)
+            self._lose(slot.name, crash=False)
+
+    def _all_train(self) -> bool:
+        return all(isinstance(machine.phase, Running) for machine in self.machines.values())
+
+    def _error(self, name: str) -> BaseException | None:
+        future = self.futures[name]
+        return future.exception() if future.done() else None
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(max_examples=130, stateful_step_count=25)
+
+
+@pytest.mark.slow
+def test_many_walks() -> None:
+    """Walk further, and more often."""
+    run_state_machine_as_test(Walk, settings=settings(max_examples=1000, stateful_step_count=40))

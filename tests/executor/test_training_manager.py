@@ -483,6 +483,11 @@ def test_few_are_cut_off_so_that_the_others_reach_each_other(unreachable, chosen
     assert fewest_to_exclude(("a", "b", "c", "d"), unreachable) == chosen
 
 
+@pytest.mark.parametrize(("with_state", "chosen"), [("a", ("d", "b")), ("ab", ("a",)), ("bcd", ("a",))])
+def test_the_last_slot_with_the_state_is_not_cut_off(with_state, chosen) -> None:
+    assert fewest_to_exclude(("a", "b", "c", "d"), [(1, 0), (3, 0)], with_state) == chosen
+
+
 # Old results, and changed code.
 
 

@@ -1,6 +1,8 @@
-"""Solves that fail: tried again from scratch, then refused."""
+"""Solves that fail: tried again from scratch within their time limit, then refused."""
 
 from __future__ import annotations
+
+import time
 
 import highspy
 import numpy as np
@@ -23,6 +25,24 @@ class _FailsFromABasis(highspy.Highs):
         return super().clearSolver()
 
 
+class _EndsWith(highspy.Highs):
+    """Ends its solves with a given status, each after 0.2 s; records their time limits."""
+
+    def __init__(self, status: highspy.HighsModelStatus) -> None:
+        super().__init__()
+        self.silent()
+        self.status = status
+        self.limits: list[float] = []
+
+    def run(self) -> highspy.HighsStatus:
+        self.limits.append(self.getOptions().time_limit)
+        time.sleep(0.2)
+        return highspy.HighsStatus.kOk
+
+    def getModelStatus(self) -> highspy.HighsModelStatus:  # noqa: N802 - HiGHS's name
+        return self.status
+
+
 def add_model(solver: highspy.Highs, least: float) -> None:
     """Minimise x, between 0 and 1 and at least `least`."""
     none = np.empty(0, dtype=np.int32)
@@ -36,6 +56,39 @@ def test_a_solve_that_fails_from_a_basis_is_tried_again_from_scratch() -> None:
     add_model(solver, 0.5)
     assert solve(solver) == highspy.HighsModelStatus.kOptimal
     assert solver.getInfo().objective_function_value == 0.5
+
+
+def test_both_attempts_share_the_time_limit() -> None:
+    solver = _EndsWith(highspy.HighsModelStatus.kSolveError)
+    solver.setOptionValue("time_limit", 10.0)
+    with pytest.raises(PlanningError, match="Solve error"):
+        solve(solver)
+    first, second = solver.limits
+    assert first == pytest.approx(10.0, abs=0.1)
+    assert 0.0 < second <= 9.8
+    assert solver.getOptions().time_limit == 10.0, "the limit of the next solve"
+
+
+def test_a_failed_solve_without_time_left_is_not_tried_again() -> None:
+    solver = _EndsWith(highspy.HighsModelStatus.kSolveError)
+    solver.setOptionValue("time_limit", 0.1)
+    with pytest.raises(PlanningError, match="Solve error"):
+        solve(solver)
+    assert len(solver.limits) == 1
+
+
+@pytest.mark.parametrize("status", ["kInterrupt", "kMemoryLimit", "kIterationLimit", "kModelError", "kUnbounded"])
+def test_a_solve_that_did_not_fail_numerically_is_not_tried_again(status: str) -> None:
+    solver = _EndsWith(getattr(highspy.HighsModelStatus, status))
+    with pytest.raises(PlanningError):
+        solve(solver)
+    assert len(solver.limits) == 1
+
+
+def test_a_solve_that_reached_its_time_limit_is_not_tried_again() -> None:
+    solver = _EndsWith(highspy.HighsModelStatus.kTimeLimit)
+    assert solve(solver) == highspy.HighsModelStatus.kTimeLimit
+    assert len(solver.limits) == 1
 
 
 def test_a_model_without_a_solution_is_refused() -> None:

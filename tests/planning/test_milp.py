@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from datetime import timedelta
 
 import highspy
@@ -15,7 +16,7 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES, resolve_objective
-from freetrain_parsl.planning.policies import MilpPolicy
+from freetrain_parsl.planning.policies import MilpPolicy, milp
 from freetrain_parsl.planning.solvers.counts import maximise_counts
 from freetrain_parsl.testing.exact import best_value, value
 from freetrain_parsl.testing.instances import Instance, measured_like_instance, random_instance
@@ -252,3 +253,32 @@ def test_a_process_that_uses_highs_with_other_threads_changes_nothing():
 def test_bad_settings_are_refused(setting, message):
     with pytest.raises(InvalidSettings, match=message):
         MilpPolicy(**setting)
+
+
+def test_a_problem_that_recurs_is_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+    monkeypatch.setattr(milp, "maximise_counts", lambda *args, **kw: solved.append(1) or maximise_counts(*args, **kw))
+    case = measured_like_instance(3, trainers=10, nodes=60)
+    policy = MilpPolicy(**PATIENT)
+    first = policy.allocate(case.pool, case.trainers, case.current, case.now)
+    again = policy.allocate(case.pool, case.trainers, case.current, case.now + 30.0)
+    assert len(solved) == 1
+    assert (again.allocation, again.objective, again.bound) == (first.allocation, first.objective, first.bound)
+    policy.allocate(case.pool, case.trainers[1:], case.current, case.now)
+    assert len(solved) == 2
+
+
+def test_a_solve_without_a_proof_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+
+    def without_proof(*args, **kw):
+        solved.append(1)
+        solution = maximise_counts(*args, **kw)
+        return replace(solution, bound=2 * solution.bound)
+
+    monkeypatch.setattr(milp, "maximise_counts", without_proof)
+    case = measured_like_instance(3, trainers=10, nodes=60)
+    policy = MilpPolicy(**PATIENT)
+    for _ in range(2):
+        assert not policy.allocate(case.pool, case.trainers, case.current, case.now).proven_optimal
+    assert len(solved) == 2

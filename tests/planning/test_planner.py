@@ -360,3 +360,16 @@ def test_with_max_min_none_waits_longer_than_the_bound(swaps: bool) -> None:
             longest[name] = max(longest[name], waited[name])
     assert max(longest.values()) <= (len(names) - 2) * (turn + step)
     assert min(longest.values()) > 0
+
+
+@pytest.mark.parametrize(("leaves", "expected"), [(494.0, True), (495.0, False)])
+def test_a_node_that_leaves_at_the_end_of_its_block_s_walltime_is_no_early_closing(
+    planner: Planner, leaves: float, expected: bool
+) -> None:
+    """A closing shortens the expected lives of nodes, and with them the horizon of decisions."""
+    planner.advance(ev.TrainerSubmitted(0.0, trainer("t")))
+    held(planner, "a", "b")
+    planner.outlook.closed(leaves, [])  # the change itself shortens the horizon, too
+    before = planner.outlook.horizon()
+    planner.advance(ev.NodesLeft(leaves, ("a",)))
+    assert (planner.outlook.horizon() < before) is expected

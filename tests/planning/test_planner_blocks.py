@@ -100,6 +100,21 @@ def test_a_block_that_the_batch_system_does_not_start_is_withdrawn(planner: Plan
     assert ev.ReleaseBlock(request.block) in planner.advance(ev.WindowsSeen(71, later, terms))
 
 
+def test_a_block_is_not_withdrawn_before_a_survey_could_show_its_start(planner: Planner) -> None:
+    """It must start within 10 s, but the batch system is queried every 20 s."""
+    request = requested(planner, "a")
+    assert planner.advance(ev.TrainerSubmitted(15, trainer("u"))) == []
+    started = ev.BlockStarted(20, request.block, request.nodes, 500.0)
+    assert only(ev.ReleaseBlock, planner.advance(ev.WindowsSeen(20, ()), started)) == []
+
+
+def test_a_block_that_the_next_survey_still_shows_waiting_is_withdrawn(planner: Planner) -> None:
+    request = requested(planner, "a")
+    planner.advance(ev.TrainerSubmitted(15, trainer("u")))
+    later = (window("a", closes=501),)
+    assert ev.ReleaseBlock(request.block) in planner.advance(ev.WindowsSeen(20, later))
+
+
 def test_after_a_preemption_nothing_is_requested_before_the_next_look(planner: Planner) -> None:
     """The jobs that take our nodes may also have taken those that were idle a moment ago."""
     planner.advance(ev.TrainerSubmitted(0, trainer("t", most=2)))

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
+from freetrain_parsl.executor.event_json import as_json
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.model import Window
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.report.figures import run_figures
@@ -34,7 +37,7 @@ def run(tmp_path: Path) -> RunState:
     journal = Journal(tmp_path / "journal.sqlite")
     for name in ("a", "b"):
         journal.write(1.0, record.TrainingSubmitted(name, 1, 2, None))
-    journal.write(2.0, record.Windows("", [{"nodes": ["n1"], "closes": 60.0}]))
+    journal.write(2.0, record.PlannerStep("", [as_json(ev.WindowsSeen(2.0, (Window(("n1",), 2.0, 60.0),)))], []))
     journal.write(3.0, record.Decision("assign", "milp", {}, 1.0, proven=True, seconds=0.002))
     journal.write(3.0, record.Decision("demand", "milp", {}, 1.0, proven=False, seconds=0.004))
     journal.write(10.0, record.FragmentStarted("a", 1, ["n0"], in_place=False, paused=0.0))

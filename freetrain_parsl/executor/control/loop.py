@@ -30,13 +30,13 @@ from freetrain_parsl.executor.batch.submitter import (
 from freetrain_parsl.executor.control.block_cycle import BlockCycle
 from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.control.plain_tasks import Task, TaskQueue
+from freetrain_parsl.executor.control.recorded_planner import RecordedPlanner
 from freetrain_parsl.executor.control.slot_cycle import SlotCycle, SlotTaskEnded
 from freetrain_parsl.executor.control.slot_registry import SlotRegistry
 from freetrain_parsl.executor.control.training_manager import TrainingManager
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
 from freetrain_parsl.executor.trainings import SharedSettings, Training
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import (
     Closing,
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.slot_registry import Slot
     from freetrain_parsl.executor.control.slot_server import SlotServer
     from freetrain_parsl.executor.journal import Journal
-    from freetrain_parsl.planning.model import Decision, Window
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.settings import SettingsInSeconds
     from freetrain_parsl.protocol.messages import ToDriver
@@ -131,7 +130,6 @@ class ControlLoop(threading.Thread):
         refuse_new: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         super().__init__(name="freetrain-driver", daemon=True)
-        self._planner = Planner(policy, planner_settings, on_decision=self._record_decision)
         self._server = server
         self._submitter = submitter
         self._journal = journal
@@ -141,6 +139,7 @@ class ControlLoop(threading.Thread):
         self._refuse_new = refuse_new
         self._closed: BatchSystemError | None = None
         self._clock = SteadyClock(clock, monotonic)
+        self._planner = RecordedPlanner(policy, planner_settings, journal.write, self._clock())
         self._survey_times = SurveyTimes()
         self._lead = 0.0
         self._listened = self._clock()
@@ -183,7 +182,6 @@ class ControlLoop(threading.Thread):
             clock=self._clock,
         )
         self._tasks = TaskQueue(self._registry, slots_per_node, server.send)
-        self._windows: tuple[Window, ...] = ()
         self._notes: tuple[str, ...] = ()
 
     # Other threads.
@@ -262,19 +260,6 @@ class ControlLoop(threading.Thread):
             logger.warning("the wall clock was set %s by %.0f s", "forward" if step > 0 else "back", abs(step))
             self._write(record.ClockStepped("", step, lead))
 
-    def _record_decision(self, time: float, purpose: str, decision: Decision) -> None:
-        self._journal.write(
-            time,
-            record.Decision(
-                purpose,
-                policy=self._planner.policy.name,
-                counts=decision.counts,
-                objective=decision.objective,
-                proven=decision.proven_optimal,
-                seconds=decision.solve_seconds,
-            ),
-        )
-
     # What other threads posted.
 
     def _on_post(self, item: object) -> None:
@@ -313,10 +298,6 @@ class ControlLoop(threading.Thread):
         self._surveyed_at = self._clock()
         self._events.append(ev.WindowsSeen(survey.time, survey.windows, survey.terms))
         self._manager.machine_has(survey.nodes)
-        if survey.windows != self._windows:
-            self._windows = survey.windows
-            windows = [{"nodes": list(window.nodes), "closes": window.closes} for window in survey.windows]
-            self._write(record.Windows("", windows))
         for note in survey.notes:
             if note not in self._notes:
                 logger.info("about the plan: %s", note)

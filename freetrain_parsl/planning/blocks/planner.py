@@ -61,6 +61,7 @@ class Holdings:
         self._blocks: dict[str, _Block] = {}
         self._shunned: dict[str, _Shunned] = {}
         self._doubtful = False
+        self._seen_at = -math.inf
         self._count = 0
 
     def __contains__(self, block: str) -> bool:
@@ -91,8 +92,9 @@ class Holdings:
 
     # Events.
 
-    def see(self, windows: tuple[Window, ...], terms: BlockTerms) -> bool:
+    def see(self, windows: tuple[Window, ...], terms: BlockTerms, now: float) -> bool:
         """Store the batch system's latest windows and terms; return whether anything changed."""
+        self._seen_at = now
         news = self._doubtful or (windows, terms) != (self.windows, self.terms)
         self.windows, self.terms = windows, terms
         self._doubtful = False
@@ -121,10 +123,14 @@ class Holdings:
         if block in self._blocks:
             self._blocks[block].missing_since[node] = now
 
-    def end(self, block: str, now: float) -> bool:
-        """Record that a block has ended; return whether its walltime was over."""
-        ended = self._blocks.pop(block, None)
-        return ended is not None and ended.ends is not None and now >= ended.ends
+    def end(self, block: str) -> None:
+        """Record that a block has ended."""
+        self._blocks.pop(block, None)
+
+    def is_over(self, block: str, now: float) -> bool:
+        """Return whether a block's walltime is over, up to the margin with which blocks are left."""
+        known = self._blocks.get(block)
+        return known is not None and known.ends is not None and now >= known.ends - self.settings.closing_margin
 
     def still_joining(self, joined: Collection[str]) -> bool:
         """Return whether a running block has nodes that have not `joined`."""
@@ -188,7 +194,8 @@ class Holdings:
         """Withdraw pending blocks that will not start.
 
         Either other jobs have taken their nodes, or the batch system does not start them although it could. In the
-        second case, their nodes are not requested for a while, longer each time, to avoid endless retries.
+        second case, their nodes are not requested for a while, longer each time, to avoid endless retries. A start is
+        known only from a survey, so that blocks are judged as of the latest one.
         """
         patience = 2 * self.terms.start_delay + self.settings.startup
         free = {name for window in self.windows for name in window.nodes}
@@ -199,7 +206,7 @@ class Holdings:
                 continue
             left -= len(block.nodes)
             gone = not free.issuperset(block.nodes) if block.pinned else left < 0
-            in_vain = now - block.requested > patience
+            in_vain = self._seen_at - block.requested > patience
             if not (gone or in_vain):
                 continue
             left += len(block.nodes)

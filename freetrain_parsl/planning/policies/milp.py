@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from datetime import timedelta
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +15,7 @@ from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
-from freetrain_parsl.planning.solvers.counts import Counts, Table, maximise_counts
+from freetrain_parsl.planning.solvers.counts import Counts, CountSolution, Table, maximise_counts
 from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["MilpPolicy"]
 
 _PROVEN = 1e-9  # relative distance from the bound that counts as zero
+_REMEMBERED = 16  # solves: the planner alternates between the nodes that it has and those that it could have
 
 
 class MilpPolicy(Policy):
@@ -65,6 +68,7 @@ class MilpPolicy(Policy):
         self._horizon = None if horizon is None else horizon.total_seconds()
         self._time_limit = time_limit.total_seconds()
         self._gap = gap
+        self._solved: deque[tuple[bytes, CountSolution]] = deque(maxlen=_REMEMBERED)
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
@@ -76,15 +80,30 @@ class MilpPolicy(Policy):
         objective = at_moment(self._objective, Moment(ranked, held, len(pool), now))
         horizon = self._horizon or pool.horizon
         values = np.stack([value_table(objective, t, held[t.name], len(pool), horizon) for t in ranked])
-        solution = maximise_counts(values, _as_it_is(values, held, ranked), time_limit=self._time_limit, gap=self._gap)
+        solution = self._solve(values, _as_it_is(values, held, ranked))
         counts = {t.name: int(count) for t, count in zip(ranked, solution.counts, strict=True)}
         return Decision(
             place(counts, pool, current),
             solution.objective,
-            proven_optimal=solution.bound - solution.objective <= _PROVEN * abs(solution.bound),
+            proven_optimal=_is_proven(solution),
             bound=solution.bound,
             solve_seconds=time.perf_counter() - started,
         )
+
+    def _solve(self, values: Table, incumbent: Counts) -> CountSolution:
+        """Solve, unless this is one of the latest problems again: decisions recur while nothing changes."""
+        problem = blake2b(repr(values.shape).encode() + values.tobytes() + incumbent.tobytes()).digest()
+        for known, solution in self._solved:
+            if known == problem:
+                return solution
+        solution = maximise_counts(values, incumbent, time_limit=self._time_limit, gap=self._gap)
+        if _is_proven(solution):  # otherwise another attempt may find more
+            self._solved.append((problem, solution))
+        return solution
+
+
+def _is_proven(solution: CountSolution) -> bool:
+    return solution.bound - solution.objective <= _PROVEN * abs(solution.bound)
 
 
 def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[Trainer]) -> Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,18 @@ _ENDS = frozenset(
         highspy.HighsModelStatus.kTimeLimit,
     )
 )
+# All models have a solution, so that a solve that finds none has failed, too.
+_NUMERICAL_FAILURES = frozenset(
+    (
+        highspy.HighsModelStatus.kInfeasible,
+        highspy.HighsModelStatus.kUnboundedOrInfeasible,
+        highspy.HighsModelStatus.kPresolveError,
+        highspy.HighsModelStatus.kSolveError,
+        highspy.HighsModelStatus.kPostsolveError,
+        highspy.HighsModelStatus.kUnknown,
+        highspy.HighsModelStatus.kNotset,
+    )
+)
 
 
 def make_solver(options: Mapping[str, bool | float]) -> highspy.Highs:
@@ -43,27 +56,36 @@ def make_solver(options: Mapping[str, bool | float]) -> highspy.Highs:
 
 
 def solve(solver: highspy.Highs) -> highspy.HighsModelStatus:
-    """Solve the solver's model, if necessary a second time from scratch; return how it ended.
+    """Solve the solver's model; return how it ended.
 
-    Only if the model has a time limit or a target can it end without an optimum.
+    Only if the model has a time limit or a target can it end without an optimum. A solve that fails numerically is
+    tried again from scratch in the rest of the time limit.
 
     Raises
     ------
     PlanningError
         It could not be solved.
     """
-    status = _run(solver)
-    if status not in _ENDS:
+    limit = solver.getOptions().time_limit
+    deadline = time.perf_counter() + limit
+    status = _run(solver, deadline)
+    if status in _NUMERICAL_FAILURES and time.perf_counter() < deadline:
         solver.clearSolver()  # it may fail from the basis of an earlier solve
-        status = _run(solver)
+        status = _run(solver, deadline)
+    solver.setOptionValue("time_limit", limit)
     if status not in _ENDS:
         raise PlanningError(f"HiGHS could not solve the allocation: {solver.modelStatusToString(status)}")
     return status
 
 
-def _run(solver: highspy.Highs) -> highspy.HighsModelStatus:
-    if solver.run() == highspy.HighsStatus.kError:
+def _run(solver: highspy.Highs, deadline: float) -> highspy.HighsModelStatus:
+    if _run_once(solver, deadline) == highspy.HighsStatus.kError:
         # HiGHS has one thread pool per process: other code has started it with a different size.
         solver.setOptionValue("threads", 0)
-        solver.run()
+        _run_once(solver, deadline)
     return solver.getModelStatus()
+
+
+def _run_once(solver: highspy.Highs, deadline: float) -> highspy.HighsStatus:
+    solver.setOptionValue("time_limit", max(0.0, deadline - time.perf_counter()))  # HiGHS counts each run separately
+    return solver.run()

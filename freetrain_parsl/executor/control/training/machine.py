@@ -291,7 +291,8 @@ class TrainingMachine:
         """Exclude the members that the others cannot reach, after a group could not be formed."""
         groups = [group for group in (self._processes.next_group, self._processes.group) if group is not None]
         ranks = next((group.ranks for group in groups if group.number == report.generation), ())
-        for slot in fewest_to_exclude(ranks, report.unreachable):
+        with_state = [one.slot for one in self.participants.values() if one.has_state]
+        for slot in fewest_to_exclude(ranks, report.unreachable, with_state):
             member = self.participants.get(slot)
             if member is None or slot not in self._registry.slots or member.unreachable or self.over:
                 continue
@@ -349,7 +350,8 @@ class TrainingMachine:
         match event.report:
             case Progress():
                 if not self.over:
-                    self._do(do.ForgetStorage())
+                    if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
+                        self._do(do.ForgetStorage())
                     self._take_progress(event.report)
             case GroupFailed():
                 self._group_failed(participant, event.report)
@@ -411,6 +413,7 @@ class TrainingMachine:
         self._do(do.Fail(error))
         self._end()
         self._processes.dismiss(self.participants.values(), abort=True)
+        self._end_group_if_empty()  # all its members may have failed
 
     def _end(self) -> None:
         self._recovering = None

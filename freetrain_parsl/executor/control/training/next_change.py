@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.executor.control.training.states import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.control.training.states import GroupMembers, Participant, Regrouping
@@ -141,7 +141,9 @@ def disconnection(
     return None
 
 
-def fewest_to_exclude(ranks: Sequence[str], unreachable: Iterable[Sequence[int]]) -> tuple[str, ...]:
+def fewest_to_exclude(
+    ranks: Sequence[str], unreachable: Iterable[Sequence[int]], with_state: Collection[str] = ()
+) -> tuple[str, ...]:
     """Choose a small set of slots without which all others of a group can reach each other; prefers high ranks.
 
     Parameters
@@ -150,14 +152,19 @@ def fewest_to_exclude(ranks: Sequence[str], unreachable: Iterable[Sequence[int]]
         The group's slots in order of rank.
     unreachable
         Pairs of ranks that cannot reach each other.
+    with_state
+        Slots that have the training's state; one of them is kept, because the state would be lost with the last.
     """
+    holders = {rank for rank, slot in enumerate(ranks) if slot in with_state}
     pairs = {frozenset(pair) for pair in unreachable}
     pairs = {pair for pair in pairs if len(pair) == 2 and pair <= set(range(len(ranks)))}
     chosen: list[str] = []
     while pairs:
         counts = Counter(rank for pair in pairs for rank in pair)
-        worst = max(counts, key=lambda rank: (counts[rank], rank))
+        candidates = counts.keys() - holders if len(holders) == 1 else counts.keys()
+        worst = max(candidates, key=lambda rank: (counts[rank], rank))
         chosen.append(ranks[worst])
+        holders.discard(worst)
         pairs = {pair for pair in pairs if worst not in pair}
     return tuple(chosen)
 

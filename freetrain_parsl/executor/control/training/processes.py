@@ -236,14 +236,15 @@ class TrainingProcesses:
         """Dismiss newcomers, and members: at the boundary at which the others regroup, or at once with `abort`."""
         change, now = self.change, self._response.now
         for one in list(leavers):
-            if one.role is Role.NEWCOMER or not one.has_state:
+            has_joined = one.role is not Role.NEWCOMER and one.has_state
+            if not has_joined:
                 self._send(one, PauseRun(self._name, one.run))
             elif abort or one.role is not Role.LEAVER:
                 number = change.after.number if change is not None else 0
                 self._send(one, ChangeGroup(self._name, one.run, number, None, abort=abort))
             if abort:
                 one.deadline = now + self._leave_timeout
-            elif one.role is Role.NEWCOMER:
+            elif not has_joined:
                 one.deadline = now + self._change_timeout
             one.role = Role.LEAVER
 
