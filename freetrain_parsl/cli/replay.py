@@ -54,7 +54,7 @@ def replay(
         float | None, typer.Option(metavar="SECONDS", help="Cost of a start, with --cost full. Default: 30.")
     ] = None,
     horizon: Annotated[
-        str, typer.Option(metavar="SECONDS", help="Look-ahead of decisions: seconds, or adaptive.")
+        str, typer.Option(metavar="SECONDS", help="Expected duration of a decision: seconds, or adaptive.")
     ] = "adaptive",
     objective: Annotated[
         str | None, typer.Option(metavar="NAME", help="What policies maximise. Default: depends on the trainers.")

@@ -160,8 +160,10 @@ def find(cluster: str | os.PathLike[str] | None = None) -> ClusterInfo:
             return clusters[0]
         if not clusters:
             raise ClusterGone("no embedded cluster is running")
-        names = ", ".join(info.name for info in clusters)
-        raise ClusterGone(f"several embedded clusters are running, specify one: {names}")
+        names = ", ".join(f"{info.name} ({info.directory})" for info in clusters)
+        raise ClusterGone(
+            f"several embedded clusters are running; choose one by --cluster, or block.cluster of a site file: {names}"
+        )
     wanted = os.fspath(cluster)
     for info in clusters:
         if wanted == info.name or str(Path(wanted).resolve()) == info.directory:

@@ -217,8 +217,8 @@ class HoleTable:
 def refuse_forecasts(name: str) -> InvalidSettings:
     """Return the error for a log without information about the queue."""
     return InvalidSettings(
-        f"{name}: no forecasts of closings in this log; give a job log with requested walltimes, "
-        "or replay with knowledge 'none' or 'perfect'"
+        f"{name}: closing times cannot be estimated from this log; give a job log with requested walltimes, "
+        "or --knowledge none or perfect"
     )
 
 

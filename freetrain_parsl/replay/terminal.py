@@ -43,12 +43,16 @@ def heading(result: Mapping[str, Any]) -> str:
     if log["zero_length"]:
         cut += f"; jobs of less than a second: {log['zero_length']:,}"
     dates = f", {text}" if (text := period(log)) else ""
+    terms = f", costs {result['cost']}"
+    if result["curves"] != "known":
+        terms += f", curves {result['curves']}"
+    if result["blocks_start_in"] is not None:
+        terms += f", in blocks that train after {result['blocks_start_in']:g} s"
     return (
         f"{log['name']}: {log['nodes']:,} nodes, {duration(log['seconds'])}{dates}{left_out}{cut}\n"
         f"idle: {log['mean_idle']:,.1f} nodes on average, {log['median_idle']:,} in the median, "
         f"{log['events']:,} changes\n"
-        f"trainings: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}, "
-        f"costs {result['cost']}"
+        f"trainings: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}{terms}"
     )
 
 

@@ -225,7 +225,7 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
         ("idle.csv --trainers hpo:2 --policy mlip", "--policy: unknown 'mlip' (did you mean 'milp'?); available:"),
         ("idle.csv --trainers hpo:2 --policy ,", "--policy: no name in ','"),
         ("idle.csv --trainers hpo:2 --knowledge prefect", "--knowledge: unknown 'prefect' (did you mean 'perfect'?)"),
-        ("idle.csv --trainers hpo:2 --knowledge none,estimated", "idle.csv: no forecasts of closings in this log"),
+        ("idle.csv --trainers hpo:2 --knowledge none,estimated", "idle.csv: closing times cannot be estimated"),
         ("idle.csv --trainers hpo:2 --cost free", "--cost: unknown 'free'; available: full, paper"),
         ("idle.csv --trainers hpo:2 --curves know", "--curves: unknown 'know' (did you mean 'known'?)"),
         (

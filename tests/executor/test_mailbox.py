@@ -34,6 +34,9 @@ class _FakeChannel:
     def send(self, message: RunEnded) -> None:
         self.sent.put(message)
 
+    def end_process(self) -> None:
+        """Do nothing: it is the tests' process."""
+
 
 class _Stage:
     """A slot without a separate process: this thread is its channel's, another one its main thread."""

@@ -293,3 +293,23 @@ def test_a_slot_introduces_itself_and_its_heartbeats_name_its_run(slot: _RealSlo
     slot.receives(PauseRun("t", 1))
     next_of(slot, RunEnded)
     assert slot.heartbeat() == SlotHeartbeat()
+
+
+@pytest.mark.parametrize("slot", ["real"], indirect=True)
+def test_a_slot_says_which_run_it_has_although_that_came_before_it_had_cleaned_up_after_the_last(
+    slot: _RealSlot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(slot, tmp_path, 1)
+    channel = slot._slot._channel
+    send = channel.send
+
+    def send_and_be_answered(message: ToDriver) -> None:
+        send(message)
+        if isinstance(message, RunEnded) and message.run == 1:
+            slot.receives(start_run(tmp_path, run=2, place=Place(2, 0, 1)))
+
+    monkeypatch.setattr(channel, "send", send_and_be_answered)
+    slot.receives(PauseRun("t", 1))
+    next_of(slot, RunEnded)
+    next_of(slot, Progress)
+    assert slot.heartbeat().run == 2

@@ -241,8 +241,9 @@ def test_a_process_that_uses_highs_with_other_threads_changes_nothing():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"horizon": timedelta(0)}, "horizon"),
-        ({"time_limit": timedelta(seconds=-1)}, "time_limit"),
+        ({"horizon": timedelta(0)}, "horizon must be longer than zero"),
+        ({"horizon": 60}, r"horizon must be a timedelta, got 60; in seconds: timedelta\(seconds=60\)"),
+        ({"time_limit": timedelta(seconds=-1)}, "time_limit must be longer than zero"),
         ({"gap": -0.1}, "gap"),
         ({"gap": 1.0}, "gap"),
         ({"gap": float("nan")}, "gap"),

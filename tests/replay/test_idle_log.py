@@ -101,7 +101,7 @@ def test_the_machine_may_be_larger_than_what_was_idle_but_not_smaller(write):
 def test_an_idle_log_knows_no_forecasts(write):
     log = open_log(write("a,0,1"))
     assert not log.has_forecasts
-    with pytest.raises(InvalidSettings, match="no forecasts"):
+    with pytest.raises(InvalidSettings, match="closing times cannot be estimated"):
         log.changes(forecasts=True)
 
 

@@ -189,7 +189,7 @@ def test_a_busy_machine_is_refused(tmp_path):
 
 
 def test_estimates_need_a_log_that_has_them(tmp_path):
-    with pytest.raises(InvalidSettings, match="no forecasts"):
+    with pytest.raises(InvalidSettings, match="closing times cannot be estimated"):
         measure(read(tmp_path, "a,0,100"), knowledge=Knowledge.ESTIMATED)
 
 
@@ -202,6 +202,9 @@ def test_the_terminal_is_told_what_matters(tmp_path):
         "trainings: 1 (test), measured by throughput, costs paper\n"
         "In 2 h, training in the idle nodes with milp would have done 100.0 % of what 1.5 dedicated nodes do, in 3 of "
         "3 idle node-hours (100 %), worth 6 of 6."
+    )
+    assert heading(result | {"curves": "learned", "blocks_start_in": 20.0}).endswith(
+        "costs paper, curves learned, in blocks that train after 20 s"
     )
 
 

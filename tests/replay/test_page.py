@@ -100,6 +100,8 @@ def make_result(*policies, **log):
         "trainers": {"spec": "hpo:3", "count": len(entries[0]["trainers"]), "objective": "throughput"},
         "notes": [],
         "cost": "paper",
+        "curves": "known",
+        "blocks_start_in": None,
         "version": "0.1.0",
         "command": "freetrain replay idle-nodes.csv.gz --trainers hpo:3 --policy milp",
         "policies": entries,
@@ -225,6 +227,12 @@ def test_what_if_is_a_table_if_it_was_computed(page):
 def test_notes_stand_under_the_headline(page):
     assert "one trainer can" not in Reader(page(make_result())).text
     assert "one trainer can" in Reader(page(make_result() | {"notes": ["one trainer can use"]})).text
+
+
+def test_the_page_states_how_curves_are_known_and_nodes_obtained(page):
+    assert "blocks" not in Reader(page(make_result())).text
+    text = Reader(page(make_result() | {"curves": "default", "blocks_start_in": 20.0})).text
+    assert "assumed the default scaling curve. Nodes were requested as blocks, which train 20 s after" in text
 
 
 def test_bars_add_up_to_the_whole(page):

@@ -373,7 +373,7 @@ def test_what_forecasts_are_worth_is_learned() -> None:
 
 
 def test_forecasts_of_a_log_that_has_none_are_refused() -> None:
-    with pytest.raises(InvalidSettings, match="no forecasts"):
+    with pytest.raises(InvalidSettings, match="closing times cannot be estimated"):
         replay(OPEN, best_rates(trainer()), EqualSharePolicy(), ReplaySettings(knowledge=Knowledge.ESTIMATED))
 
 

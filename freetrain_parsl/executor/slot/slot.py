@@ -274,12 +274,12 @@ class _Slot:
         try:
             ended = run.perform()
             _flush()
+            self._assigned = None  # before the driver learns of the end: its next assignment may follow at once
             self._channel.send(ended)  # as long as it is not queued, `_leave_after` must not find that no run is left
         finally:
             with self._lock:
                 self._run = None
             run.close()
-        self._assigned = None
         if not self._leaving:
             # The process may train another model next: free the memory, but only after reporting the end.
             del run

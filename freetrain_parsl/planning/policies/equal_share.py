@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
 __all__ = ["EqualSharePolicy"]
 
@@ -37,8 +37,8 @@ class EqualSharePolicy(Policy):
     name = "equal-share"
 
     def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta | None = None) -> None:
-        if horizon is not None and horizon <= timedelta(0):
-            raise InvalidSettings(f"policy 'equal-share': horizon must be positive, got {horizon}")
+        if horizon is not None:
+            check_duration("policy 'equal-share': horizon", horizon)
         self._objective = resolve_objective(objective)
         self._horizon = None if horizon is None else horizon.total_seconds()
 

@@ -16,6 +16,7 @@ from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, at_m
 from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.solvers.counts import Counts, CountSolution, Table, maximise_counts
+from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,10 +59,9 @@ class MilpPolicy(Policy):
         time_limit: timedelta = timedelta(seconds=1),
         gap: float = 0.0,
     ) -> None:
-        if (horizon is not None and horizon <= timedelta(0)) or time_limit <= timedelta(0):
-            raise InvalidSettings(
-                f"policy 'milp': horizon and time_limit must be positive, got {horizon}, {time_limit}"
-            )
+        if horizon is not None:
+            check_duration("policy 'milp': horizon", horizon)
+        check_duration("policy 'milp': time_limit", time_limit)
         if not 0 <= gap < 1:
             raise InvalidSettings(f"policy 'milp': gap must lie in [0, 1), got {gap!r}")
         self._objective = resolve_objective(objective)

@@ -26,6 +26,7 @@ from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.solvers.column_generation import maximise_windows
 from freetrain_parsl.planning.solvers.window_model import Counts, Table, WindowInstance
+from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,10 +76,9 @@ class WindowPolicy(Policy):
         gap: float = 0.003,
         max_classes: int = 12,
     ) -> None:
-        if (horizon is not None and horizon <= timedelta(0)) or time_limit <= timedelta(0):
-            raise InvalidSettings(
-                f"policy 'window': horizon and time_limit must be positive, got {horizon}, {time_limit}"
-            )
+        if horizon is not None:
+            check_duration("policy 'window': horizon", horizon)
+        check_duration("policy 'window': time_limit", time_limit)
         if not 0 <= gap < 1:
             raise InvalidSettings(f"policy 'window': gap must lie in [0, 1), got {gap!r}")
         if max_classes < 1:

@@ -176,6 +176,12 @@ def _reproduction(result: Mapping[str, Any]) -> list[Element]:
         "paper": "as published: starting a training costs nothing",
         "full": "in full: starting a training is charged too",
     }.get(result["cost"], result["cost"])
+    planning = {
+        "learned": " Policies learned the scaling curves.",
+        "default": " Policies assumed the default scaling curve.",
+    }.get(result["curves"], "")
+    if (start := result["blocks_start_in"]) is not None:
+        planning += f" Nodes were requested as blocks, which train {duration(start)} after their start."
     return [
         element("h2", "To reproduce this page"),
         element("pre", element("code", result["command"])),
@@ -183,7 +189,7 @@ def _reproduction(result: Mapping[str, Any]) -> list[Element]:
             "p",
             f"FreeTrain {result['version']}. Log: {log['name']}, {log['nodes']:,} nodes, {duration(log['seconds'])}, "
             f"{log['events']:,} changes of the idle set.{skipped} Trainings: {result['trainers']['spec']}, objective "
-            f"{result['trainers']['objective']}. Costs are charged {accounting}.",
+            f"{result['trainers']['objective']}. Costs are charged {accounting}.{planning}",
             class_="note",
         ),
     ]

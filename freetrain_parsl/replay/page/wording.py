@@ -71,10 +71,10 @@ WORDS = {
     "Oracle": "The same replay if every change were free: at every event, all idle nodes are reallocated in the best "
     "way. It is the upper bound of the efficiency.",
     "Share of the oracle": "Efficiency divided by that of the oracle.",
-    "Closing times": "A plan's information about when idle nodes will be needed again: none (unknown), forecasts from "
+    "Closing times": "A plan's information about when idle nodes will be needed again: none (unknown), estimates from "
     "walltimes and the queue at the time (estimated), or the actual times in the log (known). The last is not "
     "available to a real plan: it shows the potential of better estimates and is never the headline.",
-    "Horizon": "How far a plan looks ahead when it weighs what a change costs now against what it gains later.",
+    "Horizon": "How long a decision is expected to last: what a change costs is weighed against its gain in that time.",
     "Node-hour": "One node for one hour.",
 }
 
