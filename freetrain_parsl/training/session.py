@@ -253,7 +253,7 @@ class TrainingSession:
         sampler
             Yields the positions of an epoch instead of `shuffle`, with repetitions if it likes: weighted, sorted by
             length, a subset. What it yields is divided over the processes, each position exactly as often as yielded.
-            It must have a length and draw its random numbers from torch.
+            It must have a length and draw its random numbers from the global generators of torch, numpy or Python.
 
         Raises
         ------
