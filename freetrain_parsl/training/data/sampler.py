@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from operator import index
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -73,8 +74,11 @@ def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> torch.Ten
     if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
         own.manual_seed(mix(seed, epoch))
     with cpu_seeded(seed, epoch):
-        # One more than its length, and not all: it may be endless.
-        positions = torch.tensor([int(position) for position in islice(sampler, len(sampler) + 1)], dtype=torch.int64)
+        drawn = list(islice(sampler, len(sampler) + 1))  # not all: it may be endless
+    try:
+        positions = torch.tensor([index(position) for position in drawn], dtype=torch.int64)
+    except TypeError as error:
+        raise UsageError(f"session.loader: the sampler yields something other than positions: {error}") from None
     if len(positions) != len(sampler):
         number = len(positions) if len(positions) < len(sampler) else "more"
         raise UsageError(f"session.loader: the sampler has length {len(sampler)} but yields {number} positions")
