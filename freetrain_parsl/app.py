@@ -79,7 +79,8 @@ class TrainingApp(AppBase):
         self.__wrapped__ = func
         self._options = options
         self._curve = ScalingCurve.of(options.scaling)
-        self.request(options.name or "checked-at-decoration")  # raises at the decorator if the description is invalid
+        # Raises at the decorator if the description is invalid.
+        self.request("checked-at-decoration" if options.name is None else options.name)
 
     @property
     def training_function(self) -> Callable[..., Any]:

@@ -33,8 +33,8 @@ def check_duration(setting: str, value: object, *, least: timedelta | None = Non
         raise InvalidSettings(f"{setting} must be {limit}, got {value.total_seconds():g} s")
 
 
-def check_count(setting: str, value: object, *, least: int = 1) -> None:
-    """Check that a value is a whole number of at least `least`.
+def check_count(setting: str, value: object, *, least: int = 1, most: int | None = None) -> None:
+    """Check that a value is a whole number of at least `least`, and at most `most`.
 
     Parameters
     ----------
@@ -48,3 +48,5 @@ def check_count(setting: str, value: object, *, least: int = 1) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidSettings(f"{setting} must be a whole number of at least {least}, got {value!r}")
+    if most is not None and value > most:
+        raise InvalidSettings(f"{setting} must be at most {most:,}")

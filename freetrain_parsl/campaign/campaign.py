@@ -137,7 +137,7 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
     section.done()
     if math.prod(map(len, grid.values())) * repeat > _MOST_TRAININGS:
         raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
-    first_seed = options.get("seed", 0)
+    first_seed = options.get("seed", app.request("seed").options.seed)
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
         called = {**arguments, **point}

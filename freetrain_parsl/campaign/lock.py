@@ -101,7 +101,9 @@ def driver_lock(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidInput(f"another driver runs {directory}; 'freetrain status {directory}' shows which") from None
+            raise InvalidInput(
+                f"another driver, or 'freetrain clean', works in {directory}; see 'freetrain status {directory}'"
+            ) from None
         except OSError:
             pass  # a file system without locks: the caller has checked the heartbeat
         yield

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.settings_checks import check_count
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 __all__ = ["Limits", "SharedSettings", "Training", "TrainingRequest"]
+
+_MOST_NODES = 1_000_000  # more than any cluster has; the planner tabulates a rate for each number of nodes
+_LARGEST_COUNT = (1 << 53) - 1  # of what a message or the journal can hold
+
+
+def _is_training_name(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value) is not None
 
 
 @dataclass(frozen=True)
@@ -51,14 +59,21 @@ class TrainingRequest:
     deadline: datetime | timedelta | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.name):
+        if not _is_training_name(self.name):
             raise InvalidTrainer(
                 f"training name {self.name!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
                 "the first a letter or digit"
             )
-        for word, value in (("samples", self.samples), ("epochs", self.options.epochs)):
-            if value is not None and value <= 0:
-                raise InvalidTrainer(f"training {self.name!r}: {word} must be positive, got {value}")
+        try:
+            for word, number in (("min_nodes", self.min_nodes), ("max_nodes", self.max_nodes)):
+                check_count(f"training {self.name!r}: {word}", number, most=_MOST_NODES)
+            for word, count in (("samples", self.samples), ("epochs", self.options.epochs)):
+                if count is not None:
+                    check_count(f"training {self.name!r}: {word}", count, most=_LARGEST_COUNT)
+        except InvalidSettings as error:
+            raise InvalidTrainer(str(error)) from None
+        if type(self.priority) not in (int, float):
+            raise InvalidTrainer(f"training {self.name!r}: priority must be a number, got {self.priority!r}")
         if not isinstance(self.deadline, (datetime, timedelta, type(None))):
             raise InvalidTrainer(
                 f"training {self.name!r}: deadline must be a datetime or a timedelta, got {self.deadline!r}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.protocol.fields import Count, Limit, Name, Text
+from freetrain_parsl.settings_checks import check_count, check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -141,10 +142,9 @@ class SessionOptions:
     def __post_init__(self) -> None:
         who = f"training {self.name!r}"
         object.__setattr__(self, "checkpoint_root", Path(self.checkpoint_root))
-        if self.seed < 0:
-            raise InvalidSettings(f"{who}: seed must be zero or more, got {self.seed}")
-        if self.checkpoint_interval is not None and self.checkpoint_interval <= timedelta(0):
-            raise InvalidSettings(f"{who}: checkpoint_interval must be positive, got {self.checkpoint_interval}")
+        check_count(f"{who}: seed", self.seed, least=0)
+        if self.checkpoint_interval is not None:
+            check_duration(f"{who}: checkpoint_interval", self.checkpoint_interval)
         if self.keep < 1:
             raise InvalidSettings(f"{who}: keep must be at least 1 checkpoint, got {self.keep}")
         if self.save_margin < timedelta(0):

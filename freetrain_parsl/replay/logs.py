@@ -24,6 +24,7 @@ __all__ = ["open_log"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _FIRST_YEAR = 1980  # no job log is older
+_MOST_NODES = 1_000_000  # more than any cluster has
 
 
 def open_log(
@@ -66,6 +67,8 @@ def open_log(
     """
     if nodes is not None and nodes < 1:
         raise InvalidSettings(f"a machine must have at least one node, got {nodes}")
+    if nodes is not None and nodes > _MOST_NODES:
+        raise InvalidSettings(f"a machine may have up to {_MOST_NODES:,} nodes, got {nodes:,}")
     if mask_idle_above is not None and not 0 < mask_idle_above <= 1:
         raise InvalidSettings(
             f"the share of idle nodes that looks like an outage must be in (0, 1], got {mask_idle_above}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -253,7 +254,7 @@ class TrainingSession:
         sampler
             Yields the positions of an epoch instead of `shuffle`, with repetitions if it likes: weighted, sorted by
             length, a subset. What it yields is divided over the processes, each position exactly as often as yielded.
-            It must have a length and draw its random numbers from torch.
+            It must have a length and draw its random numbers from the global generators of torch, numpy or Python.
 
         Raises
         ------
@@ -278,6 +279,15 @@ class TrainingSession:
             )
         if batch_size is None:
             raise UsageError("session.loader: give batch_size=…, the samples in a batch over all processes")
+        for name, number in (
+            ("batch_size", batch_size),
+            ("micro_batch", micro_batch),
+            ("shards", shards),
+            ("ramp", ramp),
+            ("num_workers", num_workers),
+        ):
+            if number is not None:
+                _check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
         if sampler is not None:
             check_sampler(sampler)
@@ -285,9 +295,6 @@ class TrainingSession:
                 raise UsageError("session.loader: a stream has one order; it takes no sampler")
             if drop_last and len(sampler) < batch_size:
                 raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(sampler)} samples")
-        for name, number in (("micro_batch", micro_batch), ("shards", shards), ("ramp", ramp)):
-            if number is not None and number < 1:
-                raise UsageError(f"session.loader: {name} must be at least 1, got {number}")
         if deterministic and scaled:
             raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
         order = Order(
@@ -354,8 +361,7 @@ class TrainingSession:
         count = self._runtime.options.epochs if count is None else count
         if count is None:
             raise UsageError("session.epochs needs a number: session.epochs(90), or @training_app(epochs=90)")
-        if count < 0:
-            raise UsageError(f"session.epochs needs zero or more epochs, got {count}")
+        _check_whole("session.epochs: the number of epochs", count, least=0)
         self._runtime.start(count)
         return self._epochs(count)
 
@@ -370,7 +376,8 @@ class TrainingSession:
         loss
             Mean loss over the samples of this process's batch, a scalar.
         """
-        self._runtime.backward(loss)
+        _check_loss(loss)
+        self._runtime.backward(loss.reshape(()) if loss.dim() else loss)
 
     def step(self, loss: torch.Tensor | None = None, *, optimizer: Optimizer | None = None) -> bool:
         """Train on a batch: compute gradients, make the optimizer step, reset the gradients, update the metrics.
@@ -416,6 +423,22 @@ class TrainingSession:
         while self._runtime.state.cursor.epoch < count:
             yield self._runtime.open_epoch()
             self._runtime.end_epoch()
+
+
+def _check_whole(what: str, value: object, *, least: int) -> None:
+    """Reject what is not a whole number, of Python or numpy, of at least `least`."""
+    try:
+        number = index(value)  # type: ignore[arg-type]  # checked here
+    except TypeError:
+        raise UsageError(f"{what} must be a whole number, got {value!r}") from None
+    if number < least:
+        raise UsageError(f"{what} must be at least {least}, got {number}")
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(f"session.step() needs the mean loss, a tensor with one element; got {given}")
 
 
 def _bytes_of(model: nn.Module) -> int:

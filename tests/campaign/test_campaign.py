@@ -88,6 +88,15 @@ trainings:
     assert all(item.arguments["fail"] is False for item in read.trainings)
 
 
+def test_repeats_begin_with_the_seed_of_the_app(tmp_path: Path) -> None:
+    (tmp_path / "seeded.py").write_text(
+        "from freetrain_parsl import training_app\n\n@training_app(seed=5)\ndef train(session): ...\n", encoding="utf-8"
+    )
+    (tmp_path / "c.yaml").write_text("trainings: [{app: 'seeded.py:train', repeat: 2}]", encoding="utf-8")
+    read = Campaign.load(tmp_path / "c.yaml")
+    assert [item.app.request(item.name).options.seed for item in read.trainings] == [5, 6]
+
+
 def test_a_name_may_use_the_values_of_its_grid_and_only_has_characters_that_names_may_have() -> None:
     read = campaign(f"trainings: [{{app: '{APP}', name: 'a {{slow}}', grid: {{slow: ['x/y', '.']}}}}]")
     assert [item.name for item in read.trainings] == ["a_x_y", "a_."]

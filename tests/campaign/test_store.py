@@ -146,7 +146,7 @@ def test_a_living_driver_is_not_joined_by_another(store: RunStore) -> None:
 def test_the_lock_is_held_by_one(tmp_path: Path) -> None:
     with (
         driver_lock(tmp_path),
-        pytest.raises(InvalidInput, match="another driver runs"),
+        pytest.raises(InvalidInput, match="another driver, or 'freetrain clean', works in"),
         driver_lock(tmp_path),
     ):
         pass

@@ -216,6 +216,7 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
         ("sacct.txt --trainers hpo:2", "sacct.txt: 'sacct' does not report the size of the machine"),
         ("idle.csv --nodes 2 --trainers hpo:2", "3 distinct nodes, more than the 2 given"),
         ("idle.csv --nodes 0 --trainers hpo:2", "at least one node"),
+        ("idle.csv --nodes 100000000000 --trainers hpo:2", "up to 1,000,000 nodes"),
         ("idle.csv --mask-outages 2 --trainers hpo:2", "must be in (0, 1]"),
         ("idle.csv --trainers hpo:0", "expected a number after the colon"),
         ("idle.csv --trainers best", "unknown trainers 'best'"),

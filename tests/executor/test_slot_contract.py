@@ -74,6 +74,9 @@ class _Channel:
     def send(self, message: ToDriver) -> None:
         self.sent.put(message)
 
+    def end_process(self) -> None:
+        """Do nothing: this is the process of the tests."""
+
     def next(self) -> ToDriver:
         return self.sent.get(timeout=60)
 
@@ -106,6 +109,8 @@ class _RealSlot:
     def close(self) -> None:
         self._slot._leave()
         self._main.join(60)
+        self._slot._signals._reader.close()
+        self._slot._signals._writer.close()
 
 
 class _BenchSlot:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from concurrent.futures import Future
 
+import pytest
 import torch
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.payloads import error_in, pack_training, settle_with_payload, unpack_training
+from freetrain_parsl.executor.slot.slot import _flush
 from freetrain_parsl.executor.slot.training_run import serialized_exception
 
 
@@ -21,8 +25,8 @@ class _Unsendable(Exception):
 def _raised(error: Exception) -> bytes:
     try:
         raise error
-    except type(error):
-        return serialized_exception()
+    except type(error) as raised:
+        return serialized_exception(raised)
 
 
 def test_an_exception_arrives_with_its_type_its_words_and_the_line_that_raised_it() -> None:
@@ -65,3 +69,17 @@ def test_classes_that_can_be_imported_arrive_as_themselves() -> None:
     exec("def train(session):\n    return SGD", namespace)
     function, _, _ = unpack_training(pack_training(namespace["train"], (), {}))
     assert function(None) is torch.optim.SGD
+
+
+def _closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [_closed(), None])
+def test_a_process_ends_in_order_after_the_user_has_closed_a_stream(
+    stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    _flush()

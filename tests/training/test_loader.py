@@ -31,7 +31,6 @@ class Stream(IterableDataset[int]):
         (Stream(), 4, "for a stream: session.loader"),
         ({1, 2}, 4, "got set"),
         ([], 4, "is empty"),
-        ([1, 2], 0, "at least 1, got 0"),
         ([1, 2], 3, "drop_last leaves no batch of 3 in 2 samples"),
     ],
 )

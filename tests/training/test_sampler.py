@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import sampled
 import torch
@@ -51,6 +54,26 @@ def test_the_positions_of_an_epoch_are_the_same_in_every_process_and_leave_torch
 def test_a_generator_of_the_samplers_own_is_seeded_too() -> None:
     own = [RandomSampler(range(50), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
     assert torch.equal(draw(own[0], 50, 7, 0), draw(own[1], 50, 7, 0))
+
+
+class Shuffled:
+    """A sampler that draws from the global generators of numpy and Python."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Any:
+        positions = np.random.permutation(SAMPLES).tolist()  # noqa: NPY002 - as user code does
+        random.shuffle(positions)
+        return iter(positions)
+
+
+def test_the_generators_of_numpy_and_python_are_seeded_and_restored_too() -> None:
+    first = draw(Shuffled(), SAMPLES, 7, 1)
+    before = random.getstate(), repr(np.random.get_state())  # noqa: NPY002 - as user code does
+    assert torch.equal(first, draw(Shuffled(), SAMPLES, 7, 1))
+    assert not torch.equal(first, draw(Shuffled(), SAMPLES, 7, 2))
+    assert before == (random.getstate(), repr(np.random.get_state()))  # noqa: NPY002 - as user code does
 
 
 @pytest.mark.slow
@@ -110,6 +133,16 @@ class Liar:
         return iter([1, 2])
 
 
+class Endless:
+    """A sampler that never stops."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Any:
+        return itertools.cycle(range(9))
+
+
 @pytest.mark.parametrize(
     ("loader", "options", "message"),
     [
@@ -128,7 +161,12 @@ class Liar:
         (range(9), {"batch_size": 2, "sampler": iter(range(9))}, "needs len"),
         (range(9), {"batch_size": 2, "sampler": []}, "the sampler is empty"),
         (range(9), {"batch_size": 2, "sampler": [1, 99]}, "outside the dataset of 9"),
+        (range(9), {"batch_size": 2, "sampler": [1, 0.5]}, "something other than positions: 'float'"),
+        (range(9), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        (range(9), {"batch_size": 2.0}, "batch_size must be a whole number, got 2.0"),
+        (range(9), {"batch_size": 2, "num_workers": -1}, "num_workers must be at least 0, got -1"),
         (range(9), {"batch_size": 2, "sampler": Liar()}, "has length 5 but yields 2"),
+        (range(9), {"batch_size": 2, "sampler": Endless()}, "has length 9 but yields more"),
         (range(9), {"batch_size": 8, "sampler": [1, 2], "drop_last": True}, "no batch of 8 in 2"),
         (range(9), {}, "give batch_size="),
     ],

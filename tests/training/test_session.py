@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -158,9 +159,44 @@ def log_a_list(session: Any) -> None:
         session.log(values=[1, 2])
 
 
+def loss_of_each_sample(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    data = session.loader(Data(), 8)
+    for _ in session.epochs(1):
+        for x, y in data:
+            session.step(cross_entropy(model(x), y, reduction="none"))
+
+
+def loss_as_number(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    data = session.loader(Data(), 8)
+    for _ in session.epochs(1):
+        for _ in data:
+            session.step(0.5)
+
+
+def endless_epochs(session: Any) -> None:
+    session.prepare(net(), torch.optim.SGD, lr=0.1)
+    session.loader(Data(), 8)
+    session.epochs(math.inf)
+
+
+def test_a_loss_may_have_one_dimension_of_length_one() -> None:
+    def train(session: Any) -> int:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        for x, y in loop(session, 1):
+            session.step(cross_entropy(model(x), y).reshape(1))
+        return session.audit.samples_seen
+
+    assert run_alone(train) == SAMPLES
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (loss_of_each_sample, r"the mean loss, a tensor with one element; got one of shape \(8,\)"),
+        (loss_as_number, "the mean loss, a tensor with one element; got float"),
+        (endless_epochs, "the number of epochs must be a whole number, got inf"),
         (no_prepare, "call session.prepare"),
         (prepare_twice, "call session.prepare once"),
         (two_loaders, "one loader"),

@@ -18,8 +18,8 @@ from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": -1}, "seed must be zero or more"),
-        ({"checkpoint_interval": timedelta(0)}, "checkpoint_interval must be positive"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"checkpoint_interval": timedelta(0)}, "checkpoint_interval must be longer than zero"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"save_margin": timedelta(seconds=-1)}, "save_margin must not be negative"),
         ({"threads": 0}, "threads must be at least 1"),

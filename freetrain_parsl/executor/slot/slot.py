@@ -288,8 +288,8 @@ class _Slot:
     def _run_task(self, message: StartTask) -> None:
         try:
             payload, failed = serialize(execute_task(message.payload)), False
-        except Exception:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
-            payload, failed = serialized_exception(), True
+        except Exception as error:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
+            payload, failed = serialized_exception(error), True
         self._assigned = None
         self._channel.send(TaskEnded(message.task, failed, payload))
 
@@ -297,5 +297,5 @@ class _Slot:
 def _flush() -> None:
     """Write what the user's code has printed; a process that ends by `os._exit` loses it."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # such as a full disk
+        with suppress(OSError, ValueError, AttributeError):  # a full disk; the user's code closed it, or removed it
             stream.flush()

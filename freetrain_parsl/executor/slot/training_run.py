@@ -5,7 +5,7 @@ The main thread is in `Run.perform`; `Run.handle` is called by the channel's thr
 
 from __future__ import annotations
 
-import sys
+import os
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import PeerFailed, StorageUnavailable
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable, UsageError
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 from freetrain_parsl.protocol.messages import ChangeGroup, RunEnded, RunReport, StoreReply
@@ -89,7 +89,7 @@ class TrainingRun:
         from freetrain_parsl.training.fragment import run_fragment
 
         end: RunEnd
-        payload = b""
+        payload, process = b"", os.getpid()
         try:
             function, args, kwargs = unpack_training(self._command.payload)
             ended = run_fragment(
@@ -112,8 +112,14 @@ class TrainingRun:
             end = PeersFailed(self._generation, str(error), error.unreachable)
         except StorageUnavailable as error:  # not the training's fault: it waits
             end = StorageFailed(str(error), error.condition)
-        except Exception:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
-            end, payload = RunFailed(), serialized_exception()
+        except SystemExit as error:
+            if os.getpid() != process:
+                raise  # the end of a process that the user's code has forked
+            # Not passed on as it is: it would end the driver's program, too.
+            ended_by = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
+            end, payload = RunFailed(), serialized_exception(ended_by.with_traceback(error.__traceback__))
+        except Exception as error:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
+            end, payload = RunFailed(), serialized_exception(error)
         return RunEnded(self._training, self.number, end, payload)
 
     def handle(self, message: ChangeGroup | PauseRun | StoreReply) -> bool:
@@ -202,12 +208,11 @@ class TrainingRun:
         self._is_member, self._group_failed = True, False
 
 
-def serialized_exception() -> bytes:
-    """Serialize the exception that is being handled, with its traceback."""
-    _, value, traceback = sys.exc_info()
-    assert value is not None, "only called while an exception is handled"
+def serialized_exception(error: Exception) -> bytes:
+    """Serialize an exception, with its traceback."""
+    kind, traceback = type(error), error.__traceback__
     try:
-        return bytes(serialize(RemoteExceptionWrapper(type(value), value, traceback)))
+        return bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
     except Exception as refusal:  # noqa: BLE001 - pickling an object may raise any exception
-        stand_in = RuntimeError(f"{type(value).__name__}: {value} (the exception itself cannot be pickled: {refusal})")
+        stand_in = RuntimeError(f"{kind.__name__}: {error} (the exception itself cannot be pickled: {refusal})")
         return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))

@@ -209,7 +209,7 @@ def check_dataset(dataset: object, batch_size: int, *, shuffle: bool, drop_last:
     Raises
     ------
     UsageError
-        The dataset is not map-style or is empty, a stream is to be shuffled, or the batch size is not positive.
+        The dataset is not map-style or is empty, yields no batch, or is a stream that is to be shuffled.
     """
     if isinstance(dataset, Stream):
         if shuffle:
@@ -221,8 +221,6 @@ def check_dataset(dataset: object, batch_size: int, *, shuffle: bool, drop_last:
         )
     if len(dataset) == 0:
         raise UsageError("session.loader: the dataset is empty")
-    if batch_size < 1:
-        raise UsageError(f"session.loader: batch_size must be at least 1, got {batch_size}")
     if drop_last and len(dataset) < batch_size:
         raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(dataset)} samples")
 

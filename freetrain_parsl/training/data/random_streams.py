@@ -7,9 +7,14 @@ the same numbers, and newcomers and restored trainings need no generator state.
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _MASK = (1 << 64) - 1
 
@@ -41,6 +46,19 @@ def seed_cpu(*parts: int) -> None:
     seed = mix(*parts)
     torch.default_generator.manual_seed(seed)
     _seed_others(seed)
+
+
+@contextmanager
+def cpu_seeded(*parts: int) -> Iterator[None]:
+    """Seed all but the GPU generators as `seed_cpu` does, and restore their states at the end."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code draws from the global generator
+    with torch.random.fork_rng(devices=[]):
+        seed_cpu(*parts)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002 - the same
 
 
 def _seed_others(seed: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from operator import index
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -9,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from torch.utils.data.sampler import BatchSampler
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.data.random_streams import mix
+from freetrain_parsl.training.data.random_streams import cpu_seeded, mix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,8 +52,8 @@ def check_sampler(sampler: Any) -> None:
 def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the positions of an epoch, int64, shape (len(sampler),).
 
-    torch's global generator, from which samplers draw unless they have one of their own, is seeded for the epoch, and
-    restored afterwards. So is a generator that the sampler has as ``generator``.
+    The global generators of torch, numpy and Python are seeded for the epoch, and restored afterwards. A generator that
+    the sampler has as ``generator`` is seeded, too.
 
     Parameters
     ----------
@@ -71,11 +73,15 @@ def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> torch.Ten
         sampler.set_epoch(epoch)
     if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
         own.manual_seed(mix(seed, epoch))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mix(seed, epoch))
-        positions = torch.tensor([int(position) for position in sampler], dtype=torch.int64)
+    with cpu_seeded(seed, epoch):
+        drawn = list(islice(sampler, len(sampler) + 1))  # not all: it may be endless
+    try:
+        positions = torch.tensor([index(position) for position in drawn], dtype=torch.int64)
+    except TypeError as error:
+        raise UsageError(f"session.loader: the sampler yields something other than positions: {error}") from None
     if len(positions) != len(sampler):
-        raise UsageError(f"session.loader: the sampler has length {len(sampler)} but yields {len(positions)} positions")
+        number = len(positions) if len(positions) < len(sampler) else "more"
+        raise UsageError(f"session.loader: the sampler has length {len(sampler)} but yields {number} positions")
     if int(positions.min()) < 0 or int(positions.max()) >= length:
         raise UsageError(f"session.loader: the sampler yields positions outside the dataset of {length} samples")
     return positions
