@@ -74,9 +74,6 @@ class _Channel:
     def send(self, message: ToDriver) -> None:
         self.sent.put(message)
 
-    def end_process(self) -> None:
-        """Do nothing: this is the process of the tests."""
-
     def next(self) -> ToDriver:
         return self.sent.get(timeout=60)
 
