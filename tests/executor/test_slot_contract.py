@@ -106,8 +106,6 @@ class _RealSlot:
     def close(self) -> None:
         self._slot._leave()
         self._main.join(60)
-        self._slot._signals._reader.close()
-        self._slot._signals._writer.close()
 
 
 class _BenchSlot:
