@@ -167,7 +167,15 @@ class RunPaused:
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The function raised an exception, which is the message's payload."""
+    """The function raised an exception, which is the message's payload.
+
+    Parameters
+    ----------
+    reason
+        The exception, in words.
+    """
+
+    reason: Text = ""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ error, which is passed on unchanged.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +99,7 @@ def run_fragment(
         session = TrainingSession(runtime)
         random_streams.seed_all(options.seed)
         try:
-            value = function(session, *args, **(kwargs or {}))
+            value = _call(function, session, args, kwargs or {})
         except Unwind:
             value = None
         if runtime.unwinding is None:
@@ -119,6 +121,23 @@ def run_fragment(
         if runtime is not None:
             runtime.close()
         members.leave()
+
+
+def _call(function: TrainingFunction, session: TrainingSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call the user's function; a process that it has forked and that leaves it ends here: it is no member."""
+    process = os.getpid()
+    try:
+        value = function(session, *args, **kwargs)
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        if isinstance(error, SystemExit):
+            os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+        traceback.print_exception(error)
+        os._exit(1)
+    if os.getpid() != process:
+        os._exit(0)
+    return value
 
 
 def run_alone(

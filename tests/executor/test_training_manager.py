@@ -116,6 +116,39 @@ def test_a_value_that_cannot_be_read_here_fails_the_future_not_the_driver(stage:
         future.result(0)
 
 
+def failed(text: str) -> tuple[RunFailed, bytes]:
+    return RunFailed(f"KeyError: {text}"), serialize(RemoteExceptionWrapper(KeyError, KeyError(text), None))
+
+
+def test_a_node_on_which_a_newcomer_raises_an_exception_is_set_aside_and_the_training_goes_on(stage: Stage) -> None:
+    future = stage.running("n0")
+    stage.on("n0", "n1")
+    stage.ends("s1", *failed("no data here"))
+    stage.turn()
+    assert stage.aside == ["s1"]
+    assert not future.done()
+    stage.on("n0", "n2")
+    stage.ready("s2")
+    stage.turn()
+    stage.joins("s0", "s2")
+    stage.on("n0", "n1", "n2")
+    stage.ends("s1", *failed("still no data"))
+    stage.ends("s0", RunFinished(stage.report()), serialize(1))
+    assert future.result(0) == 1
+
+
+def test_an_exception_of_newcomers_on_three_nodes_in_a_row_is_the_function_s(stage: Stage) -> None:
+    future = stage.running("n0")
+    for slot in ("s1", "s2"):
+        stage.on("n0", "n" + slot[1:])
+        stage.ends(slot, *failed("broken"))
+        assert not future.done()
+    stage.on("n0", "n3")
+    stage.ends("s3", *failed("broken"))
+    with pytest.raises(KeyError, match="broken"):
+        future.result(0)
+
+
 def test_an_exception_of_the_user_ends_the_training_on_all_its_slots_at_once(stage: Stage) -> None:
     future = stage.running("n0", "n1")
     stage.on("n0", "n1", "n2")

@@ -139,7 +139,7 @@ def test_holes_are_what_the_planner_saw() -> None:
     assert (log.nodes, log.start, log.end) == (3, 0.0, 60.0)
     (found,) = trainers_of(steps, 50.0)
     assert (found.submitted, found.deadline) == (8.0, 40.0)
-    with pytest.raises(InvalidSettings, match="no forecasts"):
+    with pytest.raises(InvalidSettings, match="closing times cannot be estimated"):
         log.changes(forecasts=True)
 
 

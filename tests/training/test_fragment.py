@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from freetrain_parsl.training.fragment import Finished, Paused, run_alone
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from freetrain_parsl.training.session import TrainingSession
 
 BATCHES = 7  # of 8 in 53 samples
 
@@ -206,3 +210,24 @@ def test_progress_goes_into_json(tmp_path: Path) -> None:
 def test_a_function_without_a_session_is_refused_when_it_is_tried_alone() -> None:
     with pytest.raises(InvalidTrainer, match="has no parameter for the session"):
         run_alone(lambda: 3)
+
+
+@pytest.mark.parametrize(("leave", "code"), [("return", 0), ("raise", 1), ("exit", 3), ("exit with text", 1)])
+def test_a_forked_process_that_leaves_the_function_ends_and_is_no_member(leave: str, code: int, tmp_path: Path) -> None:
+    def train(session: TrainingSession) -> tuple[int, int]:
+        model = torch.nn.Linear(1, 1)
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = session.loader([torch.ones(1)] * 4, batch_size=2)
+        for _ in session.epochs(2):
+            for batch in batches:
+                session.step(model(batch).mean())
+            if (child := os.fork()) == 0:
+                if leave == "raise":
+                    raise ValueError("in the fork")
+                if leave != "return":
+                    sys.exit(3 if leave == "exit" else "in the fork")
+                return 0, 0
+            ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return ended, session.metrics["steps"]
+
+    assert run_alone(train, directory=tmp_path) == (code, 4)

@@ -5,9 +5,9 @@ The main thread is in `Run.perform`; `Run.handle` is called by the channel's thr
 
 from __future__ import annotations
 
-import os
 import threading
 from datetime import timedelta
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from parsl.app.errors import RemoteExceptionWrapper
@@ -40,6 +40,8 @@ __all__ = ["TrainingRun", "serialized_exception"]
 
 # A newcomer joins the rendezvous at once, the members after their current step or validation.
 _WHILE_OTHERS_TRAIN = timedelta(minutes=30)
+
+_LONGEST_REASON = 500  # characters
 
 
 class TrainingRun:
@@ -89,7 +91,7 @@ class TrainingRun:
         from freetrain_parsl.training.fragment import run_fragment
 
         end: RunEnd
-        payload, process = b"", os.getpid()
+        payload = b""
         try:
             function, args, kwargs = unpack_training(self._command.payload)
             ended = run_fragment(
@@ -113,13 +115,11 @@ class TrainingRun:
         except StorageUnavailable as error:  # not the training's fault: it waits
             end = StorageFailed(str(error), error.condition)
         except SystemExit as error:
-            if os.getpid() != process:
-                raise  # the end of a process that the user's code has forked
             # Not passed on as it is: it would end the driver's program, too.
             ended_by = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
-            end, payload = RunFailed(), serialized_exception(ended_by.with_traceback(error.__traceback__))
+            end, payload = _failed(ended_by.with_traceback(error.__traceback__))
         except Exception as error:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
-            end, payload = RunFailed(), serialized_exception(error)
+            end, payload = _failed(error)
         return RunEnded(self._training, self.number, end, payload)
 
     def handle(self, message: ChangeGroup | PauseRun | StoreReply) -> bool:
@@ -206,6 +206,10 @@ class TrainingRun:
             store.close()
         self._generation = report.generation
         self._is_member, self._group_failed = True, False
+
+
+def _failed(error: Exception) -> tuple[RunFailed, bytes]:
+    return RunFailed(shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON)), serialized_exception(error)
 
 
 def serialized_exception(error: Exception) -> bytes:

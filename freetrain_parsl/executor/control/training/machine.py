@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingMachine"]
 
+_MOST_FAILING_NODES = 3  # then the function's exception is not a node's fault
 _GATHER = 0.1  # seconds: the slots of a node rarely fail at the same instant
 
 
@@ -98,6 +99,7 @@ class TrainingMachine:
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._recovering: Recovering | None = None
         self._stall = ""
+        self._failing_nodes: set[str] = set()  # on which the function raised an exception before it joined the group
         self._registry: SlotRegistry
 
     @property
@@ -301,6 +303,20 @@ class TrainingMachine:
             self._do(do.SetAside(slot, reason))
             self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
 
+    def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
+        """Fail, unless the function has raised its exception in a newcomer: this may be the node's fault."""
+        if self.over:
+            return
+        if not participant.has_state:
+            self._failing_nodes.add(participant.node)
+        if participant.has_state or len(self._failing_nodes) >= _MOST_FAILING_NODES:
+            self._fail(payload)
+            return
+        reason = f"training {self.name} could not join its group there: {end.reason}"
+        self._do(do.SetAside(participant.slot, reason))
+        if missed and participant.role is Role.MEMBER:
+            self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
+
     def _slot_lost(self, event: on.SlotLost) -> None:
         participant = self.participants.get(event.slot)
         if participant is None:
@@ -356,6 +372,8 @@ class TrainingMachine:
             case GroupFailed():
                 self._group_failed(participant, event.report)
             case Joined():
+                if not participant.has_state:
+                    self._failing_nodes.clear()
                 self._processes.joined(participant, event.report.generation, event.report.paused)
             case _:  # Ready
                 participant.ready = self._response.now
@@ -383,7 +401,7 @@ class TrainingMachine:
             case StorageFailed():
                 self._hold(end.condition)
             case RunFailed():
-                self._fail(event.payload)
+                self._raised(participant, end, event.payload, missed=missed)
             case RunFinished():
                 if first:
                     self._finish(event.payload)
