@@ -55,7 +55,7 @@ def _serve(channel: Connection, port: int, directory: str) -> None:
             while True:
                 message = channel.recv()
                 if isinstance(message, Regroup):
-                    mailbox.order(message)
+                    mailbox.post(message)
                 else:
                     mailbox = ControlMailbox()
                     starts.put((message, mailbox))

@@ -303,7 +303,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             slots_per_node=self.slots_per_node,
             outdated=3 * poll_interval,
             heartbeat_timeout=heartbeat_timeout,
-            submit_slot=self._watch.order,
+            submit_slot=self._watch.submit,
             fail_all=self._fail_all,
             refuse_new=self._refuse_new,
             clock=time.time,

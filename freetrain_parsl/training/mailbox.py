@@ -98,7 +98,7 @@ class ControlMailbox:
         self._clock = clock
         self._closes: float | None = None
         self._changed = threading.Condition()
-        self._order: Regroup | None = None
+        self._command: Regroup | None = None
         self._ended = False
         self._waiting_since: float | None = None
         self.pause_requested = threading.Event()
@@ -119,10 +119,10 @@ class ControlMailbox:
         closes = self._closes
         return None if closes is None else closes - self._clock()
 
-    def order(self, regroup: Regroup) -> None:
+    def post(self, regroup: Regroup) -> None:
         """Post a command; it replaces one that has not been carried out yet."""
         with self._changed:
-            self._order = regroup
+            self._command = regroup
             self._changed.notify_all()
         if regroup.abort:
             self.on_abort()
@@ -130,14 +130,14 @@ class ControlMailbox:
     @property
     def pending(self) -> Regroup | None:
         """The command that has not been carried out yet."""
-        return self._order
+        return self._command
 
-    def take_order(self, timeout: float | None = 0.0) -> Regroup | None:
+    def take_command(self, timeout: float | None = 0.0) -> Regroup | None:
         """Wait for a command and take it; return ``None`` after `timeout` seconds, or if a pause is requested."""
         with self._changed:
-            self._changed.wait_for(lambda: self._order is not None or self._ended, timeout)
-            order, self._order = self._order, None
-            return order
+            self._changed.wait_for(lambda: self._command is not None or self._ended, timeout)
+            command, self._command = self._command, None
+            return command
 
     def end(self) -> None:
         """Request a pause and end all waiting for commands: the slot leaves, or the training is done."""

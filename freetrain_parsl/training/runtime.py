@@ -189,7 +189,7 @@ class Runtime:
         self.members.state = self.state.whole
         self.members.adopt = self._adopt
         if self.members.is_newcomer:
-            self._change_group(self.members.await_order, began=None)
+            self._change_group(self.members.await_command, began=None)
         else:
             try:
                 self.members.exchange(self._place)
@@ -293,7 +293,7 @@ class Runtime:
     def _decide(self) -> None:
         """Agree with the other members on what to do at this boundary, and do it."""
         group, manager = self.members.group, self.checkpoint_manager
-        ordered = self.members.has_order()  # raises if a member has failed
+        commanded = self.members.has_command()  # raises if a member has failed
         if group.is_first:
             self._write_seconds = manager.write_seconds_estimate
             self._look_after_writing(manager.poll)
@@ -304,19 +304,19 @@ class Runtime:
         if group.size > 1:
             # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if group.is_first else 0.0
-            votes = torch.tensor([requested, closing, save_due, ordered, ready, estimate], dtype=torch.float64)
-            requested, closing, save_due, orders, ready, self._write_seconds = group.sum(votes).tolist()
-            ordered = orders == group.size
+            votes = torch.tensor([requested, closing, save_due, commanded, ready, estimate], dtype=torch.float64)
+            requested, closing, save_due, commands, ready, self._write_seconds = group.sum(votes).tolist()
+            commanded = commands == group.size
         if ready == group.size:
             self._look_after_writing(manager.advance)
         if self.device.type == "cpu" or self.reporter.due:
             self.state.training_metrics.settle()  # on a GPU this waits for the last step
         assert self.batch_runner is not None, "checked by start"
-        if ordered or closing or requested or save_due or self.state.cursor.pass_ended:
+        if commanded or closing or requested or save_due or self.state.cursor.pass_ended:
             self.batch_runner.average_statistics(group)
-        if ordered:
+        if commanded:
             began = self._clock()
-            self._change_group(self.members.take_order, began)
+            self._change_group(self.members.take_command, began)
         elif closing or requested:
             self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
         elif save_due:
@@ -363,9 +363,9 @@ class Runtime:
         began = self._clock()
         self._change_group(lambda: self.members.strand(str(error)), began)
 
-    def _change_group(self, first_order: Callable[[], Any], began: float | None) -> None:
+    def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:
         """Leave the group and continue in the one given by a command, which may change while the group forms."""
-        left = self.members.move(first_order, self._place)
+        left = self.members.move(first_command, self._place)
         if left:
             self._unwind(PauseReason.LEFT)
         self._regrouped = True

@@ -81,9 +81,9 @@ class SubmitterBench:
             **settings,
         )
 
-    def order(self, *blocks: str) -> None:
+    def request(self, *blocks: str) -> None:
         for block in blocks:
-            self.submitter.order(spec(block))
+            self.submitter.request(spec(block))
 
     def turn(self, now: float | None = None) -> list[str]:
         """Carry out what is due, at `now` if given; return the blocks that were submitted."""

@@ -50,7 +50,7 @@ def test_nothing_is_asked_while_nobody_waits_for_the_answer() -> None:
 
 def test_a_cancellation_that_fails_is_tried_again() -> None:
     bench = SubmitterBench(interval=10.0)
-    bench.order("a")
+    bench.request("a")
     bench.turn()
     bench.batch.cancels = False
     bench.submitter.withdraw("a")
@@ -64,7 +64,7 @@ def test_a_cancellation_that_fails_is_tried_again() -> None:
 
 def test_submissions_beyond_the_rate_limit_wait_for_their_minute() -> None:
     bench = SubmitterBench(limit=2)
-    bench.order("a", "b", "c")
+    bench.request("a", "b", "c")
     assert bench.turn() == ["a", "b"]
     assert bench.turn(59.9) == []
     assert bench.turn(60.0) == ["c"]
@@ -86,13 +86,13 @@ def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_aske
     bench.turn()
     bench.batch.ended, bench.batch.refusal = True, ClusterGone("it has ended")
     if when == "submission":
-        bench.order("0")
+        bench.request("0")
         bench.turn()
     else:
         bench.turn(10.0)
     assert bench.told(BatchSystemEnded) == [BatchSystemEnded("it has ended")]
     asked = len(bench.batch.surveys)
-    bench.order("1")
+    bench.request("1")
     for now in (100.0, 10_000.0):
         bench.turn(now)
     assert len(bench.batch.surveys) == asked
@@ -102,7 +102,7 @@ def test_that_there_is_no_batch_system_any_more_is_told_once_and_nothing_is_aske
 def test_a_refusal_is_told_with_its_reason() -> None:
     bench = SubmitterBench()
     bench.batch.refusal = REFUSED
-    bench.order("a")
+    bench.request("a")
     bench.turn()
     assert bench.told(BlockRefused) == [BlockRefused("a", "account without rights")]
 
@@ -110,9 +110,9 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_taken() -> None:
     bench = SubmitterBench(interval=10.0)
     bench.batch.refusal = REFUSED
-    bench.order("a")
+    bench.request("a")
     bench.turn()
-    bench.order("b", "c", "d")
+    bench.request("b", "c", "d")
     bench.turn(19.9)
     assert [told.block for told in bench.told(BlockRefused)] == ["a"]
     bench.turn(20.0)
@@ -125,7 +125,7 @@ def test_after_a_refusal_submissions_come_one_by_one_and_ever_less_until_one_is_
 def refuse(bench: SubmitterBench, times: int) -> list[BlockRefused]:
     """Request blocks that are refused, each as soon as the submitter submits again."""
     for number in range(times):
-        bench.order(f"r{number}")
+        bench.request(f"r{number}")
         bench.turn(bench.now + 301.0)
     return bench.told(BlockRefused)
 
@@ -137,7 +137,7 @@ def test_repeated_refusals_end_with_a_clear_message() -> None:
     reason = "the batch system refused 3 blocks in a row: account without rights"
     assert bench.told(SubmissionsEnded) == [SubmissionsEnded(reason)]
     bench.batch.refusal = None
-    bench.order("late")
+    bench.request("late")
     assert bench.turn(bench.now + 10_000.0) == [], "no further block is submitted"
 
 
@@ -159,7 +159,7 @@ def test_blocks_that_are_taken_but_would_never_start_count_as_refused() -> None:
     bench = SubmitterBench()
     for block in ("h0", "h1", "h2"):
         bench.batch.statuses[f"job-{block}"] = BlockStatus(BlockState.HELD)
-        bench.order(block)
+        bench.request(block)
         assert bench.turn(bench.now + 301.0) == [block]
         bench.submitter.reject(block, "held: more time than the partition gives")
     bench.turn()
@@ -173,7 +173,7 @@ def test_a_full_queue_costs_nothing_but_time() -> None:
     bench.batch.refusal, bench.batch.passing = RuntimeError("the queue is full"), True
     assert len(refuse(bench, 6)) == 6
     bench.batch.refusal = None
-    bench.order("late")
+    bench.request("late")
     assert bench.turn(bench.now + 301.0) == ["late"]
     assert not bench.told(SubmissionsEnded)
 
@@ -181,7 +181,7 @@ def test_a_full_queue_costs_nothing_but_time() -> None:
 def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_end() -> None:
     bench = SubmitterBench()
     bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
-    bench.order("a")
+    bench.request("a")
     bench.turn()
     assert bench.told(BlockRefused)
     bench.batch.named = {"17": "freetrain.test.block-a.123", "18": "somebody's"}
@@ -192,10 +192,10 @@ def test_a_job_whose_submission_ended_in_the_dark_is_found_by_its_name_at_the_en
 def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_light() -> None:
     """Known blocks are kept."""
     bench = SubmitterBench(interval=10.0)
-    bench.order("known")
+    bench.request("known")
     assert bench.turn() == ["known"]
     bench.batch.refusal = subprocess.TimeoutExpired("sbatch", 10)
-    bench.order("a")
+    bench.request("a")
     bench.turn()
     bench.batch.named = {"17": "freetrain.test.block-a.123", "job-known": "freetrain.test.block-known.122"}
     assert bench.batch.cancelled == []
@@ -205,9 +205,9 @@ def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_
 
 def test_a_block_withdrawn_before_its_submission_is_never_submitted() -> None:
     bench = SubmitterBench(limit=1)
-    bench.order("a")
+    bench.request("a")
     assert bench.turn() == ["a"]
-    bench.order("b")
+    bench.request("b")
     bench.submitter.withdraw("b")
     bench.turn()
     assert [told.block for told in bench.told(BlockRefused)] == ["b"]
@@ -217,7 +217,7 @@ def test_a_block_withdrawn_before_its_submission_is_never_submitted() -> None:
 def test_a_job_that_was_put_back_into_the_queue_is_cancelled() -> None:
     """It would start again with no driver waiting for it."""
     bench = SubmitterBench(interval=10.0)
-    bench.order("a")
+    bench.request("a")
     bench.turn()
     bench.batch.statuses["job-a"] = BlockStatus(BlockState.PREEMPTED, lingers=True)
     bench.turn(10.0)
@@ -226,7 +226,7 @@ def test_a_job_that_was_put_back_into_the_queue_is_cancelled() -> None:
 
 def test_closing_cancels_every_job_that_is_not_known_to_have_ended() -> None:
     bench = SubmitterBench()
-    bench.order("a", "b")
+    bench.request("a", "b")
     assert bench.turn() == ["a", "b"]
     bench.submitter.forget("job-a")
     bench.submitter.close()
@@ -241,7 +241,7 @@ def test_the_thread_carries_out_what_is_due_and_ends_when_closed() -> None:
     bench.submitter.start()
     try:
         assert surveyed.wait(60.0)
-        bench.order("a")
+        bench.request("a")
         assert submitted.wait(60.0)
     finally:
         bench.submitter.close()

@@ -89,8 +89,8 @@ def scene() -> Iterator[_Scene]:
 
 def test_a_task_that_cannot_be_sent_is_sent_later_and_nobody_waits_for_that(scene: _Scene) -> None:
     scene.interchange.takes_nothing = True
-    scene.watch.order("a")
-    scene.watch.order("b")
+    scene.watch.submit("a")
+    scene.watch.submit("b")
     scene.pass_by(3)
     assert scene.interchange.sent == []
     scene.interchange.takes_nothing = False
@@ -99,13 +99,13 @@ def test_a_task_that_cannot_be_sent_is_sent_later_and_nobody_waits_for_that(scen
 
 def test_an_interchange_that_ended_is_started_again_and_its_tasks_are_left_to_the_driver(scene: _Scene) -> None:
     scene.interchange.takes_nothing = True
-    scene.watch.order("lost")
+    scene.watch.submit("lost")
     scene.pass_by(2)
     scene.interchange.reason = "was killed by SIGKILL"
     wait_for(lambda: len(scene.posts) == 2, "a restart")
     assert scene.posts == [InterchangeEnded("was killed by SIGKILL"), InterchangeRestarted()]
     scene.interchange.takes_nothing = False
-    scene.watch.order("new")
+    scene.watch.submit("new")
     wait_for(lambda: scene.interchange.sent, "the task")
     assert scene.interchange.sent == ["new"]
 

@@ -82,7 +82,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
     def run_fragment(*_: object, mailbox: Any, **__: object) -> Finished | Paused:
         if not mailbox.pause_requested.wait(10):
             return Finished("no pause came", Progress())
-        regroup = mailbox.take_order(0)
+        regroup = mailbox.take_command(0)
         return Paused(PauseReason.REQUESTED, Progress(step=regroup.membership.generation if regroup else 0))
 
     monkeypatch.setattr(fragment, "run_fragment", run_fragment)

@@ -105,7 +105,7 @@ def test_who_becomes_the_first_in_place_gives_the_value(slot: _Slot) -> None:
 
     def play(given: dict[str, Any]) -> Finished:
         slot.changes(0)
-        regroup = given["mailbox"].take_order()
+        regroup = given["mailbox"].take_command()
         assert regroup.membership == Membership("t", 9, 0, 3)
         given["report"](Joined(9, 0.5, 0.1))
         return Finished("value", Progress())
@@ -121,7 +121,7 @@ def test_a_newcomer_has_no_place_until_it_is_taken_in_and_waits_for_the_others_s
         assert given["membership"] is None
         given["report"](Ready())
         slot.changes(2)
-        membership = given["mailbox"].take_order().membership
+        membership = given["mailbox"].take_command().membership
         assert membership.rank == 2
         assert membership.meeting > Membership("t").meeting
         return Finished("value", Progress())
@@ -142,10 +142,10 @@ def test_a_pause_lets_a_member_reach_its_boundary_and_ends_a_newcomers_waiting(s
     member = slot.started()
     slot.pauses()
     assert member.mailbox.pause_requested.is_set()
-    assert member.mailbox.take_order(0.01) is None
+    assert member.mailbox.take_command(0.01) is None
     newcomer = slot.started(joining=True)
     slot.pauses()
-    assert newcomer.mailbox.take_order(None) is None, "does not wait"
+    assert newcomer.mailbox.take_command(None) is None, "does not wait"
 
 
 def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_waits_in(slot: _Slot) -> None:
@@ -161,7 +161,7 @@ def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_wa
         with pytest.raises(TimeoutError):
             store.get("key")
         refused.set()
-        assert given["mailbox"].take_order().membership is None
+        assert given["mailbox"].take_command().membership is None
         return Paused(PauseReason.LEFT)
 
     ended = slot.plays(play)

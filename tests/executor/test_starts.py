@@ -35,21 +35,21 @@ class Bench(SubmitterBench):
 
 def test_the_pause_between_attempts_doubles_and_the_last_attempt_closes_the_desk() -> None:
     bench = Bench(max_failed_blocks=3)
-    bench.order("a")
+    bench.request("a")
     assert bench.turn(0.0) == ["a"]
     bench.fail("a")
-    bench.order("b")
+    bench.request("b")
     assert bench.turn(1.0) == []
     assert bench.last == StartsFailed(1, 3, 20.0, "block a (job job-a) failed; exit code 1 of job-a")
     assert bench.turn(20.9) == []
     assert bench.turn(21.0) == ["b"]
     bench.fail("b")
-    bench.order("c")
+    bench.request("c")
     assert bench.turn(22.0) == []
     assert bench.last.pause == 40.0
     assert bench.turn(62.0) == ["c"]
     bench.fail("c")
-    bench.order("d")
+    bench.request("d")
     assert bench.turn(10_000.0) == []
     (closed,) = bench.told(SubmissionsEnded)
     assert closed.reason.startswith("3 attempts in a row to start a block failed; the last, block c")
@@ -57,11 +57,11 @@ def test_the_pause_between_attempts_doubles_and_the_last_attempt_closes_the_desk
 
 def test_after_a_failed_start_one_block_is_tried_at_a_time() -> None:
     bench = Bench()
-    bench.order("a")
+    bench.request("a")
     bench.turn(0.0)
     bench.fail("a")
     bench.turn(0.0)
-    bench.order("b", "c", "d")
+    bench.request("b", "c", "d")
     assert bench.turn(20.0) == ["b"]
     assert bench.turn(500.0) == [], "the outcome of b is not known yet"
     bench.submitter.works()
@@ -72,11 +72,11 @@ def test_after_a_failed_start_one_block_is_tried_at_a_time() -> None:
 def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> None:
     """It was preempted, for example."""
     bench = Bench()
-    bench.order("a")
+    bench.request("a")
     bench.turn(0.0)
     bench.fail("a")
     bench.turn(0.0)
-    bench.order("b", "c")
+    bench.request("b", "c")
     assert bench.turn(20.0) == ["b"]
     bench.submitter.forget("job-b")
     assert bench.turn(20.0) == ["c"]
@@ -86,7 +86,7 @@ def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> 
 def test_blocks_of_one_attempt_count_once() -> None:
     """Eight blocks that were submitted at the same time do not use up all attempts."""
     bench = Bench()
-    bench.order(*"abcde")
+    bench.request(*"abcde")
     assert bench.turn(0.0) == list("abcde")
     bench.fail("a", "b")
     bench.turn(5.0)
@@ -98,7 +98,7 @@ def test_blocks_of_one_attempt_count_once() -> None:
 def test_attempts_count_from_one_again_after_a_block_that_works() -> None:
     bench = Bench(max_failed_blocks=2)
     for block, now in (("a", 0.0), ("b", 1000.0)):
-        bench.order(block)
+        bench.request(block)
         bench.turn(now)
         bench.submitter.works()
         bench.fail(block)

@@ -362,7 +362,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
                 NOTICE = ControlMailbox()
                 work.put((content, NOTICE))
             elif what == "order":
-                NOTICE.order(content)
+                NOTICE.post(content)
             elif what == "pause":
                 NOTICE.pause_requested.set()
             elif what == "end":

@@ -166,7 +166,7 @@ class JobSubmitter(threading.Thread):
         self._last_words = last_words
         self._clock = clock
         self._condition = threading.Condition()
-        self._orders: deque[BlockSpec] = deque()
+        self._requests: deque[BlockSpec] = deque()
         self._withdrawn: set[str] = set()
         self._watched: dict[str, str] = {}  # job -> block
         self._submitted_at: deque[float] = deque()
@@ -187,10 +187,10 @@ class JobSubmitter(threading.Thread):
         self._unknown_outcome_until = -math.inf
         self._stopping = False
 
-    def order(self, spec: BlockSpec) -> None:
+    def request(self, spec: BlockSpec) -> None:
         """Queue a block for submission."""
         with self._condition:
-            self._orders.append(spec)
+            self._requests.append(spec)
             self._condition.notify()
 
     def withdraw(self, block: str) -> None:
@@ -285,16 +285,16 @@ class JobSubmitter(threading.Thread):
                 return False
             failed, self._failed = self._failed, deque()
             withdrawn, self._withdrawn = self._withdrawn, set()
-            dropped = [spec for spec in self._orders if spec.block in withdrawn]
-            self._orders = deque(spec for spec in self._orders if spec.block not in withdrawn)
+            dropped = [spec for spec in self._requests if spec.block in withdrawn]
+            self._requests = deque(spec for spec in self._requests if spec.block not in withdrawn)
             allowance = 0 if failed else self._allowance()
-            orders = [self._orders.popleft() for _ in range(min(len(self._orders), allowance))]
+            requests = [self._requests.popleft() for _ in range(min(len(self._requests), allowance))]
         for spec in dropped:
             self._post(BlockRefused(spec.block, "withdrawn before it was submitted"))
         self._cancel_blocks(withdrawn)
         if failed:
             self._count_failed_start(failed[-1])
-        for spec in orders:
+        for spec in requests:
             self._submit(spec)
         if self._clock() >= self._survey_at and not (self._resting and not self._watched):
             self._survey()
@@ -305,10 +305,10 @@ class JobSubmitter(threading.Thread):
             return 0.0
         if self._withdrawn:
             return self._cancel_after
-        if self._orders and self._allowance():
+        if self._requests and self._allowance():
             return 0.0
         survey_at = math.inf if self._resting and not self._watched else self._survey_at
-        if not self._orders or self._probe is not None:
+        if not self._requests or self._probe is not None:
             return survey_at
         full_until = self._submitted_at[0] + 60.0 if len(self._submitted_at) >= self._limit else 0.0
         return min(survey_at, max(full_until, self._submit_after, self._retry_after))

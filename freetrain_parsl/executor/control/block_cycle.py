@@ -66,12 +66,12 @@ class BlockCycle:
         self._lose = lose
         self._clock = clock
 
-    def order(self, request: ev.RequestBlock) -> None:
+    def request(self, request: ev.RequestBlock) -> None:
         """Request a block from the job submitter."""
         name, nodes, seconds, closes = request.block, request.nodes, request.seconds, request.window.closes
         self._registry.blocks[name] = Block(name, nodes, seconds, closes)
         least = min(seconds, least_walltime(self._settings))
-        self._submitter.order(BlockSpec(name, nodes, seconds, least, request.pinned))
+        self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned))
         self._write(record.BlockRequested(name, list(nodes), seconds, closes))
 
     def on_submitted(self, name: str, job: str) -> None:

@@ -303,7 +303,7 @@ class ControlLoop(threading.Thread):
                 logger.info("about the plan: %s", note)
         self._notes = survey.notes
         self._blocks.on_survey(survey)
-        self._slots.order_overdue()
+        self._slots.request_overdue()
 
     def _close(self, error: BatchSystemError) -> None:
         """Submit no further block: waiting trainings fail, running ones continue as long as they have nodes."""
@@ -334,7 +334,7 @@ class ControlLoop(threading.Thread):
 
     def _on_interchange_restarted(self) -> None:
         self._write(record.InterchangeRestarted(""))
-        self._slots.order_again()  # the old interchange's tasks are gone
+        self._slots.request_again()  # the old interchange's tasks are gone
 
     # Slots.
 
@@ -388,8 +388,8 @@ class ControlLoop(threading.Thread):
     def _act(self, actions: ev.Actions) -> None:
         for action in actions:
             if isinstance(action, ev.RequestBlock):
-                self._blocks.order(action)
-                self._slots.order_missing()
+                self._blocks.request(action)
+                self._slots.request_missing()
             elif isinstance(action, ev.ReleaseBlock):
                 self._blocks.release(action.block)
             elif isinstance(action, ev.Lend):

@@ -104,24 +104,24 @@ class SlotCycle:
         """Names of all slots that ever joined; a slot cannot join twice."""
         self._failed_starts = 0
 
-    # Orders.
+    # Requests for slots.
 
-    def order_missing(self) -> None:
-        """Order the slots that the blocks lack and that are not ordered yet."""
+    def request_missing(self) -> None:
+        """Request the slots that the blocks lack and that are not requested yet."""
         for _ in range(self._registry.missing_tasks()):
-            self._order()
+            self._request()
 
-    def order_overdue(self) -> None:
-        """Order once more the slots of running blocks that should have joined long ago."""
+    def request_overdue(self) -> None:
+        """Request once more the slots of running blocks that should have joined long ago."""
         for _ in range(self._registry.overdue(self._clock(), self._PATIENCE)):
-            self._order()
+            self._request()
 
-    def order_again(self) -> None:
-        """Order all missing slots anew: HTEX has lost the tasks that it had queued."""
+    def request_again(self) -> None:
+        """Request all missing slots anew: HTEX has lost the tasks that it had queued."""
         self._registry.tasks_queued = 0
-        self.order_missing()
+        self.request_missing()
 
-    def _order(self) -> None:
+    def _request(self) -> None:
         self._tokens += 1
         self._registry.tasks_queued += 1
         self._submit_slot(f"slot-{self._tokens}")
@@ -135,7 +135,7 @@ class SlotCycle:
             return None  # its block has ended, which HTEX has only now noticed
         elif ended.token in self._greeted:
             # Dropped before its process ended. If its block is still running, the node can have another slot.
-            self.order_missing()
+            self.request_missing()
             return None
         else:
             self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
@@ -146,7 +146,7 @@ class SlotCycle:
                 f"{self._failed_starts} slots in a row could not start on their nodes, the last: {ended.error}"
             )
         if self._registry.blocks:
-            self._order()
+            self._request()
         return None
 
     # Joining.
@@ -167,7 +167,7 @@ class SlotCycle:
             # Its node may outlive the block: if the batch system's daemon there has failed, the job cannot be ended,
             # and its worker pool would take the slot tasks that are meant for other nodes.
             self._server.send(name, Exit(now=True, node=True))
-            self.order_missing()
+            self.request_missing()
         elif refusal := self._environments.refusal(message):
             self._refuse(name, block, refusal)
         else:

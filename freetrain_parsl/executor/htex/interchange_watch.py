@@ -108,7 +108,7 @@ class InterchangeWatch(threading.Thread):
         self._post = post
         self._give_up = give_up
         self._clock = clock
-        self._orders: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._unsent: deque[str] = deque()
         self._restarts: deque[float] = deque()
         self._stopping = threading.Event()
@@ -116,21 +116,21 @@ class InterchangeWatch(threading.Thread):
         self._ask_at = clock() + self._ASK
         self._asked: float | None = None
 
-    def order(self, token: str) -> None:
+    def submit(self, token: str) -> None:
         """Queue a slot task for sending; never blocks."""
-        self._orders.put(token)
+        self._tasks.put(token)
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; the interchange keeps running."""
         self._stopping.set()
-        self._orders.put(None)
+        self._tasks.put(None)
         if self.is_alive():
             self.join(timeout)
 
     def run(self) -> None:
         """Watch until stopped, or until restarting does not help."""
         while not self._stopping.is_set():
-            self._take_order()
+            self._take_task()
             if self._stopping.is_set():
                 return
             reason = self._interchange.why_ended() or self._why_silent()
@@ -139,9 +139,9 @@ class InterchangeWatch(threading.Thread):
             elif not self._stopping.is_set() and not self._replace(reason):
                 return
 
-    def _take_order(self) -> None:
+    def _take_task(self) -> None:
         try:
-            token = self._orders.get(timeout=self._LOOK)
+            token = self._tasks.get(timeout=self._LOOK)
         except queue.Empty:
             return
         if token is not None:

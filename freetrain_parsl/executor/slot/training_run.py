@@ -162,7 +162,7 @@ class TrainingRun:
                 abandoned = list(self._stores.values())
             for store in abandoned:
                 store.close()
-        self.mailbox.order(Regroup(membership, abort=message.abort))
+        self.mailbox.post(Regroup(membership, abort=message.abort))
 
     def _member(self, place: Place, meeting: timedelta) -> Membership:
         return Membership(

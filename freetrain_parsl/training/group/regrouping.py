@@ -84,7 +84,7 @@ class GroupMember:
 
     # ── commands ──────────────────────────────────────────────────────────────────────────────────
 
-    def has_order(self) -> bool:
+    def has_command(self) -> bool:
         """Return whether there is a command to carry out at a boundary that all members agree on.
 
         Raises
@@ -92,21 +92,21 @@ class GroupMember:
         PeerFailed
             The command is to leave the group at once.
         """
-        order = self._mailbox.pending
-        if order is not None and order.abort and self.group.size > 1:
+        command = self._mailbox.pending
+        if command is not None and command.abort and self.group.size > 1:
             raise PeerFailed("a member has failed")
-        return order is not None
+        return command is not None
 
-    def take_order(self) -> Regroup:
+    def take_command(self) -> Regroup:
         """Take the command that all members have agreed to carry out."""
-        order = self._mailbox.take_order()
-        assert order is not None, "it was present when all members agreed"
-        return order
+        command = self._mailbox.take_command()
+        assert command is not None, "it was present when all members agreed"
+        return command
 
-    def await_order(self) -> Regroup:
+    def await_command(self) -> Regroup:
         """Wait, as a newcomer that is ready except for its state, to join the group."""
         self._report(Ready())
-        return self._next_order()
+        return self._next_command()
 
     def strand(self, reason: str, unreachable: tuple[tuple[int, int], ...] = ()) -> Regroup:
         """Leave a group in which a member has failed, and wait for the command to continue in another.
@@ -128,24 +128,24 @@ class GroupMember:
         if pending is None or not pending.abort:
             self._report(GroupFailed(self._generation, reason, unreachable))
         while True:
-            order = self._next_order(reason)
-            if order.abort or self.is_newcomer:  # otherwise the command is older than the failure
-                return order
+            command = self._next_command(reason)
+            if command.abort or self.is_newcomer:  # otherwise the command is older than the failure
+                return command
 
-    def _next_order(self, reason: str = "the training has ended") -> Regroup:
-        order = self._mailbox.take_order(None)
-        if order is None:
+    def _next_command(self, reason: str = "the training has ended") -> Regroup:
+        command = self._mailbox.take_command(None)
+        if command is None:
             raise PeerFailed(reason)
-        return order
+        return command
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────
 
-    def move(self, first_order: Callable[[], Regroup], place: Callable[[], tuple[int, ...]]) -> bool:
+    def move(self, first_command: Callable[[], Regroup], place: Callable[[], tuple[int, ...]]) -> bool:
         """Leave the group and continue in the one given by a command, or in a later one if that does not form.
 
         Parameters
         ----------
-        first_order
+        first_command
             Returns the command.
         place
             See `exchange`.
@@ -160,18 +160,18 @@ class GroupMember:
         PeerFailed
             No command will come, or this member cannot take over the others' state.
         """
-        order = first_order()
+        command = first_command()
         while True:
             self.leave()
-            if order.membership is None:
+            if command.membership is None:
                 return True
             try:
-                self._enter(order.membership)
+                self._enter(command.membership)
                 began = time.monotonic()
                 state = self._agree_on_state(place())
                 self._transferred = time.monotonic() - began
             except PeerFailed as error:
-                order = self.strand(str(error), error.unreachable)
+                command = self.strand(str(error), error.unreachable)
             else:
                 break
         self._follow(state)
@@ -200,7 +200,7 @@ class GroupMember:
         self._generation = membership.generation
         store = self._meet(membership) if membership.world_size > 1 else None
         self.group = join(membership, store, self._mailbox)
-        if (order := self._mailbox.pending) is not None and order.abort:
+        if (command := self._mailbox.pending) is not None and command.abort:
             raise PeerFailed("a member failed while the group was forming")
 
     def _agree_on_state(self, place: tuple[int, ...]) -> dict[str, Any] | None:
