@@ -62,6 +62,17 @@ def test_a_training_without_nodes_says_within_a_minute_what_it_waits_for_and_tak
     assert reasons(stage)[1:] == [""]
 
 
+def test_the_wait_for_slots_counts_from_the_assignment_of_the_nodes(stage: Stage) -> None:
+    stage.submit()
+    stage.now += 300
+    stage.manager.assign("t", frozenset({"n0", "n9"}))
+    stage.turn()
+    assert reasons(stage) == []
+    stage.now += 50
+    stage.turn()
+    assert reasons(stage) == ["waits for slots on n0, n9 to start or to become free"]
+
+
 def test_a_function_that_never_reaches_its_loop_is_named_with_its_nodes(stage: Stage) -> None:
     stage.submit()
     stage.on("n0", "n1")

@@ -92,6 +92,7 @@ class TrainingMachine:
         self.name = request.name
         self.goal = Goal.TRAIN
         self.desired: frozenset[str] = frozenset()
+        self._assigned = now
         self._limits = limits
         self._response = Response(now)
         self._planner = PlannerView(request, costs, self._response)
@@ -169,6 +170,7 @@ class TrainingMachine:
                     member.waited = event.waited
             case on.Assigned():
                 if self.goal is Goal.TRAIN and not self.over:
+                    self._assigned = self._assigned if self.desired else now
                     self.desired = event.nodes
             case on.Cancelled():
                 self._cancel()
@@ -258,6 +260,7 @@ class TrainingMachine:
                 self.phase,
                 self.participants,
                 desired=self.desired,
+                assigned=self._assigned,
                 needed=self.request.min_nodes,
                 now=self._response.now,
             )

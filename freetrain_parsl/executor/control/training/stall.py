@@ -17,7 +17,13 @@ _EXPLAINED_AFTER = 45.0  # seconds; so that the reason is reported within a minu
 
 
 def stall_reason(
-    phase: Phase, participants: Mapping[str, Participant], *, desired: Collection[str], needed: int, now: float
+    phase: Phase,
+    participants: Mapping[str, Participant],
+    *,
+    desired: Collection[str],
+    assigned: float,
+    needed: int,
+    now: float,
 ) -> str:
     """Return why a training makes no progress; empty if it does, or has waited only for a short time.
 
@@ -27,13 +33,15 @@ def stall_reason(
         Of a training that is not over.
     desired
         The nodes that it is to have.
+    assigned
+        When it last got nodes after it had none, seconds.
     needed
         The least number of nodes on which it runs.
     now
         Seconds.
     """
     if isinstance(phase, Waiting):
-        if now - phase.since < _EXPLAINED_AFTER:
+        if now - max(phase.since, assigned) < _EXPLAINED_AFTER:
             return ""
         if desired:
             return f"waits for slots on {_listed(desired)} to start or to become free"
