@@ -79,8 +79,9 @@ class TrainingApp(AppBase):
         self.__wrapped__ = func
         self._options = options
         self._curve = ScalingCurve.of(options.scaling)
-        # Raises at the decorator if the description is invalid.
-        self.request("checked-at-decoration" if options.name is None else options.name)
+        # Raises at the decorator if the description is invalid. Not every function's name can be a training's.
+        called = func.__name__ if func.__name__.isidentifier() and func.__name__.isascii() else ""
+        self.request(called.lstrip("_") or "training" if options.name is None else options.name)
 
     @property
     def training_function(self) -> Callable[..., Any]:
