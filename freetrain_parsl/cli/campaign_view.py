@@ -227,12 +227,18 @@ def ago(seconds: float) -> str:
 
 
 def failed_starts_of(store: RunStore) -> FailedStarts | None:
-    """Return the failed block starts recorded in the last driver's journal."""
+    """Return the failed block starts recorded in the journal of the living driver."""
+    run = journal_state_of(store)
+    return None if run is None else run.failed_starts
+
+
+def journal_state_of(store: RunStore) -> RunState | None:
+    """Return what the journal of the living driver says; ``None`` without such a driver, or if it cannot be read."""
     driver = store.last_driver()
     if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
         return None
     try:
-        return RunState(Path(driver.journal)).refresh().failed_starts
+        return RunState(Path(driver.journal)).refresh()
     except sqlite3.Error:  # the write-ahead log of another host cannot be read here
         return None
 

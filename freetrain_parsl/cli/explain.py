@@ -13,7 +13,7 @@ from rich.console import Console
 
 from freetrain_parsl.campaign.run import run_directories
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import failed_starts_of
+from freetrain_parsl.cli.campaign_view import journal_state_of
 from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
 from freetrain_parsl.cli.sources import (
     AccountOption,
@@ -74,14 +74,22 @@ def explain(
 
 
 def runs_here() -> Iterator[str]:
-    """Report the run directories here whose driver is alive but whose blocks cannot start."""
+    """Report why runs in this directory do not use nodes: blocks that cannot start, or trainings without storage."""
     for directory in run_directories():
         try:
-            failed = failed_starts_of(RunStore(directory.absolute()))
+            run = journal_state_of(RunStore(directory.absolute()))
         except FreeTrainError:
             continue  # of another version
-        if failed is not None:
-            yield f"{directory}: {failed.sentence(time.time())}"
+        if run is None:
+            continue
+        if run.failed_starts is not None:
+            yield f"{directory}: {run.failed_starts.sentence(time.time())}"
+        waiting: defaultdict[str, list[str]] = defaultdict(list)
+        for training in run.trainings.values():
+            if training.waits_for:
+                waiting[training.waits_for].append(training.name)
+        for reason, names in waiting.items():
+            yield f"{directory}: {', '.join(names[:3])}{', …' if names[3:] else ''} cannot start: {reason}"
 
 
 def explanation_figures(answer: PlannerAnswer) -> dict[str, Any]:

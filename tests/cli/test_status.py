@@ -16,7 +16,7 @@ from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.explain import runs_here
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.protocol.journal import StartsFailed
+from freetrain_parsl.protocol.journal import StartsFailed, TrainingSubmitted, TrainingTriesAgain, TrainingWaits
 
 FACTS = {
     "name": "sweep",
@@ -155,6 +155,23 @@ def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> Non
     journal.write(2.0, StartsFailed("", 0, 5, None, ""))
     journal.commit()
     assert "attempts" not in freetrain("status").stdout
+    assert list(runs_here()) == []
+    journal.close()
+
+
+def test_explain_names_the_trainings_that_wait_for_their_checkpoint_directory(store, tmp_path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    for name in "abcd":
+        journal.write(1.0, TrainingSubmitted(name, 1, 2, None))
+        journal.write(1.0, TrainingWaits(name, "the checkpoint directory /ck is full (ENOSPC)", time.time() + 60))
+    journal.commit()
+    store.describe_driver(store.begin_driver(*own_identity()), "freetrain.x.", journal.path)
+    assert list(runs_here()) == [
+        "freetrain-run-1: a, b, c, … cannot start: the checkpoint directory /ck is full (ENOSPC)"
+    ]
+    for name in "abcd":
+        journal.write(2.0, TrainingTriesAgain(name))
+    journal.commit()
     assert list(runs_here()) == []
     journal.close()
 
