@@ -27,7 +27,7 @@ time.sleep(60)
 _SLOT = """
 import signal, sys, time
 from pathlib import Path
-from freetrain_parsl.executor.slot.pilot import set_process_title, end_node
+from freetrain_parsl.executor.slot.pilot import set_process_title, end_node, pilot_of_node
 def save(*_):
     time.sleep(0.5)
     Path(sys.argv[1]).write_text("saved")
@@ -131,7 +131,7 @@ def test_a_pool_that_ends_by_itself_ends_the_node(start) -> None:
 
 def test_a_slot_can_end_its_node(start, tmp_path) -> None:
     """When the driver has failed, the last slot to save releases the whole node."""
-    slot = _SLOT.replace("time.sleep(60)", "end_node(); save()", 1)
+    slot = _SLOT.replace("time.sleep(60)", "end_node(pilot_of_node()); save()", 1)
     pilot = start(1, slot)
     pilot.wait(10)
     assert (tmp_path / "slot-0").read_text() == "saved"

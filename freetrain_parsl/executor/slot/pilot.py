@@ -19,7 +19,7 @@ from pathlib import Path
 
 from freetrain_parsl.cluster.processes import living
 
-__all__ = ["end_node", "set_process_title"]
+__all__ = ["end_node", "pilot_of_node", "set_process_title"]
 
 _PILOT = "FREETRAIN_PILOT"  # environment variable: process id of the node's pilot
 _SLOT = "freetrain-slot"  # at most 15 characters
@@ -38,11 +38,17 @@ def set_process_title() -> None:
     Path("/proc/self/comm").write_text(_SLOT, encoding="ascii")
 
 
-def end_node() -> None:
-    """Make the pilot end this node's worker pool once all slots of the node have exited; called in a slot."""
-    if (pilot := os.environ.get(_PILOT)) is not None:
+def pilot_of_node() -> int | None:
+    """Return the process id of this node's pilot; called in a slot, before user code can change the environment."""
+    pilot = os.environ.get(_PILOT)
+    return None if pilot is None else int(pilot)
+
+
+def end_node(pilot: int | None) -> None:
+    """Make the pilot, if there is one, end its node's worker pool once all slots of the node have exited."""
+    if pilot is not None:
         with suppress(ProcessLookupError):  # it has ended, and the pool with it
-            os.kill(int(pilot), signal.SIGTERM)
+            os.kill(pilot, signal.SIGTERM)
 
 
 def main(command: list[str]) -> int:

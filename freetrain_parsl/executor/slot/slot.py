@@ -29,7 +29,7 @@ from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.slot.pilot import end_node, set_process_title
+from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node, set_process_title
 from freetrain_parsl.executor.slot.signals import SignalSocket
 from freetrain_parsl.executor.slot.training_run import TrainingRun, serialized_exception
 from freetrain_parsl.protocol.messages import (
@@ -104,6 +104,7 @@ class _Slot:
         set_process_title()
         for name in _SECRETS:
             os.environ.pop(name, None)
+        self._pilot = pilot_of_node()
         self._settings = settings
         self._token = token
         self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
@@ -177,7 +178,7 @@ class _Slot:
                     self._pass_on()
             case Exit():
                 if message.node:
-                    end_node()
+                    end_node(self._pilot)
                 if message.now:
                     os._exit(1)
                 self._leave()
@@ -187,7 +188,7 @@ class _Slot:
         logger.warning(
             "no message from the driver for %.0f s: saving and releasing this node", self._settings.heartbeat_timeout
         )
-        end_node()
+        end_node(self._pilot)
         self._leave()
         if (run := self._run) is not None:
             run.close()
@@ -208,7 +209,7 @@ class _Slot:
         if number == signal.SIGUSR1:
             if self._closes is not None and self._closes - time.monotonic() <= _EARLIEST_WARNING:
                 return  # of the walltime's end, which the driver knows
-            end_node()  # else the node would be held until the grace period is over
+            end_node(self._pilot)  # else the node would be held until the grace period is over
         if self._leaving:
             return  # repeated
         run = self._run
@@ -253,9 +254,13 @@ class _Slot:
 
     def _work(self) -> None:
         """Run the assigned trainings and tasks, one at a time, until the slot leaves."""
+        from freetrain_parsl.executor.slot.process_state import ProcessState  # imports torch
+
+        initial = ProcessState()
         while not self._leaving:
             message = self._inbox.get()
             if isinstance(message, StartRun):
+                initial.restore()
                 self._train(message)
             elif isinstance(message, StartTask):
                 self._run_task(message)
