@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from parsl.utils import RepresentationMixin
 from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
-from freetrain_parsl.settings_checks import check_duration
+from freetrain_parsl.settings_checks import check_count, check_duration
 
 if TYPE_CHECKING:
     from freetrain_parsl.windows.base import WindowSource
@@ -49,10 +50,11 @@ def parse_walltime(text: str) -> timedelta:
     match = _WALLTIME.fullmatch(text)
     if match:
         days, hours, minutes, seconds = match.groups(default="0")
-        walltime = timedelta(days=int(days), hours=int(hours), minutes=int(minutes), seconds=float(seconds))
-        if walltime:
-            return walltime
-    raise InvalidSettings(f"a walltime must have the form HH:MM:SS and must not be zero, got {text!r}")
+        with suppress(OverflowError, ValueError):  # a number of days, or of digits, that Python does not convert
+            walltime = timedelta(days=int(days), hours=int(hours), minutes=int(minutes), seconds=float(seconds))
+            if walltime:
+                return walltime
+    raise InvalidSettings(f"a walltime must have the form HH:MM:SS and must not be zero, got {text[:40]!r}")
 
 
 class EveryNodeLauncher(Launcher):
@@ -134,6 +136,12 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
     ) -> None:
         parse_walltime(walltime)
         check_duration("EmbeddedClusterProvider: grace", grace, least=timedelta(0))
+        for setting, count in (("nodes", nodes), ("nodes_per_block", nodes_per_block), ("max_blocks", max_blocks)):
+            check_count(f"EmbeddedClusterProvider: {setting}", count)
+        for setting, count in (("init_blocks", init_blocks), ("min_blocks", min_blocks)):
+            check_count(f"EmbeddedClusterProvider: {setting}", count, least=0)
+        if nodelist is not None and not nodelist:
+            raise InvalidSettings("EmbeddedClusterProvider: nodelist must name a node, or be None for any")
         self.cluster = cluster
         self.nodes = nodes
         self.workload = workload

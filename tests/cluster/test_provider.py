@@ -24,10 +24,27 @@ def test_a_walltime_is_read_to_the_second(text, seconds):
     assert parse_walltime(text) == timedelta(seconds=seconds)
 
 
-@pytest.mark.parametrize("text", ["", "10", "10:00", "00:00:00", "00:60:00", "-1:00:00", "x"])
+@pytest.mark.parametrize(
+    "text", ["", "10", "10:00", "00:00:00", "00:60:00", "-1:00:00", "x", "9" * 12 + ":00:00", "9" * 5000 + ":00:00"]
+)
 def test_another_way_of_writing_a_walltime_is_refused(text):
     with pytest.raises(InvalidSettings, match="HH:MM:SS"):
         EmbeddedClusterProvider(walltime=text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 0}, "nodes must be a whole number of at least 1, got 0"),
+        ({"nodes_per_block": 0}, "nodes_per_block must be a whole number of at least 1, got 0"),
+        ({"max_blocks": -1}, "max_blocks must be a whole number of at least 1, got -1"),
+        ({"min_blocks": -1}, "min_blocks must be a whole number of at least 0, got -1"),
+        ({"nodelist": ()}, "nodelist must name a node, or be None for any"),
+    ],
+)
+def test_impossible_sizes_are_refused(options, message) -> None:
+    with pytest.raises(InvalidSettings, match=f"EmbeddedClusterProvider: {message}"):
+        EmbeddedClusterProvider(**options)
 
 
 def test_it_is_shown_as_it_was_made():
