@@ -42,7 +42,7 @@ class Step:
     time
         Seconds since the epoch.
     events, actions
-        What the planner was told, and what it answered.
+        What the planner was given, and what it returned.
     solves
         The policy's decisions on the way.
     """
