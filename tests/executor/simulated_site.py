@@ -142,7 +142,7 @@ class SimulatedSite:
 
     # The job submitter.
 
-    def order(self, spec: BlockSpec) -> None:
+    def request(self, spec: BlockSpec) -> None:
         self.jobs[spec.block] = _Job(spec, self.now + self.terms.start_delay)
         self.loop._blocks.on_submitted(spec.block, spec.block)
         self._change_blocks()
