@@ -373,8 +373,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         bool
             Whether it is being cancelled; false if it is done, or not a training of this executor.
         """
-        own = None if self._driver is None else self._submissions.cancel(future)
-        if self._driver is None or own is None:
+        if self._driver is None or (own := self._submissions.cancel(future)) is None:
             return False
         self._driver.post(CancelTraining(own))
         return True

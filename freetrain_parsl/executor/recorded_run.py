@@ -91,13 +91,13 @@ def read_run(journal: Path) -> RecordedRun:
             case record.Decision(subject=purpose, counts=counts, objective=objective, proven=proven):
                 solves.append(Solve(purpose, counts, objective, proven))
             case record.PlannerStep(events=events, actions=actions):
-                told = []
+                received: list[ev.Event] = []
                 for item in events:
                     event = _event(item, seen)
                     if isinstance(event, ev.WindowsSeen):
                         seen = event
-                    told.append(event)
-                steps.append(Step(entry.time, tuple(told), tuple(map(restored, actions)), tuple(solves)))
+                    received.append(event)
+                steps.append(Step(entry.time, tuple(received), tuple(map(restored, actions)), tuple(solves)))
                 solves.clear()
     if started is None:
         raise InvalidInput(f"{journal}: it has no steps of a planner; give the journal of a run of this version")

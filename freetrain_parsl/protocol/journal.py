@@ -99,7 +99,7 @@ class PlannerStarted(Record):
 
 @dataclass(frozen=True)
 class PlannerStep(Record):
-    """The planner was told `events` and answered with `actions`, see `freetrain_parsl.executor.event_json`.
+    """The planner received `events` and returned `actions`, see `freetrain_parsl.executor.event_json`.
 
     Windows without content are the same as before. The decisions on the way precede this record.
     """
@@ -225,7 +225,7 @@ class NodeLeft(Record):
 
 @dataclass(frozen=True)
 class NodeSetAside(Record):
-    """The other nodes of a training cannot reach the node; it rejoins the pool after `seconds`."""
+    """A training cannot use the node, see `reason`; it rejoins the pool after `seconds`."""
 
     seconds: float
     reason: str

@@ -52,7 +52,7 @@ class BlockSettings:
 
 @dataclass
 class _Block:
-    """A block that was requested; ``ready`` is infinite before it starts, ``told``: the planner knows that it has."""
+    """A block that was requested; ``ready`` is infinite before it starts; ``reported``: a poll has shown its start."""
 
     name: str
     wanted: tuple[str, ...]
@@ -62,7 +62,7 @@ class _Block:
     nodes: tuple[str, ...] = ()
     ready: float = math.inf
     ends: float = math.inf
-    told: bool = False
+    reported: bool = False
     joined: bool = False
 
 
@@ -152,7 +152,7 @@ class BlockSite:
         """End the blocks that trainings have vacated shortly before their walltime is over."""
         for block in list(self._blocks.values()):
             if (
-                block.told
+                block.reported
                 and block.ends - now <= self._closing_margin
                 and not any(node in used for node in block.nodes)
             ):
@@ -186,13 +186,13 @@ class BlockSite:
             yield ev.BlockEnded(now, name)
         self._ended.clear()
         for block in self._blocks.values():
-            if block.nodes and not block.told:
-                block.told = True
+            if block.nodes and not block.reported:
+                block.reported = True
                 yield ev.BlockStarted(now, block.name, block.nodes, block.ends)
                 yield ev.NodesClosing(now, block.nodes, block.ends)
 
     def _member(self, node: str, block: _Block, now: float) -> PoolNode:
-        ends = block.ends if block.told else now + block.seconds
+        ends = block.ends if block.reported else now + block.seconds
         return PoolNode(node, min(ends, self._idle[node].end) if self._perfect else ends)
 
     def _windows(self, now: float) -> Iterable[Window]:

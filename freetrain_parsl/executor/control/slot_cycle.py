@@ -1,4 +1,4 @@
-"""The life of a slot, from its order to its loss."""
+"""The life of a slot, from its request to its loss."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class SlotTaskEnded:
 
 
 class SlotCycle:
-    """Orders slots, admits them, and drops those that fail. Owned by the control loop's thread.
+    """Requests slots, admits them, and drops those that fail. Owned by the control loop's thread.
 
-    A slot is ordered as a task of HTEX, identified by a token, and joins with its first message. Its node joins the
+    A slot is requested as a task of HTEX, identified by a token, and joins with its first message. Its node joins the
     pool with the last of its slots, and leaves it with the first.
 
     Parameters
@@ -60,7 +60,7 @@ class SlotCycle:
     heartbeat_timeout
         A slot from which no message arrives for this many seconds has failed.
     aside
-        Seconds for which a node that the others cannot reach is first set aside.
+        Seconds for which a node is set aside the first time.
     clock
         Seconds since the epoch, never stepped.
     """
@@ -199,7 +199,7 @@ class SlotCycle:
         self._write(record.NodeJoined(slot.node, block.name, closes))
 
     def set_aside(self, slot: Slot, reason: str) -> None:
-        """Take a node out of the pool for some time: it works, but the other nodes cannot reach it."""
+        """Take a node out of the pool for some time: it reaches the driver, but a training cannot use it."""
         pause = self._registry.set_aside(slot.node, self._clock(), self._aside)
         logger.warning("node %s is set aside for %.0f s: %s", slot.node, pause, reason)
         self._write(record.NodeSetAside(slot.node, pause, reason))
@@ -280,7 +280,7 @@ class SlotCycle:
         slot
             The slot.
         reason
-            Why.
+            The reason, for the journal and the log.
         crash
             Whether it failed; ignored if its node or block was about to end anyway.
         """

@@ -55,7 +55,7 @@ class HtexBlocks:
             raise ScalingFailed(executor, "the provider did not return a job id")
         executor.blocks_to_job_id[spec.block] = job
         executor.job_ids_to_block[job] = spec.block
-        self._tell_monitoring(spec.block, JobState.PENDING)
+        self._inform_monitoring(spec.block, JobState.PENDING)
         return str(job)
 
     def last_words(self, job: str) -> str:
@@ -64,14 +64,14 @@ class HtexBlocks:
         return last_words(resources.get(job))
 
     def follow(self, message: object) -> None:
-        """Tell Parsl's monitoring what a message says about blocks: a survey or a refusal; ignore all others."""
+        """Report the block states in a survey or a refusal to Parsl's monitoring; other messages are ignored."""
         if isinstance(message, Survey):
             for job, status in message.blocks.items():
-                self._tell_monitoring(self._executor.job_ids_to_block[job], _JOB_STATES[status.state.name])
+                self._inform_monitoring(self._executor.job_ids_to_block[job], _JOB_STATES[status.state.name])
         elif isinstance(message, BlockRefused):
-            self._tell_monitoring(message.block, JobState.FAILED, message.reason)
+            self._inform_monitoring(message.block, JobState.FAILED, message.reason)
 
-    def _tell_monitoring(self, block: str, state: JobState, text: str | None = None) -> None:
+    def _inform_monitoring(self, block: str, state: JobState, text: str | None = None) -> None:
         known = self._executor._status  # noqa: SLF001 - HTEX's scaling, which would write it, is disabled
         if block in known and known[block].state == state:
             return

@@ -272,15 +272,12 @@ class BareScene(Scene):
 
     def _stacks_of(self, pids: Sequence[int | None]) -> str:
         """Return the stacks of processes that should have ended."""
-        out = self.plan.directory / "slots.out"
-        known = out.stat().st_size if out.exists() else 0
+        sizes = {out: out.stat().st_size for out in self.plan.directory.glob("*.out")}
         for pid in filter(None, pids):
             with suppress(ProcessLookupError):
                 os.kill(pid, _DUMP)
         time.sleep(1.0)
-        with out.open("rb") as file:
-            file.seek(known)
-            return file.read().decode(errors="replace")
+        return "".join(out.read_bytes()[size:].decode(errors="replace") for out, size in sizes.items())
 
     def _end_job(self, name: str, state: str) -> None:
         job = self._jobs.get(name)
