@@ -1,7 +1,8 @@
 """Run the test suite in parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
 
-Tests without daemons use all cores, the quick ones first; tests with daemons wait most of the time and run two at a
-time; those that measure delays, or use a GPU, run alone. ``python -m pytest`` runs the same tests one by one.
+Those that use a GPU run alone and first, so that the last summary is never that of skipped tests only. Tests without
+daemons use all cores, the quick ones first; tests with daemons run two at a time; those that measure delays run alone.
+``python -m pytest`` runs the same tests one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import pytest
 
 # Part -> maximum number of concurrent tests.
-PARTS = {"quick": 4, "slow": 4, "daemons": 2, "alone": 1, "gpu": 1}
+PARTS = {"gpu": 1, "quick": 4, "slow": 4, "daemons": 2, "alone": 1}
 NOTHING, FAILED = int(pytest.ExitCode.NO_TESTS_COLLECTED), int(pytest.ExitCode.TESTS_FAILED)
 
 
