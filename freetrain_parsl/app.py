@@ -14,16 +14,18 @@ from parsl.dataflow.memoization import id_for_memo
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
 from freetrain_parsl.planning.settings import RescaleCosts
+from freetrain_parsl.sweeps.names import check_template, fill_template, is_template
+from freetrain_parsl.sweeps.points import SweepPoint, combined, zipped
 from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.signature import check_signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime, timedelta
 
     from parsl.dataflow.futures import AppFuture
 
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.trainings import Fuse, TrainingRequest
     from freetrain_parsl.protocol.options import Code, OnCodeChange
 
 __all__ = ["TrainingApp", "training_app"]
@@ -45,6 +47,7 @@ class _Options:
     checkpoint_interval: timedelta | None = None
     name: str | None = None
     on_code_change: OnCodeChange = "refuse"
+    fuse: Fuse = "auto"
 
 
 class TrainingApp(AppBase):
@@ -72,7 +75,6 @@ class TrainingApp(AppBase):
             data_flow_kernel=data_flow_kernel,
             executors="all" if isinstance(executors, str) else list(executors),
             cache=cache,
-            ignore_for_cache=["parsl_resource_specification"],
         )
         self.__doc__ = func.__doc__
         self.__module__ = func.__module__
@@ -81,7 +83,12 @@ class TrainingApp(AppBase):
         self._curve = ScalingCurve.of(options.scaling)
         # Raises at the decorator if the description is invalid. Not every function's name can be a training's.
         called = func.__name__ if func.__name__.isidentifier() and func.__name__.isascii() else ""
-        self.request(called.lstrip("_") or "training" if options.name is None else options.name)
+        if is_template(options.name):
+            check_template(func, options.name)
+        if options.name is None or is_template(options.name):
+            self.request(called.lstrip("_") or "training")
+        else:
+            self.request(options.name)
 
     @property
     def training_function(self) -> Callable[..., Any]:
@@ -122,27 +129,96 @@ class TrainingApp(AppBase):
         TypeError
             The function does not accept these arguments.
         """
-        from freetrain_parsl.executor.executor import SPECIFICATION_KEY
-
         self.check_arguments(*args, **kwargs)
-        kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
-        code = code_of(self.func)
-        call = "" if self._options.name else self._call_name(args, kwargs)
-        name = self._options.name or _derived_name(call, code)
-        request = self.request(name, code, call)
-        return kernel.submit(
-            self.func,
-            app_args=args,
-            executors=[self._executor_label(kernel)],
-            cache=self.cache,
-            ignore_for_cache=self.ignore_for_cache,
-            app_kwargs={
-                **self.kwargs,
-                **kwargs,
-                "parsl_resource_specification": {SPECIFICATION_KEY: request},
-            },
-            join=False,
-        )
+        return self.submit(self.call_request(args, kwargs), args, kwargs)
+
+    def sweep(self, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
+        """Submit one training for each position of lists of arguments, which have the same length.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function. A list, or any other iterable except strings and mappings, has one value for
+            each training; anything else is the same for all of them.
+        seeds
+            The seeds of the trainings. Default: all have that of the app.
+
+        Returns
+        -------
+        list of AppFuture
+            The trainings' futures, in the order of the lists.
+
+        Raises
+        ------
+        InvalidTrainer
+            The lists differ in length, one is empty, or two trainings would be the same; nothing is submitted.
+        TypeError
+            The function does not accept these arguments.
+
+        Examples
+        --------
+        >>> @training_app
+        ... def train(session, lr, weight_decay=0.0): ...
+        >>> futures = train.sweep(lr=[1e-3, 3e-3, 1e-2], weight_decay=[0, 0.1, 0.2])  # doctest: +SKIP
+        """
+        caller = self._caller("sweep")
+        return self._submit_points(zipped(args, kwargs, seeds, caller=caller), caller)
+
+    def grid(self, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
+        """Submit one training for each combination of the values of lists of arguments.
+
+        Parameters, results and errors are those of `sweep`, but the lists may differ in length. The values of the last
+        list vary fastest; `seeds` count as the last.
+
+        Examples
+        --------
+        >>> @training_app
+        ... def train(session, lr, weight_decay=0.0): ...
+        >>> futures = train.grid(lr=[1e-3, 1e-2], weight_decay=[0, 0.1], seeds=range(3))  # doctest: +SKIP
+        """
+        caller = self._caller("grid")
+        return self._submit_points(combined(args, kwargs, seeds, caller=caller), caller)
+
+    def at_points(self, points: Sequence[SweepPoint], caller: str) -> list[TrainingApp]:
+        """Return the app of each training of a sweep: with its seed and, if this app has a name, a name of its own.
+
+        Parameters
+        ----------
+        points
+            The arguments of each training.
+        caller
+            Begins the messages of errors.
+
+        Raises
+        ------
+        InvalidTrainer
+            Two trainings have the same arguments and seed, or the same name.
+        TypeError
+            The function does not accept the arguments of a training.
+        """
+        apps: list[TrainingApp] = []
+        names: dict[str, int] = {}
+        identities: dict[bytes, int] = {}
+        for number, point in enumerate(points, start=1):
+            self.check_arguments(*point.args, **point.kwargs)
+            own: dict[str, Any] = {} if point.seed is None else {"seed": point.seed}
+            if not self._has_name_per_call:
+                own["name"] = f"{self._options.name}-{number}"
+            app = self.options(**own) if own else self
+            name, _ = app.names_of(point.args, point.kwargs)
+            identity = _identity(point) or name.encode()
+            if (first := identities.setdefault(identity, number)) != number:
+                raise InvalidTrainer(
+                    f"{caller}: trainings {first} and {number} have the same arguments and seed; give each "
+                    "combination once, or vary the seed: seeds=range(…)"
+                )
+            if (first := names.setdefault(name, number)) != number:
+                raise InvalidTrainer(
+                    f"{caller}: trainings {first} and {number} are both named {name!r}; use the arguments in which "
+                    f"they differ in name={self._options.name!r}"
+                )
+            apps.append(app)
+        return apps
 
     def check_arguments(self, *args: Any, **kwargs: Any) -> None:
         """Check the arguments of a call, excluding ``session``.
@@ -172,7 +248,7 @@ class TrainingApp(AppBase):
         code, call
             See `SessionOptions`.
         """
-        from freetrain_parsl.executor.trainings import TrainingRequest, session_options
+        from freetrain_parsl.executor.trainings import TrainingRequest, fusion_of, session_options
 
         options = self._options
         return TrainingRequest(
@@ -192,12 +268,81 @@ class TrainingApp(AppBase):
             deadline=options.deadline,
             samples=options.samples,
             costs=None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
+            fusion=fusion_of(options.fuse, code),
         )
 
-    def _call_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the name of a call's training, without the code's digest, and its prefix if it is derived."""
+        name = self._options.name
+        if name is None:
+            call = self._call_name(args, kwargs)
+            return call, call
+        if is_template(name):
+            return fill_template(self.func, name, args, {**self.kwargs, **kwargs}, seed=self._options.seed), ""
+        return name, ""
+
+    def call_request(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], code: Code | None = None
+    ) -> TrainingRequest:
+        """Return the description of the training of one call.
+
+        Parameters
+        ----------
+        args, kwargs
+            The arguments of the call, which have been checked.
+        code
+            The code of the function, if it is known already.
+        """
+        code = code_of(self.func) if code is None else code
+        name, call = self.names_of(args, kwargs)
+        return self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
+
+    def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AppFuture:
+        """Submit the training of one call, described by `call_request`."""
+        from freetrain_parsl.executor.executor import SPECIFICATION_KEY
+
+        kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
+        return kernel.submit(
+            self.func,
+            app_args=args,
+            executors=[self._executor_label(kernel)],
+            cache=self.cache,
+            ignore_for_cache=self.ignore_for_cache,
+            app_kwargs={
+                **self.kwargs,
+                **kwargs,
+                "parsl_resource_specification": {SPECIFICATION_KEY: request},
+            },
+            join=False,
+        )
+
+    @property
+    def _has_name_per_call(self) -> bool:
+        """Whether the name depends on the arguments: derived from them, or a template."""
+        return self._options.name is None or is_template(self._options.name)
+
+    def _caller(self, method: str) -> str:
+        """Return how messages call a method that takes `seeds`, which no parameter of the function may be called."""
+        if "seeds" in inspect.signature(self.func).parameters:
+            raise InvalidTrainer(
+                f"{self.__name__}.{method}: the function has a parameter 'seeds', but {method}() takes the seeds of "
+                "the trainings by that name; rename the parameter"
+            )
+        return f"{self.__name__}.{method}"
+
+    def _submit_points(self, points: Sequence[SweepPoint], caller: str) -> list[AppFuture]:
+        """Submit the trainings of a sweep, after all of them have been checked."""
+        code = code_of(self.func)
+        described = [
+            (app, app.call_request(point.args, point.kwargs, code), point)
+            for app, point in zip(self.at_points(points, caller), points, strict=True)
+        ]
+        return [app.submit(request, point.args, point.kwargs) for app, request, point in described]
+
+    def _call_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Derive a name from function and arguments; with the code's digest, later runs find checkpoints by it."""
         try:
-            key = id_for_memo([list(args), kwargs, self._options.seed])
+            key = id_for_memo([list(args), dict(kwargs), self._options.seed])
         except ValueError:
             raise InvalidTrainer(
                 f"{self.__name__}: no stable name can be derived from these arguments; "
@@ -217,8 +362,12 @@ class TrainingApp(AppBase):
         return str(ours[0])
 
 
-def _derived_name(call: str, code: Code) -> str:
-    return f"{call}-{code.digest[:8]}"
+def _identity(point: SweepPoint) -> bytes | None:
+    """Return what is equal for points that are the same; ``None``: an argument has no stable identity."""
+    try:
+        return bytes(id_for_memo([list(point.args), dict(point.kwargs), point.seed]))
+    except ValueError:
+        return None
 
 
 @overload
@@ -239,6 +388,7 @@ def training_app(
     checkpoint_interval: timedelta | None = ...,
     name: str | None = ...,
     on_code_change: OnCodeChange = ...,
+    fuse: Fuse = ...,
     executors: Sequence[str] | Literal["all"] = ...,
     cache: bool = ...,
     data_flow_kernel: DataFlowKernel | None = ...,
@@ -282,11 +432,15 @@ def training_app(
     checkpoint_interval
         Time between periodic checkpoints. Default: the executor's.
     name
-        Name of the training and its checkpoints. Default: derived from function, arguments and code, so that a call
-        of edited code starts over.
+        Name of the training and its checkpoints; may contain arguments and the seed, with a plain format:
+        ``"lr{lr:.0e}-{seed}"``. Default: derived from function, arguments and code, so that a call of edited code
+        starts over.
     on_code_change
         What to do if the newest checkpoint was written by different code: ``"refuse"`` raises `CodeChanged`,
         ``"resume"`` resumes from it, ``"restart"`` sets the old checkpoints aside and starts over.
+    fuse
+        Reserved; has no effect yet: whether the training may run fused with others of the same function and code, in
+        one process. ``"auto"``, False, or the maximum number of trainings that run fused.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 

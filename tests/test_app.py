@@ -7,10 +7,12 @@ from datetime import datetime, timedelta
 from typing import ClassVar
 
 import pytest
-from parsl.dataflow.dflow import DataFlowKernel
+from parsl.dataflow.memoization import id_for_memo
 
-from freetrain_parsl import FreeTrainExecutor, ScalingCurve, TrainingApp, training_app
+from freetrain_parsl import ScalingCurve, TrainingApp, training_app
 from freetrain_parsl.errors import InvalidInput, InvalidSettings, InvalidTrainer
+from freetrain_parsl.executor.trainings import Fusion
+from tests.recording_kernel import RecordingKernel
 
 
 def train(session, lr=0.1):
@@ -54,6 +56,11 @@ def test_an_app_looks_like_its_function() -> None:
         ({"name": ""}, "letters, digits"),
         ({"name": 5}, "letters, digits"),
         ({"name": "../escape"}, "letters, digits"),
+        ({"name": "{rate}"}, "train: name '{rate}' cannot be filled; a name may use {lr}, {seed}"),
+        ({"name": "{lr"}, "cannot be filled"),
+        ({"fuse": True}, "fuse must be 'auto', False or a whole number of at least 2, got True"),
+        ({"fuse": 1}, "fuse must be 'auto', False or a whole number of at least 2, got 1"),
+        ({"fuse": None}, "fuse must be 'auto', False or a whole number of at least 2, got None"),
         ({"nodes": 4}, "no option 'nodes'"),
         ({"executors": "label"}, "give a list of labels"),
     ],
@@ -133,21 +140,14 @@ def test_options_refuse_what_the_decorator_refuses(changes: dict) -> None:
         training_app(max_nodes=4)(train).options(**changes)
 
 
-class Kernel(DataFlowKernel):
-    """A fake of Parsl's DataFlowKernel that records submissions."""
-
-    def __init__(self) -> None:
-        self.requests = []
-        self.executors = {"freetrain": object.__new__(FreeTrainExecutor)}
-
-    def submit(self, _function, app_kwargs, **_others) -> None:
-        self.requests.append(app_kwargs["parsl_resource_specification"]["freetrain"])
+OPTIONS = ("name", "seed", "epochs", "fuse", "max_nodes")
 
 
-def called(function, *args, seed=0, name=None, **kwargs):
-    """Return the request made by a call."""
-    kernel = Kernel()
-    training_app(data_flow_kernel=kernel, seed=seed, name=name)(function)(*args, **kwargs)
+def called(function, *args, **given):
+    """Return the request made by a call, with arguments and options."""
+    kernel = RecordingKernel()
+    options = {name: given.pop(name) for name in OPTIONS if name in given}
+    training_app(data_flow_kernel=kernel, **options)(function)(*args, **given)
     return kernel.requests[0]
 
 
@@ -180,6 +180,35 @@ def test_a_name_of_ones_own_stays_and_the_code_is_told_beside_it() -> None:
     request = called(train, name="mine")
     assert (request.name, request.options.call) == ("mine", "")
     assert request.options.code == called(train, lr=0.1).options.code
+
+
+def test_a_name_may_be_a_template_of_the_arguments_with_their_defaults_and_the_seed() -> None:
+    request = called(train, name="lr{lr:.0e}-{seed}", seed=3)
+    assert (request.name, request.options.call) == ("lr1e-01-3", "")
+    assert called(train, 0.3, name="{lr}").name == "0.3"
+    assert called(lambda s, **others: s, width=4, name="w{width}").name == "w4"
+
+
+def test_a_template_that_a_call_cannot_fill_is_refused_in_one_line() -> None:
+    with pytest.raises(InvalidTrainer, match=r"train: name 'lr\{lr:.0e\}': 'fast' cannot be formatted with '.0e'"):
+        called(train, "fast", name="lr{lr:.0e}")
+    with pytest.raises(InvalidTrainer, match=r"name '\{width\}' cannot be filled; a name may use \{seed\}, \{lr\}"):
+        called(lambda s, **others: s, lr=0.1, name="{width}")
+
+
+def test_trainings_of_one_function_and_code_may_run_fused() -> None:
+    one, other, after = called(train, lr=0.1), called(train, lr=0.2, seed=1, name="mine"), called(edited, lr=0.1)
+    assert one.fusion == other.fusion != after.fusion
+    assert one.fusion.limit is None
+    assert called(train, fuse=4).fusion == Fusion(one.fusion.key, 4)
+    assert called(train, fuse=False).fusion is None
+
+
+def test_what_the_cache_of_parsl_keeps_is_the_result_of_a_seed_and_of_a_number_of_epochs() -> None:
+    """`options` decide about the result as the arguments do."""
+    requests = [called(train, name="t", **options) for options in ({}, {"seed": 1}, {"epochs": 2})]
+    assert len({id_for_memo(request) for request in [*requests, called(edited, name="t")]}) == 4
+    assert id_for_memo(requests[0]) == id_for_memo(called(train, name="t", max_nodes=4))
 
 
 def test_what_to_do_on_a_change_of_code_is_one_of_three() -> None:

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.apps import LoadedApp, check_arguments, load_app
-from freetrain_parsl.campaign.names import NameTemplate
 from freetrain_parsl.campaign.site import read_costs
 from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
+from freetrain_parsl.executor.trainings import fusion_of
 from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.strict_yaml import read_text
+from freetrain_parsl.sweeps.names import NameTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from freetrain_parsl.app import TrainingApp
+    from freetrain_parsl.executor.trainings import Fuse
 
 __all__ = ["Campaign", "CampaignTraining"]
 
@@ -160,6 +162,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "seed": section.count("seed", least=0),
         "checkpoint_interval": section.duration("checkpoint_interval", positive=True),
         "on_code_change": section.text("on_code_change"),
+        "fuse": _read_fuse(section),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
@@ -170,6 +173,13 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         raise section.refusal("must be a mapping of nodes to samples per second, a file, or 'learn'", "scaling")
     options["scaling"] = scaling
     return {key: value for key, value in options.items() if value is not None}
+
+
+def _read_fuse(section: Section) -> Fuse | None:
+    value = section.value("fuse")
+    section.checked(fusion_of, "auto" if value is None else value, None, key="fuse")
+    fuse: Fuse | None = value
+    return fuse
 
 
 def _read_grid(section: Section, arguments: Mapping[str, Any]) -> dict[str, list[Any]]:

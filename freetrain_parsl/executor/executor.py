@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typeguard
+from parsl.dataflow.memoization import id_for_memo
 from parsl.executors.errors import InvalidResourceSpecification
 from parsl.executors.high_throughput.executor import HighThroughputExecutor
 from parsl.jobs.error_handlers import noop_error_handler
@@ -36,7 +37,7 @@ from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.executor.submissions import Submissions
-from freetrain_parsl.executor.trainings import Limits, SharedSettings, TrainingRequest
+from freetrain_parsl.executor.trainings import Limits, SharedSettings, TrainingRequest, cache_identity
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
@@ -59,6 +60,8 @@ __all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
 
 SPECIFICATION_KEY = "freetrain"
 """Key of the `TrainingRequest` in Parsl's resource specification."""
+
+id_for_memo.register(TrainingRequest, cache_identity)  # for apps with `cache=True`
 
 _INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.htex.interchange")
 

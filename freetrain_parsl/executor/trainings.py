@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_count
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
+    from freetrain_parsl.protocol.options import Code
 
-__all__ = ["Limits", "SharedSettings", "Training", "TrainingRequest"]
+__all__ = ["Fuse", "Fusion", "Limits", "SharedSettings", "Training", "TrainingRequest", "cache_identity", "fusion_of"]
+
+Fuse: TypeAlias = "Literal['auto'] | int"
+"""Whether a training may run fused with others: ``"auto"``, False, or the maximum number of trainings, at least 2."""
 
 _MOST_NODES = 1_000_000  # more than any cluster has; the planner tabulates a rate for each number of nodes
 _LARGEST_COUNT = (1 << 53) - 1  # of what a message or the journal can hold
@@ -25,6 +29,43 @@ _LARGEST_COUNT = (1 << 53) - 1  # of what a message or the journal can hold
 
 def _is_training_name(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value) is not None
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """With which trainings a training may run fused, in one process.
+
+    Parameters
+    ----------
+    key
+        Equal for the trainings of one function with the same code: these may run fused.
+    limit
+        Maximum number of trainings that run fused; ``None``: not limited by the user.
+    """
+
+    key: str
+    limit: int | None = None
+
+
+def fusion_of(fuse: object, code: Code | None) -> Fusion | None:
+    """Return what a training may run fused with; ``None``: nothing, or its code is unknown.
+
+    Parameters
+    ----------
+    fuse
+        A value of `Fuse`.
+    code
+        The training's code.
+
+    Raises
+    ------
+    InvalidTrainer
+        `fuse` has another value.
+    """
+    limit = fuse if isinstance(fuse, int) and not isinstance(fuse, bool) else None
+    if not (fuse == "auto" or fuse is False or (limit is not None and limit >= 2)):
+        raise InvalidTrainer(f"fuse must be 'auto', False or a whole number of at least 2, got {fuse!r}")
+    return None if fuse is False or code is None else Fusion(digest_of([code.identity]), limit)
 
 
 @dataclass(frozen=True)
@@ -47,6 +88,8 @@ class TrainingRequest:
         Rescale costs; ``None``: the executor's.
     deadline
         When it should be finished: a time, or the time after it was submitted; for objectives that use one.
+    fusion
+        With which trainings it may run fused; ``None``: with none.
     """
 
     options: SessionOptions
@@ -57,6 +100,7 @@ class TrainingRequest:
     samples: int | None = None
     costs: CostsInSeconds | None = None
     deadline: datetime | timedelta | None = None
+    fusion: Fusion | None = None
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):
@@ -108,6 +152,13 @@ class TrainingRequest:
             return None if self.deadline is None else self.deadline.timestamp()
         except (ValueError, OverflowError):  # the years 1 and 9999, in some time zones
             raise InvalidTrainer(f"training {self.name!r}: deadline {self.deadline} is out of range") from None
+
+
+def cache_identity(request: TrainingRequest, output_ref: bool = False) -> bytes:  # noqa: ARG001, FBT001, FBT002 - Parsl's
+    """Identify a request in Parsl's cache of results: its options decide about the result as the arguments do."""
+    options = request.options
+    code = "" if options.code is None else options.code.identity
+    return repr((options.name, options.seed, options.epochs, code)).encode()
 
 
 def session_options(name: str, **options: Any) -> SessionOptions:

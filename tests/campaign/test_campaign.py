@@ -102,6 +102,19 @@ def test_a_name_may_use_the_values_of_its_grid_and_only_has_characters_that_name
     assert [item.name for item in read.trainings] == ["a_x_y", "a_."]
 
 
+@pytest.mark.parametrize(("text", "limit"), [("", None), ("fuse: auto", None), ("fuse: 4", 4)])
+def test_any_training_may_run_fused_with_those_of_the_same_function(text: str, limit: int | None) -> None:
+    read = campaign(f"trainings: [{{app: '{APP}', {text}}}, {{app: '{APP}', repeat: 2, name: 'b{{repeat}}'}}]")
+    fusions = [training.app.call_request((), training.arguments).fusion for training in read.trainings]
+    assert len({fusion.key for fusion in fusions}) == 1
+    assert [fusion.limit for fusion in fusions] == [limit, None, None]
+
+
+def test_a_training_may_be_kept_from_running_fused() -> None:
+    (training,) = campaign(f"trainings: [{{app: '{APP}', fuse: false}}]").trainings
+    assert training.app.call_request((), training.arguments).fusion is None
+
+
 def test_an_app_may_be_in_an_importable_module(tmp_path: Path) -> None:
     package = tmp_path / "models_here"
     package.mkdir()
@@ -164,6 +177,10 @@ MANY = ", ".join(map(str, range(150)))
         ),
         (f"trainings: [{{app: '{APP}', name: 'x{{width}}', grid: {{lr: [1]}}}}]", r"a name may use \{lr\}, \{repeat\}"),
         (f"trainings: [{{app: '{APP}', name: same, grid: {{lr: [1, 2]}}}}]", "two trainings are named 'same'"),
+        (f"trainings: [{{app: '{APP}', fuse: 1}}]", r"\[1\].fuse: fuse must be 'auto', False or a whole number"),
+        (f"trainings: [{{app: '{APP}', fuse: true}}]", "of at least 2, got True"),
+        (f"trainings: [{{app: '{APP}', fuse: all}}]", "of at least 2, got 'all'"),
+        (f"trainings: [{{app: '{APP}', fuse: [2]}}]", "of at least 2, got "),
         (f"trainings: [{{app: '{APP}', name: '-x'}}]", "training name '-x' must be 1 to 128 letters"),
         pytest.param(
             f"trainings: [{{app: '{APP}', grid: {{lr: [{MANY}], slow: [{MANY}]}}}}]",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import string
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import TypeGuard
 
-__all__ = ["NameTemplate"]
+__all__ = ["NameTemplate", "check_template", "fill_template", "is_template"]
 
 _LONGEST_NAME = 128
 _LONGEST_TEMPLATE = 1000
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # Alignment, sign, width and precision of at most two digits, type: no attribute access, no large output.
 _FORMAT = re.compile(r"(?:[<>=^])?[-+ ]?0?[0-9]{0,2}(?:\.[0-9]{1,2})?[a-zA-Z%]?")
 
@@ -75,3 +78,52 @@ class NameTemplate:
             f"{self._template[:_LONGEST_NAME]!r} cannot be filled; a name may use {known}, "
             "optionally with a plain format such as ':.2f'"
         )
+
+
+def is_template(name: object) -> TypeGuard[str]:
+    """Return whether a training's name is a template: braces are not allowed in a name."""
+    return isinstance(name, str) and ("{" in name or "}" in name)
+
+
+def check_template(function: Callable[..., Any], template: str) -> None:
+    """Reject a template that no call of a training function can fill.
+
+    Raises
+    ------
+    InvalidTrainer
+        It has other fields than the function's parameters and ``{seed}``, or is no template.
+    """
+    _, *parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        single = [parameter.name for parameter in parameters if parameter.kind not in _SEVERAL]
+        _template(function, template, [*single, "seed"])
+
+
+def fill_template(
+    function: Callable[..., Any], template: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, seed: int
+) -> str:
+    """Fill a template with the arguments of a call, including defaults, and the seed.
+
+    Raises
+    ------
+    InvalidTrainer
+        An argument is missing, or cannot be formatted as specified.
+    """
+    signature = inspect.signature(function)
+    bound = signature.bind_partial(None, *args, **kwargs)
+    bound.apply_defaults()
+    _, *parameters = signature.parameters.values()
+    single = [parameter.name for parameter in parameters if parameter.kind not in _SEVERAL]
+    values = {"seed": seed, **{name: bound.arguments[name] for name in single if name in bound.arguments}, **kwargs}
+    filled = _template(function, template, values)
+    try:
+        return filled.fill(values)
+    except InvalidInput as error:
+        raise InvalidTrainer(f"{function.__name__}: name {error}") from None
+
+
+def _template(function: Callable[..., Any], template: str, known: Collection[str]) -> NameTemplate:
+    try:
+        return NameTemplate(template, known)
+    except InvalidInput as error:
+        raise InvalidTrainer(f"{function.__name__}: name {error}") from None

@@ -1,0 +1,1 @@
+"""Sweeps: many trainings of one function with different arguments, and searches among them."""
