@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.policies.milp import MilpPolicy
     from freetrain_parsl.planning.policies.window import WindowPolicy
     from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
+    from freetrain_parsl.sweeps.halving import HalvingResult, halving
     from freetrain_parsl.training.fragment import run_alone
     from freetrain_parsl.training.session import TrainingSession
 
@@ -35,6 +36,7 @@ __all__ = [
     "EqualSharePolicy",
     "FreeTrainError",
     "FreeTrainExecutor",
+    "HalvingResult",
     "Manners",
     "MilpPolicy",
     "PlannerSettings",
@@ -48,6 +50,7 @@ __all__ = [
     "Window",
     "WindowPolicy",
     "__version__",
+    "halving",
     "read_journal",
     "run_alone",
     "training_app",
@@ -63,6 +66,7 @@ _HOMES = {
     "EqualSharePolicy": "freetrain_parsl.planning.policies.equal_share",
     "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
+    "HalvingResult": "freetrain_parsl.sweeps.halving",
     "Manners": "freetrain_parsl.executor.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "PlannerSettings": "freetrain_parsl.planning.settings",
@@ -75,6 +79,7 @@ _HOMES = {
     "TrainingSettings": "freetrain_parsl.executor.settings",
     "Window": "freetrain_parsl.planning.model",
     "WindowPolicy": "freetrain_parsl.planning.policies.window",
+    "halving": "freetrain_parsl.sweeps.halving",
     "read_journal": "freetrain_parsl.executor.journal",
     "run_alone": "freetrain_parsl.training.fragment",
     "training_app": "freetrain_parsl.app",
