@@ -214,8 +214,8 @@ class TrainingApp(AppBase):
                 )
             if (first := names.setdefault(name, number)) != number:
                 raise InvalidTrainer(
-                    f"{caller}: trainings {first} and {number} are both named {name!r}; use the arguments in which "
-                    f"they differ in name={self._options.name!r}"
+                    f"{caller}: trainings {first} and {number} are both named {name!r}; name them after the arguments "
+                    "in which they differ, as in options(name='lr{lr}')"
                 )
             apps.append(app)
         return apps

@@ -74,7 +74,7 @@ def test_all_trainings_of_a_sweep_may_run_fused_with_each_other(kernel) -> None:
             {"name": "t{lr}"},
             {"lr": [1, 1], "width": [4, 8]},
             InvalidTrainer,
-            "trainings 1 and 2 are both named 't1'; use the arguments in which they differ in name='t{lr}'",
+            "trainings 1 and 2 are both named 't1'; name them after the arguments in which they differ",
         ),
         ({}, {"lr": [1, 2], "seeds": [1, -1]}, InvalidTrainer, "seed must be a whole number of at least 0, got -1"),
         ({}, {"lr": [1, 2], "width": [1]}, InvalidTrainer, "train.sweep: the lists must have the same length"),
