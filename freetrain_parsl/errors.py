@@ -9,6 +9,7 @@
     │   ├── InvalidInput        an input file: a curve, a job log, a campaign
     │   └── CommandNotFound     a command of the batch system is not on PATH
     ├── PlanningError           a policy violated its contract
+    ├── CannotFuse              models cannot be trained as one array                 (they train one by one)
     ├── CheckpointError
     │   ├── DamagedCheckpoint   a checkpoint is corrupted
     │   ├── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchSystemError",
+    "CannotFuse",
     "CheckpointError",
     "CheckpointMismatch",
     "ClusterGone",
@@ -91,6 +93,10 @@ class CommandNotFound(UsageError):
 
 class PlanningError(FreeTrainError):
     """A policy returned an allocation that violates its contract."""
+
+
+class CannotFuse(FreeTrainError):
+    """Trainings cannot be computed as one with the same results; the message names the operator or difference."""
 
 
 class CheckpointError(FreeTrainError):

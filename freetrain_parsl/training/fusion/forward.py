@@ -1,0 +1,194 @@
+"""One call of a model for all members of an array: the first member's modules, with the parameters of all."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.training.fusion.operators import fused_operators
+from freetrain_parsl.training.fusion.swapping import swapped
+from freetrain_parsl.training.fusion.vmap_level import new_level
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import nn
+
+    from freetrain_parsl.training.fusion.per_member import PerMember, RandomStreams
+    from freetrain_parsl.training.fusion.vmap_level import VmapLevel
+
+_ABOUT_VMAP = ("vmap", "functorch", "batching rule", "Batching rule", "BatchedTensor")
+_COLLECTIONS = {list, dict, set}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """An argument that differs between the members: row `i` of `tensor` is that of member `i`."""
+
+    tensor: torch.Tensor
+
+
+def fused_call(  # these are the model, its state, and a call
+    template: nn.Module,
+    function: Callable[..., Any],
+    parameters: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    streams: RandomStreams,
+    *,
+    differing: Mapping[str, PerMember] | None = None,
+) -> Any:
+    """Call a function of a model once for all members.
+
+    Gradient mode, autocast, `training` and hooks are those of the moment. After an error, the template is as before,
+    but buffers and random numbers may have advanced: the caller restores them.
+
+    Parameters
+    ----------
+    template
+        The model of one member; its parameters and buffers are replaced for the duration of the call.
+    function
+        Called with `args` and `kwargs`, such as ``template.__call__``.
+    parameters, buffers
+        Name, as in ``named_parameters`` and ``named_buffers``, -> stack of all members' values, [B, …]. Buffers are
+        updated in place.
+    args, kwargs
+        Lists, tuples and dicts of anything; what differs between the members is `Stacked`.
+    streams
+        The members' random numbers.
+    differing
+        Path of an attribute of a module, such as ``blocks.0.drop.p``, -> the members' numbers.
+
+    Returns
+    -------
+    Any
+        What `function` returns, with the stack [B, …] in place of each tensor.
+
+    Raises
+    ------
+    CannotFuse
+        If the results could differ from those that each member has alone.
+    """
+    size = len(next(iter(parameters.values())))
+    level = new_level(size)
+    versions = [(tensor, tensor._version) for tensor in _tensors((args, dict(kwargs)))]
+
+    def call() -> Any:
+        given, named = tree_map(lambda leaf: _argument(leaf, level), (args, dict(kwargs)))
+        tensors = {name: level.wrap(stack) for name, stack in {**parameters, **buffers}.items()}
+        with swapped(template, tensors, differing or {}) as current_buffers:
+            with fused_operators(level, streams):
+                output = function(*given, **named)
+            for name, buffer in current_buffers().items():
+                if buffer is not tensors[name]:
+                    _keep(name, buffer, buffers[name], level)
+        return _outputs(output, level)
+
+    with _unchanged_attributes(template), _no_other_random_numbers(streams):
+        try:
+            output = level.run(call)
+        except RuntimeError as error:
+            if any(word in str(error) for word in _ABOUT_VMAP):
+                raise CannotFuse(_first_line(error)) from error
+            raise
+    if any(tensor._version != version for tensor, version in versions):
+        raise CannotFuse("the model changes its input in place")
+    return output
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves = [leaf.tensor if isinstance(leaf, Stacked) else leaf for leaf in tree_flatten(tree)[0]]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
+def _argument(leaf: Any, level: VmapLevel) -> Any:
+    return level.wrap(leaf.tensor) if isinstance(leaf, Stacked) else leaf
+
+
+def _outputs(output: Any, level: VmapLevel) -> Any:
+    leaves, structure = tree_flatten(output)
+    for leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise CannotFuse(
+                f"the model returns a {type(leaf).__name__}; only tensors, lists, tuples and dicts are known"
+            )
+    return tree_unflatten([level.rows(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+
+
+def _keep(name: str, new: torch.Tensor | None, stack: torch.Tensor, level: VmapLevel) -> None:
+    """Write a buffer that was assigned anew into the stack."""
+    if new is None or new.shape != stack.shape[1:] or new.dtype != stack.dtype:
+        raise CannotFuse(f"the model assigns a buffer of another shape or type to {name}")
+    rows = level.rows(new).detach()
+    with level.suspended(), torch.no_grad():
+        stack.copy_(rows)
+
+
+@contextlib.contextmanager
+def _unchanged_attributes(template: nn.Module) -> Iterator[None]:
+    """Refuse models that keep a state in plain attributes: the other members would not get it."""
+    modules = list(template.modules())
+    before = [dict(vars(module)) for module in modules]
+    collections = [
+        (value, len(value)) for attributes in before for value in attributes.values() if type(value) in _COLLECTIONS
+    ]
+    try:
+        yield
+        unchanged = all(map(_identical, modules, before)) and all(len(value) == size for value, size in collections)
+        if not unchanged:
+            raise CannotFuse(f"the model changes its attribute {_changed(template, before, collections)}")
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            if not _identical(module, attributes):
+                vars(module).clear()
+                vars(module).update(attributes)
+
+
+def _identical(module: nn.Module, before: dict[str, Any]) -> bool:
+    now = vars(module)
+    return now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
+
+
+def _changed(template: nn.Module, before: list[dict[str, Any]], collections: list[tuple[Any, int]]) -> str:
+    """Return the path of an attribute that was assigned, removed, or got another size."""
+    nothing = object()
+    resized = [id(value) for value, size in collections if len(value) != size]
+    for (path, module), attributes in zip(template.named_modules(), before, strict=True):
+        now = vars(module)
+        for name in {**attributes, **now}:
+            value = now.get(name, nothing)
+            if value is not attributes.get(name, nothing) or id(value) in resized:
+                return f"{path}.{name}".lstrip(".")
+    return "of a module that was replaced"
+
+
+@contextlib.contextmanager
+def _no_other_random_numbers(streams: RandomStreams) -> Iterator[None]:
+    """Refuse models that draw from the generators of Python or numpy, unless all members draw the same."""
+    if streams.agree:
+        yield
+        return
+    before = _python_and_numpy()
+    yield
+    if _python_and_numpy() != before:
+        raise CannotFuse("the model draws from the generators of Python or numpy, which differ between the trainings")
+
+
+def _python_and_numpy() -> tuple[Any, ...]:
+    """Return the states of both generators, comparable."""
+    legacy: Any = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), legacy[1].tobytes(), legacy[2:]

@@ -1,0 +1,28 @@
+"""How operators of torch compute on the stacked tensors of an array's members.
+
+`torch.vmap` knows most operators. The rules here take the place of what it does wrongly, slowly or not at all; what
+neither knows runs row by row. A value that decides about the further course must be the same for all members.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.training.fusion.operators import attention, decisions, dense, randomness
+from freetrain_parsl.training.fusion.operators.mode import FusedOperators, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from freetrain_parsl.training.fusion.per_member import RandomStreams
+    from freetrain_parsl.training.fusion.vmap_level import VmapLevel
+
+__all__ = ["RULES", "FusedOperators", "fused_operators"]
+
+RULES: Mapping[Any, Rule] = {**randomness.RULES, **dense.RULES, **attention.RULES, **decisions.RULES}
+
+
+def fused_operators(level: VmapLevel, streams: RandomStreams) -> FusedOperators:
+    """Return the mode in which operators follow the rules of this package."""
+    return FusedOperators(level, streams, RULES)
