@@ -99,7 +99,7 @@ def run_fragment(
         session = TrainingSession(runtime)
         random_streams.seed_all(options.seed)
         try:
-            value = _call(function, session, args, kwargs or {})
+            value = call_function(function, session, args, kwargs or {})
         except Unwind:
             value = None
         if runtime.unwinding is None:
@@ -123,7 +123,9 @@ def run_fragment(
         members.leave()
 
 
-def _call(function: TrainingFunction, session: TrainingSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_function(
+    function: TrainingFunction, session: TrainingSession, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Call the user's function; a process that it has forked and that leaves it ends here: it is no member."""
     process = os.getpid()
     try:

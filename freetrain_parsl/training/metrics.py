@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from freetrain_parsl.errors import NonFiniteLoss, TrainingError, UsageError
-from freetrain_parsl.training.data.audit import Audit, Ledger, audit, checksum
+from freetrain_parsl.training.data.audit import Audit, Ledger, audit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,14 +33,36 @@ class Tally:
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        self.values = torch.zeros(batch.shards + 2, dtype=torch.float64, device=device)
+        self._shards = batch.shards
+        self._device = device
+        self._losses: list[tuple[int, torch.Tensor]] = []  # shard, sum over the samples of a piece
+        self._samples = self._checksum = 0
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """The tensor, once all pieces have been added."""
+        losses = [0.0] * self._shards
+        if self._device.type == "cpu":
+            for shard, loss in self._losses:
+                losses[shard] += loss.item()
+            return torch.tensor([*losses, self._samples, self._checksum], dtype=torch.float64)
+        values = torch.zeros(self._shards + 2, dtype=torch.float64, device=self._device)
+        for shard, loss in self._losses:
+            values[shard] += loss
+        values[-2], values[-1] = self._samples, self._checksum  # filled on the device: no copy to it
+        return values
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Sum of the losses over all samples, a scalar."""
+        return self.values[0] if self._shards == 1 else self.values[:-2].sum()
 
     def add(self, loss: torch.Tensor, piece: Piece) -> None:
         """Add the mean loss of a piece."""
         if piece.weight:
-            self.values[piece.shard] += loss.detach().double() * piece.weight
-            self.values[-2] += piece.weight
-            self.values[-1] += checksum(piece.positions)
+            self._losses.append((piece.shard, loss.detach().double() * piece.weight))
+            self._samples += piece.weight
+            self._checksum += piece.checksum
 
 
 class TrainingMetrics:
@@ -59,7 +82,7 @@ class TrainingMetrics:
         self._log: dict[str, Any] = {}
         self._loss_sum = 0.0  # of this epoch, over the whole group
         self._loss_samples = 0
-        self._pending = torch.zeros(3, dtype=torch.float64)  # loss, samples and checksum, not yet read
+        self._pending: list[torch.Tensor] = []  # of each step: loss, samples and checksum, not yet read
         self._expected = [0, 0]  # samples and checksum of the pending batches
 
     @property
@@ -88,10 +111,11 @@ class TrainingMetrics:
         self.samples += batch.samples
         self.metrics["steps"], self.metrics["samples"] = self.step, self.samples
         self._ledger.add(batch.positions)
-        loss = tally.values[:-2].sum(0, keepdim=True)  # same shape and order, whichever member had which shard
-        self._pending = self._pending.to(loss.device) + torch.cat([loss, tally.values[-2:]])
+        # The sum of the losses has the same shape and order, whichever member had which shard.
+        one_shard = len(tally.values) == 3
+        self._pending.append(tally.values if one_shard else torch.cat([tally.loss[None], tally.values[-2:]]))
         self._expected[0] += batch.samples
-        self._expected[1] += checksum(batch.positions)
+        self._expected[1] += batch.checksum
 
     def settle(self) -> None:
         """Read the tallies of the steps since the last call.
@@ -103,9 +127,12 @@ class TrainingMetrics:
         TrainingError
             The members did not train on the samples of the batches: a bug in this package.
         """
-        loss, samples, received = self._pending.tolist()
+        if not self._pending:
+            return
+        steps = torch.stack(self._pending).tolist() if len(self._pending) > 1 else [self._pending[0].tolist()]
+        loss, samples, received = (sum(column) for column in zip(*steps, strict=True))
         expected, self._expected = self._expected, [0, 0]
-        self._pending = torch.zeros(3, dtype=torch.float64)
+        self._pending = []
         if not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss is {loss} at step {self.step} or shortly before; lower the learning rate, clip gradients, "
@@ -177,7 +204,7 @@ class TrainingMetrics:
         self._log = state["log"]
         self._row_open = state["row_open"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
-        self._pending = torch.zeros(3, dtype=torch.float64)
+        self._pending = []
         self._expected = [0, 0]
 
     def load_ledger(self, state: Mapping[str, Any]) -> None:

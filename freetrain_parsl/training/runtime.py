@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+
+
+_DECISION_SECONDS = 0.01  # between two decisions of a group of one: in between, the steps of small models have no cost
 
 
 class Unwind(BaseException):
@@ -94,20 +98,24 @@ class Runtime:
         self._mailbox = mailbox
         self._clock = clock
         self._write_seconds = 0.0
+        self._decides_at = 0.0  # by the clock, for a group of one
         self._regrouped = False  # whether the group has changed since the last boundary
         self._restored = None if members.is_newcomer else manager.restore()
         if self._restored is not None:
             self.state.take_counts(self._restored.state)
             self.reporter.resumed(self._restored)
             manager.mark_saved(self._mark)
-        self._bypass = BypassCheck()  # last: its hooks in torch stay until `close`
+        self._bypass = BypassCheck(self._runs_user_code)  # last: its hooks in torch stay until `close`
 
     def close(self) -> None:
         """Leave the group, wait for a background checkpoint, and restore torch's settings."""
+        self.members.leave()
+        self._close_training()
+
+    def _close_training(self) -> None:
         self._bypass.close()
         if self.batch_runner is not None:
             self.batch_runner.close()
-        self.members.leave()
         self.checkpoint_manager.close()
 
     # ── before the loop ───────────────────────────────────────────────────────────────────────────
@@ -173,6 +181,10 @@ class Runtime:
             self.state.take_order(self._restored.state)
         return self.batch_runner
 
+    def shared_batches(self, source: DataSource) -> SharedBatches | None:  # noqa: ARG002 - used by members of an array
+        """Return where this process's trainings share the batches of a source; ``None``: this one fetches its own."""
+        return None
+
     def start(self, total_epochs: int) -> None:
         """Begin to train: from here on the random numbers depend on the position in the data.
 
@@ -200,13 +212,20 @@ class Runtime:
         now = self._clock()
         self.checkpoint_manager.due(now)
         self.reporter.start_counting(now)
-        self._seed()
+        if self.state.scaling is not None:
+            self.state.scaling.aim(self.members.group.size)
+        self.seed()
         self.reporter.send(at_once=True)
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
-    def boundary(self) -> None:
+    def boundary(self, *, seed: bool = True) -> None:
         """Decide, together with the other members, whether to stop, to save, or to change the group.
+
+        Parameters
+        ----------
+        seed
+            Whether user code or a fetch may follow that draws random numbers.
 
         Raises
         ------
@@ -225,8 +244,15 @@ class Runtime:
                 self._recover(error)
         self._regrouped = False
         self.reporter.send()
-        self._seed()
+        if self.state.scaling is not None:
+            self.state.scaling.aim(self.members.group.size)
+        if seed:
+            self.seed()
         self.reporter.end_boundary()
+
+    def seed(self) -> None:
+        """Seed the random numbers drawn between batches, the same on all members."""
+        random_streams.seed_all(self.options.seed, *self.state.cursor.place)
 
     def check_running(self) -> None:
         """Raise `Unwind` again if the user's function caught it."""
@@ -249,15 +275,27 @@ class Runtime:
             batch_runner.cut()
             self._recover(error)
 
-    def step(self, optimizer: Optimizer | None) -> bool:
-        """Make the optimizer step if the batch is complete; return whether it was made."""
-        batch_runner, cursor = self._batch_runner_in_hand(), self.state.cursor
+    def step(self, loss: torch.Tensor | None, optimizer: Optimizer | None) -> bool:
+        """Compute the gradients of a loss, if given, and make the optimizer step if the batch is complete.
+
+        Returns
+        -------
+        made
+            Whether the step was made.
+        """
+        if loss is not None:
+            self.backward(loss)
+        batch_runner = self._batch_runner_in_hand()
         if not batch_runner.step(optimizer, self.state.scaling):
             return False
+        self._count_step(batch_runner)
+        return True
+
+    def _count_step(self, batch_runner: BatchRunner) -> None:
+        cursor = self.state.cursor
         cursor.steps += 1
         if cursor.steps == 1:
             self.state.training_metrics.count_step(batch_runner.batch, batch_runner.tally)
-        return True
 
     def end_pass(self, expected: torch.Tensor) -> None:
         """Close the metrics of an epoch after its last batch; `expected` are the positions of its samples."""
@@ -293,6 +331,10 @@ class Runtime:
     def _decide(self) -> None:
         """Agree with the other members on what to do at this boundary, and do it."""
         group, manager = self.members.group, self.checkpoint_manager
+        if self.device.type == "cpu" or self.reporter.due:
+            self.state.training_metrics.settle()  # on a GPU this waits for the last step
+        if group.size == 1 and not self._has_to_decide():
+            return
         commanded = self.members.has_command()  # raises if a member has failed
         if group.is_first:
             self._write_seconds = manager.write_seconds_estimate
@@ -309,8 +351,6 @@ class Runtime:
             commanded = commands == group.size
         if ready == group.size:
             self._look_after_writing(manager.advance)
-        if self.device.type == "cpu" or self.reporter.due:
-            self.state.training_metrics.settle()  # on a GPU this waits for the last step
         assert self.batch_runner is not None, "checked by start"
         if commanded or closing or requested or save_due or self.state.cursor.pass_ended:
             self.batch_runner.average_statistics(group)
@@ -321,6 +361,16 @@ class Runtime:
             self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
         elif save_due:
             self._save("periodic", mark=self._mark)
+
+    def _has_to_decide(self) -> bool:
+        """Return whether there may be something to decide, for a group of one: the time is looked at now and then."""
+        now = self._clock()
+        if now < self._decides_at:
+            mailbox = self._mailbox
+            asked = mailbox.pause_requested.is_set() or mailbox.pending is not None
+            return asked or self.state.cursor.pass_ended
+        self._decides_at = now + _DECISION_SECONDS
+        return True
 
     def _closing(self) -> bool:
         """Return whether another step would leave too little time for the last checkpoint."""
@@ -339,12 +389,6 @@ class Runtime:
         if reason is not PauseReason.LEFT:
             self.reporter.send(at_once=True)
         raise Unwind(reason)
-
-    def _seed(self) -> None:
-        """Seed the random numbers drawn between batches, the same on all members."""
-        random_streams.seed_all(self.options.seed, *self.state.cursor.place)
-        if self.state.scaling is not None:
-            self.state.scaling.aim(self.members.group.size)
 
     # ── other groups ──────────────────────────────────────────────────────────────────────────────
 
@@ -406,6 +450,10 @@ class Runtime:
 
     def _facts(self, reason: str) -> dict[str, Any]:
         return {"step": self.state.training_metrics.step, "epoch": self.state.cursor.epoch, "reason": reason}
+
+    def _runs_user_code(self) -> bool:
+        """Return whether it is this training's function that runs."""
+        return True
 
     @property
     def _mark(self) -> tuple[int, ...]:

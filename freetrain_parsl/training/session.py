@@ -376,8 +376,7 @@ class TrainingSession:
         loss
             Mean loss over the samples of this process's batch, a scalar.
         """
-        _check_loss(loss)
-        self._runtime.backward(loss.reshape(()) if loss.dim() else loss)
+        self._runtime.backward(_scalar(loss))
 
     def step(self, loss: torch.Tensor | None = None, *, optimizer: Optimizer | None = None) -> bool:
         """Train on a batch: compute gradients, make the optimizer step, reset the gradients, update the metrics.
@@ -401,9 +400,7 @@ class TrainingSession:
         UsageError
             There is no batch or no loss for a step.
         """
-        if loss is not None:
-            self.backward(loss)
-        return self._runtime.step(optimizer)
+        return self._runtime.step(None if loss is None else _scalar(loss), optimizer)
 
     def log(self, **values: Any) -> None:
         """Add numbers or strings to this epoch's row of ``metrics["history"]``.
@@ -435,10 +432,11 @@ def _check_whole(what: str, value: object, *, least: int) -> None:
         raise UsageError(f"{what} must be at least {least}, got {number}")
 
 
-def _check_loss(loss: object) -> None:
+def _scalar(loss: object) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(f"session.step() needs the mean loss, a tensor with one element; got {given}")
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _bytes_of(model: nn.Module) -> int:

@@ -80,7 +80,8 @@ class _Copying:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
-        if self._share and tensor.device.type == "cpu":
+        # A view would be written with all of the memory that it is a part of.
+        if self._share and tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes:
             return tensor
         if tensor.layout is not torch.strided:
             return tensor.to("cpu", copy=True)

@@ -11,12 +11,14 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
+from freetrain_parsl.training.data.shared_batches import DataSource
 from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.data.cursor import Cursor
-    from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.data.order import Batch, Order
     from freetrain_parsl.training.data.sampler import IndexSampler
+    from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.runtime import Runtime
     from freetrain_parsl.training.step.batch_runner import BatchRunner
@@ -56,6 +58,8 @@ class SessionLoader:
         self._cursor = runtime.state.cursor
         self._ended_epoch: int | None = None  # the last one whose batches ended in this process
         self._plan = _Plan(runtime.members, self._cursor, order)
+        self._fetched: Iterator[Any] | None = None
+        self._seeds = False  # whether the random numbers of a fetch have to be seeded
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             _with_places(dataset, order.seed, seed_samples=seed_samples),
@@ -65,6 +69,9 @@ class SessionLoader:
             pin_memory=runtime.device.type == "cuda",
             persistent_workers=num_workers > 0,
             generator=self._generator,
+        )
+        self._shared = runtime.shared_batches(
+            DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
         )
 
     def __len__(self) -> int:
@@ -76,23 +83,18 @@ class SessionLoader:
         if cursor.pass_ended:
             return
         positions = self._positions(cursor.epoch)
-        fetched: Iterator[Any] | None = None
+        self._fetched = None
         group = members.group
         first = True
         while cursor.position < len(positions) and not cursor.pass_ended:
             if not first:
-                runtime.boundary()
-            first = False
+                runtime.boundary(seed=False)  # here only a fetch may draw random numbers
+            self._seeds, first = not first, False
             if cursor.position >= len(positions):
                 break  # the boundary loaded the state of a member that was ahead
-            if fetched is None or members.group is not group or self._plan.next != cursor.position:
-                # In another group, or after an interrupted step, the fetched samples are no longer this member's part.
-                group = members.group
-                self._plan.start(positions, cursor.position)
-                # A separate generator: torch draws the workers' seed at each start; the global one must not advance.
-                self._generator.manual_seed(mix(self.order.seed, cursor.epoch, cursor.position))
-                fetched = iter(self._loader)
-            yield from self._batch(positions, fetched)
+            if members.group is not group:
+                group, self._fetched = members.group, None
+            yield from self._batch(positions)
         if not cursor.pass_ended:
             runtime.end_pass(positions)
             self._ended_epoch = cursor.epoch
@@ -112,24 +114,48 @@ class SessionLoader:
             return self.order.epoch(epoch)
         return draw(self._sampler, self.order.length, self.order.seed, epoch)[: self.order.samples]
 
-    def _batch(self, positions: torch.Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
+    def _batch(self, positions: torch.Tensor) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
         batch_runner, cursor, device = self._batch_runner, self._cursor, self._runtime.device
         group = self._runtime.members.group
-        batch = self.order.batch(positions, cursor.position, group.rank, group.size)
-        self._plan.next = cursor.position + batch.samples
+        if self._shared is None:
+            batch = self.order.batch(positions, cursor.position, group.rank, group.size)
+            pieces = self._fetch(positions, batch)
+        else:
+            batch, data = self._shared.get(cursor.epoch, cursor.position, lambda: self._fetch_whole(positions, group))
+            pieces = iter([data])
         batch_runner.open_batch(group, batch, device, done=cursor.steps)
         for piece in batch.pieces:
-            data = to_device(next(fetched), device)
+            data = next(pieces)
             batch_runner.hand_out(piece)
             seed_all(self.order.seed, cursor.epoch, cursor.position, piece.shard)
             yield data
             batch_runner.take_back()
             if batch_runner.cut_off:
                 batch_runner.leave_batch()
-                self._plan.next = -1
+                self._fetched = None
                 return
         cursor.pass_by(batch.samples)
+
+    def _fetch(self, positions: torch.Tensor, batch: Batch) -> Iterator[Any]:
+        """Yield the data of a batch's pieces, on the device."""
+        cursor = self._cursor
+        if self._seeds:
+            self._runtime.seed()
+        if self._fetched is None or self._plan.next != cursor.position:
+            # In another group, or after an interrupted step, the fetched samples are no longer this member's part.
+            self._plan.start(positions, cursor.position)
+            # A separate generator: torch draws the workers' seed at each start; the global one must not advance.
+            self._generator.manual_seed(mix(self.order.seed, cursor.epoch, cursor.position))
+            self._fetched = iter(self._loader)
+        self._plan.next = cursor.position + batch.samples
+        for _ in batch.pieces:
+            yield to_device(next(self._fetched), self._runtime.device)
+
+    def _fetch_whole(self, positions: torch.Tensor, group: Group) -> tuple[Batch, Any]:
+        batch = self.order.batch(positions, self._cursor.position, group.rank, group.size)
+        (data,) = self._fetch(positions, batch)
+        return batch, data
 
 
 class _Plan:

@@ -6,10 +6,12 @@ group; the members of the group divide it. What one member runs through the mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
+from freetrain_parsl.training.data.audit import checksum
 from freetrain_parsl.training.data.random_streams import mix
 
 
@@ -36,6 +38,11 @@ class Piece:
     last_of_shard: bool
     last: bool
 
+    @cached_property
+    def checksum(self) -> int:
+        """See `audit.checksum`."""
+        return checksum(self.positions)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -59,6 +66,11 @@ class Batch:
     def samples(self) -> int:
         """Samples of the whole batch."""
         return len(self.positions)
+
+    @cached_property
+    def checksum(self) -> int:
+        """See `audit.checksum`."""
+        return checksum(self.positions)
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,8 @@ class Order:
         """Return a member's part of the batch that begins at sample `begin` of an epoch with these `positions`."""
         size = self.batch_size * world_size if self.scaled else self.batch_size
         members = positions[begin : begin + size]
+        if world_size == 1 and self.shards is None and self.micro_batch is None:  # the general case, sooner
+            return Batch(members, (Piece(members, len(members), 0, last_of_shard=True, last=True),), 1)
         count = min(self.shards or world_size, len(members))
         mine = range(rank, rank + 1) if self.shards is None else _part(count, rank, world_size)
         pieces: list[Piece] = []
@@ -133,7 +147,7 @@ class Order:
         idle = Piece(members[:1], 0, count + rank, last_of_shard=True, last=False)
         most = 1 if self.shards or not self.micro_batch else -(-len(_part(len(members), 0, count)) // self.micro_batch)
         pieces.extend([idle] * (most - len(pieces)))
-        pieces[-1] = Piece(**{**vars(pieces[-1]), "last": True})
+        pieces[-1] = replace(pieces[-1], last=True)
         return Batch(members, tuple(pieces), count)
 
     def _pieces(self, positions: torch.Tensor, shard: int) -> list[Piece]:

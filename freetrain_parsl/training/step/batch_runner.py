@@ -61,8 +61,7 @@ class BatchRunner:
         """Whether a member failed during the current batch."""
         self.one_step = False
         """Whether a batch may be divided into pieces, so that it can have only one step."""
-        self.batch_loss: torch.Tensor | None = None
-        """Mean loss over the last batch with a step, a scalar, the same on all members."""
+        self._stepped: tuple[Tally, int] | None = None  # of the last batch with a step: its tally and samples
         modules = dict.fromkeys([model, *(thing for thing in objects if isinstance(thing, nn.Module))])
         self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
@@ -82,6 +81,7 @@ class BatchRunner:
         self._complete = False
         self._calls = 0
         self._done = 0
+        self._tally_work: dist.Work | None = None
         self._held: list[torch.Tensor | None] | None = None
         self._releases: list[Callable[[], None]] = []
         self._was_deterministic: bool | None = None
@@ -103,6 +103,11 @@ class BatchRunner:
         torch.use_deterministic_algorithms(mode=True)
         self._sum = OrderedSum([parameter for parameter in self.parameters if parameter.requires_grad])
         self._statistics = RunningStatistics(self._models, by_share=True)
+
+    @property
+    def batch_loss(self) -> torch.Tensor | None:
+        """Mean loss over the last batch with a step, a scalar, the same on all members; ``None`` before."""
+        return None if self._stepped is None else self._stepped[0].loss / self._stepped[1]
 
     @property
     def has_piece(self) -> bool:
@@ -152,9 +157,18 @@ class BatchRunner:
         PeerFailed
             A member has failed.
         """
+        weighed = self.begin_backward(loss)
+        if weighed is None:
+            return
+        with self._bypass.session_acts():
+            weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
+        self.end_backward()
+
+    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """Begin `backward`: return the loss with its weight in the batch; ``None`` if the batch is interrupted."""
         self._bypass.before_backward()
         if self.cut_off:
-            return
+            return None
         piece = self._piece
         assert piece is not None, "checked by the runtime"
         if self._has_gradients:
@@ -163,22 +177,25 @@ class BatchRunner:
             raise UsageError("several steps in a batch cannot be combined with micro_batch or deterministic=True")
         self._has_gradients, self._complete = True, False
         again = self._calls > 0
-        tally_work = None if again else self._tell(loss, piece)
+        self._tally_work = None if again else self._tell(loss, piece)
         self._give_back_held()
         self._sum.before_backward(self._group, piece)
-        weighed = loss * self._weight(piece)
-        if self._scaler is not None:
-            weighed = self._scaler.scale(weighed)
-        with self._bypass.session_acts():
-            weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
+        weight = self._weight(piece)
+        weighed = loss if weight == 1.0 else loss * weight
+        return weighed if self._scaler is None else self._scaler.scale(weighed)
+
+    def end_backward(self) -> None:
+        """End `backward`, once the gradients of the piece are there."""
+        piece = self._piece
+        assert piece is not None, "since begin_backward"
         self._sum.after_backward(self._group, piece)
         self._statistics.close_piece(piece)
         if not piece.last:
             self._hold()
             return
-        if tally_work is not None:
+        if self._tally_work is not None:
             with self._group.waits():
-                tally_work.wait()
+                self._tally_work.wait()
         self._sum.complete(self._group, self.batch.shards)
         if self._sharded:
             for parameter in self._summed:
@@ -189,39 +206,57 @@ class BatchRunner:
 
     def step(self, optimizer: Optimizer | None, scaling: LinearScaling | None) -> bool:
         """Make the step of one optimizer or of all; return whether it was made."""
-        if self.cut_off:
+        optimizers = self.begin_step(optimizer)
+        if optimizers is None:
             return False
-        if not self._has_gradients:
-            raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
-        if not self._complete:
+        if not optimizers:
+            self.zero_gradients()
             return False
-        if optimizer is not None and optimizer not in self._optimizers:
-            raise UsageError("session.step: that optimizer was not given to session.prepare")
-        self._has_gradients = False
-        self._calls += 1
-        if self._calls <= self._done:  # of a batch that was interrupted after this step
-            self._zero()
-            return False
-        optimizers = self._optimizers if optimizer is None else [optimizer]
         with self._bypass.session_acts(), nullcontext() if scaling is None else scaling.applied(optimizers):
             for each in optimizers:
                 if self._scaler is not None:
                     self._scaler.step(each)
                 else:
                     each.step()
+        self.zero_gradients()
+        self.end_step()
+        return True
+
+    def begin_step(self, optimizer: Optimizer | None) -> Sequence[Optimizer] | None:
+        """Begin `step`: return the optimizers to step.
+
+        Returns
+        -------
+        optimizers
+            ``None`` if the batch is not complete; empty if the step was made before the batch was interrupted.
+        """
+        if self.cut_off:
+            return None
+        if not self._has_gradients:
+            raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
+        if not self._complete:
+            return None
+        if optimizer is not None and optimizer not in self._optimizers:
+            raise UsageError("session.step: that optimizer was not given to session.prepare")
+        self._has_gradients = False
+        self._calls += 1
+        if self._calls <= self._done:
+            return ()
+        return self._optimizers if optimizer is None else [optimizer]
+
+    def end_step(self) -> None:
+        """End `step`, once the optimizers have stepped and the gradients are gone."""
         if self._scaler is not None:
             self._scaler.update()
-        self._zero()
         if self._calls == 1:
-            self.batch_loss = self.tally.values[:-2].sum() / self.batch.samples
-        return True
+            self._stepped = self.tally, self.batch.samples
 
     def cut(self) -> None:
         """Drop the current batch after a member has failed."""
         self.cut_off = True
         self._held = None
         self._sum.cancel()
-        self._zero()
+        self.zero_gradients()
         self._statistics.cancel()
 
     def average_statistics(self, group: Group) -> None:
@@ -251,7 +286,7 @@ class BatchRunner:
     def _hold(self) -> None:
         """Hide the gradients so far from user code that runs between backward and step."""
         self._held = [parameter.grad for parameter in self.parameters]
-        self._zero()
+        self.zero_gradients()
 
     def _give_back_held(self) -> None:
         if self._held is not None:
@@ -259,7 +294,8 @@ class BatchRunner:
                 parameter.grad = gradient
             self._held = None
 
-    def _zero(self) -> None:
+    def zero_gradients(self) -> None:
+        """Reset the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -17,7 +17,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.sharded import is_spread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
     from torch import nn
@@ -32,9 +32,15 @@ class BypassCheck:
     """Watches the optimizers of this process, and the backward passes on the prepared parameters.
 
     `close` removes its hooks.
+
+    Parameters
+    ----------
+    applies
+        Returns whether the code that runs is that of the session's function: trainings may take turns in a process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, applies: Callable[[], bool]) -> None:
+        self._applies = applies
         self._parameters: dict[int, nn.Parameter] = {}
         self._session_acts = False
         self._optimizer_steps = 0  # of optimizers without prepared parameters
@@ -146,7 +152,7 @@ class BypassCheck:
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
-        if self._session_acts:
+        if self._session_acts or not self._applies():
             return
         name = type(optimizer).__name__
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]

@@ -1,0 +1,94 @@
+"""What torch and the random generators keep per thread or per process, for functions that take turns in one thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from freetrain_parsl.training.data import random_streams
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.data.random_streams import HostDraws
+
+__all__ = ["Ambient"]
+
+_DEVICES = ("cpu", "cuda")
+_NO_AUTOCAST: tuple[tuple[bool, torch.dtype | None], ...] = ((False, None),) * len(_DEVICES)
+
+
+@dataclass
+class Ambient:
+    """Grad mode, autocast, and the states of the random generators.
+
+    Parameters
+    ----------
+    grad
+        Whether gradients are recorded.
+    autocast
+        For CPU and CUDA: whether autocast is enabled, and its dtype.
+    torch_states
+        States of torch's generators: of the CPU, then of the current CUDA device if CUDA is in use; ``None``: those
+        that are in place.
+    host
+        State of the generators of numpy and Python; ``None``: the one that is in place.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[bool, torch.dtype | None], ...]
+    torch_states: tuple[torch.Tensor, ...] | None
+    host: HostDraws | None
+
+    @classmethod
+    def at_start(cls) -> Ambient:
+        """Return that of a function that has not begun: torch's defaults, and generators that it will seed itself."""
+        return cls(grad=True, autocast=_NO_AUTOCAST, torch_states=None, host=None)
+
+    @classmethod
+    def capture(cls) -> Ambient:
+        """Return the current one."""
+        return cls(torch.is_grad_enabled(), autocast_state(), torch_generators(), random_streams.host_draws())
+
+    def restore(self) -> None:
+        """Make it the current one."""
+        self.restore_modes()
+        if self.torch_states is not None:
+            restore_torch_generators(self.torch_states)
+        if self.host is not None:
+            random_streams.restore_host_draws(self.host)
+
+    def restore_modes(self) -> None:
+        """Restore all but the generators."""
+        if torch.is_grad_enabled() != self.grad:
+            torch.set_grad_enabled(self.grad)
+        if autocast_state() != self.autocast:
+            for device, (enabled, dtype) in zip(_DEVICES, self.autocast, strict=True):
+                torch.set_autocast_enabled(device, enabled)
+                if dtype is not None:
+                    torch.set_autocast_dtype(device, dtype)
+
+
+def autocast_state() -> tuple[tuple[bool, torch.dtype | None], ...]:
+    """Return, for CPU and CUDA, whether autocast is enabled, and its dtype if it is."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return _NO_AUTOCAST
+    return tuple(
+        (True, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else (False, None)
+        for device in _DEVICES
+    )
+
+
+def torch_generators() -> tuple[torch.Tensor, ...]:
+    """Return the states of torch's generators in use."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        states.append(torch.cuda.default_generators[torch.cuda.current_device()].get_state())
+    return tuple(states)
+
+
+def restore_torch_generators(states: tuple[torch.Tensor, ...]) -> None:
+    """Set the states of torch's generators."""
+    torch.default_generator.set_state(states[0])
+    if len(states) > 1:
+        torch.cuda.default_generators[torch.cuda.current_device()].set_state(states[1])

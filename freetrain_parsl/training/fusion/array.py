@@ -1,0 +1,301 @@
+"""The storage of an array: the parameters, gradients and buffers of its members, stacked.
+
+A member's parameters, gradients and buffers are views of its rows, so ``state_dict``, clipping, averaged models and any
+optimizer of the member work on them as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["Array", "MemberObjects", "Segment"]
+
+
+@dataclass(frozen=True)
+class MemberObjects:
+    """The objects of one training that take part in fusion.
+
+    Parameters
+    ----------
+    models
+        Its models, in the order of ``session.prepare``.
+    optimizers
+        Its optimizers, likewise.
+    """
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+
+    def parameters(self) -> list[tuple[tuple[int, int], nn.Parameter]]:
+        """Return all parameters, each once, with its (optimizer, parameter group); (-1, -1) if it has none."""
+        found: dict[nn.Parameter, tuple[int, int]] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for place, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    found.setdefault(parameter, (number, place))
+        for model in self.models:
+            for parameter in model.parameters():
+                found.setdefault(parameter, (-1, -1))
+        return [(place, parameter) for parameter, place in found.items()]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Parameters of one optimizer's parameter group, of one type, contiguous in a row for each member.
+
+    Parameters
+    ----------
+    place
+        (optimizer, parameter group); (-1, -1) if they have none.
+    members
+        For each member: its parameters.
+    rows
+        Shape [members, elements].
+    """
+
+    place: tuple[int, int]
+    members: list[list[nn.Parameter]]
+    rows: torch.Tensor
+    columns: list[slice] = field(init=False)
+    """Of each parameter."""
+    leaves: list[torch.Tensor] = field(init=False)
+    """Of each parameter: shape [members, *shape], views of `rows` that the fused forward differentiates."""
+    gradients: torch.Tensor | None = None
+    """Shape as `rows`; ``None`` if there are none."""
+    missing: set[tuple[int, int]] = field(default_factory=set)
+    """(member, parameter) of those that were not part of the last backward pass."""
+
+    def __post_init__(self) -> None:
+        ends = 0
+        self.columns = []
+        for parameter in self.members[0]:
+            self.columns.append(slice(ends, ends + parameter.numel()))
+            ends += parameter.numel()
+        self.leaves = [
+            self.stacked(self.rows, number).detach().requires_grad_(parameter.requires_grad)
+            for number, parameter in enumerate(self.members[0])
+        ]
+
+    shown: list[list[torch.Tensor | None]] = field(default_factory=list)
+    """For each member: the parameters' ``.grad``, while they are views of `gradients`."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its parameters get gradients."""
+        return self.members[0][0].requires_grad
+
+    def collect(self) -> None:
+        """See `Array.collect`."""
+        stacked = [leaf.grad for leaf in self.leaves]
+        own = [[parameter.grad for parameter in member] for member in self.members]
+        for leaf in self.leaves:
+            leaf.grad = None
+        self.missing = set()
+        if all(gradient is None for member in own for gradient in member):
+            parts = [gradient.reshape(len(self.rows), -1) for gradient in stacked if gradient is not None]
+            if len(parts) == len(stacked):
+                self.gradients = torch.cat(parts, 1)
+                return
+        self.gradients = torch.zeros_like(self.rows)
+        for number, gradient in enumerate(stacked):
+            if gradient is not None:
+                self.stacked(self.gradients, number).copy_(gradient)
+            for row, member in enumerate(own):
+                part = member[number]
+                if part is not None:
+                    self.of(self.gradients, row, number).add_(part)
+                    self.members[row][number].grad = None
+                elif gradient is None:
+                    self.missing.add((row, number))
+
+    def show_gradients(self) -> None:
+        """See `Array.show_gradients`."""
+        assert self.gradients is not None, "there are some"
+        self.shown = []
+        for row, member in enumerate(self.members):
+            views = [
+                None if (row, number) in self.missing else self.of(self.gradients, row, number)
+                for number in range(len(member))
+            ]
+            for parameter, view in zip(member, views, strict=True):
+                parameter.grad = view
+            self.shown.append(views)
+
+    def take_gradients(self) -> None:
+        """See `Array.take_gradients`."""
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.rows)
+        self.missing = set()
+        for row, member in enumerate(self.members):
+            for number, parameter in enumerate(member):
+                if parameter.grad is None:
+                    self.missing.add((row, number))
+                elif not self.shown or parameter.grad is not self.shown[row][number]:
+                    self.of(self.gradients, row, number).copy_(parameter.grad)
+
+    def stacked(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a parameter's part of a tensor of the shape of `rows`, as [members, *shape]."""
+        return rows[:, self.columns[number]].view(len(rows), *self.members[0][number].shape)
+
+    def of(self, rows: torch.Tensor, member: int, number: int) -> torch.Tensor:
+        """Return a member's part of `stacked`."""
+        return rows[member, self.columns[number]].view(self.members[0][number].shape)
+
+
+class Array:
+    """The stacked state of several members whose models have the same structure.
+
+    Parameters
+    ----------
+    members
+        Their objects. Their parameters and buffers become views; the tensor objects stay the same.
+    """
+
+    def __init__(self, members: Sequence[MemberObjects]) -> None:
+        self.members = list(members)
+        self.segments = self._segments()
+        self._leaf_of = {
+            id(parameter): leaf
+            for segment in self.segments
+            for parameter, leaf in zip(segment.members[0], segment.leaves, strict=True)
+        }
+        self._stacks: dict[int, torch.Tensor] = {}  # id of the first member's buffer -> stack
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # module, name, buffer, its row
+        with torch.no_grad():
+            self._stack_buffers()
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the stacked parameters of a model of the first member, by all their names, tied ones included."""
+        return {
+            name: self._leaf_of[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the stacked buffers of a model of the first member, by all their names."""
+        return {name: self._stacks[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+    def take_assigned_buffers(self) -> None:
+        """Take buffers that a member's module has assigned anew (``self.buffer = new``) into their rows."""
+        for module, name, buffer, row in self._buffers:
+            now = module._buffers.get(name)
+            if now is not buffer and now is not None:
+                row.copy_(now)
+                module._buffers[name] = buffer
+
+    def collect(self) -> bool:
+        """Move the gradients of a backward pass into the rows' gradients.
+
+        What reached a member's own parameters, as from a penalty, is added to what reached the stacked ones.
+
+        Returns
+        -------
+        complete
+            Whether every trainable parameter of every member has a gradient.
+        """
+        for segment in self.segments:
+            if segment.trainable:
+                segment.collect()
+        return not any(segment.missing for segment in self.segments)
+
+    def show_gradients(self) -> None:
+        """Set the parameters' ``.grad`` to views of the rows' gradients; to ``None`` where there is none."""
+        for segment in self.segments:
+            if segment.gradients is not None:
+                segment.show_gradients()
+
+    def take_gradients(self) -> bool:
+        """Take the parameters' ``.grad``, after user code may have changed them; return as `collect` does."""
+        for segment in self.segments:
+            if segment.trainable:
+                segment.take_gradients()
+        return not any(segment.missing for segment in self.segments)
+
+    def collect_rows(self, rows: Sequence[int]) -> None:
+        """Move the gradients of a backward pass of some members into their parameters' ``.grad``."""
+        for segment in self.segments:
+            for number, leaf in enumerate(segment.leaves):
+                if leaf.grad is None:
+                    continue
+                for row in rows:
+                    parameter = segment.members[row][number]
+                    part = leaf.grad[row].clone()
+                    parameter.grad = part if parameter.grad is None else parameter.grad + part
+                leaf.grad = None
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients."""
+        for segment in self.segments:
+            segment.gradients = None
+            if segment.shown:
+                segment.shown = []
+                for member in segment.members:
+                    for parameter in member:
+                        parameter.grad = None
+
+    def dissolve(self) -> None:
+        """Give each member separate storage again."""
+        with torch.no_grad():
+            self.take_assigned_buffers()
+            for segment in self.segments:
+                for row, member in enumerate(segment.members):
+                    own = segment.rows[row].clone()
+                    for column, parameter in zip(segment.columns, member, strict=True):
+                        parameter.data = own[column].view(parameter.shape)
+                        if parameter.grad is not None:
+                            parameter.grad = parameter.grad.clone()
+            for _, _, buffer, view in self._buffers:
+                buffer.data = view.clone()
+
+    def _segments(self) -> list[Segment]:
+        def kind(item: tuple[tuple[int, int], nn.Parameter]) -> tuple[object, ...]:
+            place, parameter = item
+            return place, parameter.dtype, parameter.device, parameter.requires_grad
+
+        members = [member.parameters() for member in self.members]
+        segments = []
+        begin = 0
+        for _, run in groupby(members[0], kind):
+            end = begin + len(list(run))
+            parameters = [[parameter for _, parameter in member[begin:end]] for member in members]
+            rows = torch.stack([torch.cat([p.detach().reshape(-1) for p in member]) for member in parameters])
+            segment = Segment(members[0][begin][0], parameters, rows)
+            for row, member in enumerate(parameters):
+                for number, parameter in enumerate(member):
+                    parameter.data = segment.of(rows, row, number)
+            segments.append(segment)
+            begin = end
+        return segments
+
+    def _stack_buffers(self) -> None:
+        each = [list(_buffers(member.models)) for member in self.members]
+        for place, (_, _, first) in enumerate(each[0]):
+            if id(first) in self._stacks:
+                continue
+            stack = torch.stack([buffers[place][2].detach() for buffers in each])
+            self._stacks[id(first)] = stack
+        for row, buffers in enumerate(each):
+            for place, (module, name, buffer) in enumerate(buffers):
+                view = self._stacks[id(each[0][place][2])][row]
+                buffer.data = view
+                self._buffers.append((module, name, buffer, view))
+
+
+def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for model in models:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module, name, buffer

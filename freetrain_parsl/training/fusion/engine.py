@@ -1,0 +1,381 @@
+"""The work of the meetings of an array: fused forward and backward passes, and optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches, same_source
+from freetrain_parsl.training.fusion.ambient import autocast_state
+from freetrain_parsl.training.fusion.array import Array, MemberObjects
+from freetrain_parsl.training.fusion.differences import compare
+from freetrain_parsl.training.fusion.forward import Stacked, fused_call
+from freetrain_parsl.training.fusion.intercept import original_forward
+from freetrain_parsl.training.fusion.lockstep import Lockstep, Meeting
+from freetrain_parsl.training.fusion.member_streams import MemberStreams
+from freetrain_parsl.training.fusion.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
+from freetrain_parsl.training.fusion.verification import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Iterator, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from freetrain_parsl.training.fusion.lockstep import Strand
+    from freetrain_parsl.training.fusion.per_member import PerMember
+
+__all__ = ["UNFUSED", "FusionEngine", "Participant"]
+
+logger = logging.getLogger(__name__)
+
+UNFUSED: Final = object()
+"""Result of a meeting that was not held for all members: the member does the work alone."""
+
+_JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
+
+
+class Participant:
+    """One training in the engine.
+
+    Parameters
+    ----------
+    name
+        The training's name.
+    objects
+        Its models and optimizers.
+    """
+
+    def __init__(self, name: str, objects: MemberObjects) -> None:
+        self.name = name
+        self.objects = objects
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a participant's model."""
+
+    participant: Participant
+    number: int
+    leaves: list[Any]
+    spec: Any
+    has_kwargs: bool
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A participant's loss, for a backward pass or a step; ``None``: its gradients are there."""
+
+    participant: Participant
+    loss: torch.Tensor | None
+
+
+class FusionEngine:
+    """Fuses the forward passes, backward passes and steps of the participants that train in the lockstep."""
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self.reason = ""
+        """Why the participants are not fused; empty while they are, or before the first attempt."""
+        self.fused_steps = 0
+        """Number of steps that were made for all participants at once."""
+        self._lockstep = lockstep
+        self._participants: list[Participant] = []
+        self._members: list[Participant] = []  # of the array, in the order of its rows
+        self._array: Array | None = None
+        self._optimizers: list[RowOptimizer] = []
+        self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
+        self._verified: set[Hashable] = set()  # kinds of calls
+        self._sources: list[tuple[DataSource, SharedBatches]] = []
+        self._open: set[Participant] = set()  # those with outputs of the last fused forward, without a backward
+
+    @property
+    def current_strand(self) -> Strand | None:
+        """The strand that runs; ``None`` during the work for several."""
+        return self._lockstep.current
+
+    def shared_batches(self, source: DataSource) -> SharedBatches | None:
+        """Return the batches of this source, or of one that certainly is the same."""
+        if not source.can_be_shared:
+            return None
+        for known, batches in self._sources:
+            if same_source(known, source):
+                return batches
+        batches = SharedBatches()
+        self._sources.append((source, batches))
+        return batches
+
+    # ── called by the participants ────────────────────────────────────────────────────────────────
+
+    def join(self, participant: Participant) -> None:
+        """Take part from the next step on; wait until all that have begun so far are ready, too."""
+        self._participants.append(participant)
+        self.reason = ""
+        self._lockstep.meet(Meeting(_JOIN, "join", lambda _strands: None))
+
+    def leave(self, participant: Participant) -> None:
+        """Take part no longer; its models and optimizers are ordinary again."""
+        if participant in self._participants:
+            self._participants.remove(participant)
+        if participant in self._members:
+            self.dissolve()
+
+    def forward(
+        self, participant: Participant, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of a participant's model for training, or `UNFUSED`."""
+        if self._is_alone():
+            return UNFUSED
+        leaves, spec = _flat((args, kwargs)) if kwargs else _flat(args)
+        kind = ("forward", number, model.training, autocast_state(), spec, tuple(map(_kind_of, leaves)))
+        call = _Call(participant, number, leaves, spec, bool(kwargs))
+        return self._lockstep.meet(Meeting(_FORWARD, kind, self._forward, call))
+
+    def backward(self, participant: Participant, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss to a participant's ``.grad``."""
+        if self._is_alone() and participant not in self._open:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            return
+        self._lockstep.meet(Meeting(_BACKWARD, "backward", self._backward, _Loss(participant, loss)))
+
+    def step(self, participant: Participant, loss: torch.Tensor | None, numbers: tuple[int, ...]) -> bool:
+        """Compute the gradients of a loss, if given, and step some of a participant's optimizers, by number.
+
+        Returns
+        -------
+        clean
+            Whether the participant's parameters have no gradients afterwards.
+        """
+        if self._is_alone() and participant not in self._open:
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            for number in numbers:
+                participant.objects.optimizers[number].step()
+            return False
+        kind = ("step", loss is not None, numbers)
+        return bool(self._lockstep.meet(Meeting(_STEP, kind, partial(self._step, numbers), _Loss(participant, loss))))
+
+    def dissolve(self) -> None:
+        """Make the models and optimizers of all participants ordinary again, until the next step."""
+        if self._array is None:
+            return
+        for optimizer in self._optimizers:
+            optimizer.hand_over()
+        self._array.dissolve()
+        for member in self._members:
+            _own_states(member.objects.optimizers)
+        self._array, self._optimizers, self._members = None, [], []
+
+    # ── the work ──────────────────────────────────────────────────────────────────────────────────
+
+    def _is_alone(self) -> bool:
+        return len(self._participants) < 2 or bool(self.reason)
+
+    def _form(self) -> bool:
+        """Stack the participants, unless they are; return whether they can be fused."""
+        if self._array is not None and self._members == self._participants:
+            return True
+        if self.reason:
+            return False
+        self.dissolve()
+        try:
+            objects = [member.objects for member in self._participants]
+            _check_optimizers(objects)
+            self._differing = [compare(models) for models in zip(*(each.models for each in objects), strict=True)]
+        except CannotFuse as error:
+            self._refuse(error)
+            return False
+        self._members = list(self._participants)
+        self._array = Array([member.objects for member in self._members])
+        self._optimizers = [
+            row_optimizer(
+                [member.objects.optimizers[number] for member in self._members],
+                [segment for segment in self._array.segments if segment.place[0] == number and segment.trainable],
+            )
+            for number in range(len(self._members[0].objects.optimizers))
+        ]
+        return True
+
+    def _refuse(self, error: CannotFuse) -> None:
+        self.dissolve()
+        self.reason = str(error)
+        logger.warning("%d trainings go on one by one: %s", len(self._participants), error)
+
+    def _is_everyone(self, strands: Sequence[Strand]) -> bool:
+        return self._array is not None and {strand.item.participant for strand in strands} == set(self._members)
+
+    def _in_rows(self, strands: Sequence[Strand]) -> list[Strand]:
+        return sorted(strands, key=lambda strand: self._members.index(strand.item.participant))
+
+    def _forward(self, strands: Sequence[Strand]) -> None:
+        for strand in strands:
+            strand.result = UNFUSED
+        if {strand.item.participant for strand in strands} != set(self._participants) or not self._form():
+            return
+        meeting = strands[0].meeting
+        assert self._array is not None
+        assert meeting is not None
+        strands = self._in_rows(strands)
+        calls: list[_Call] = [strand.item for strand in strands]
+        kind = meeting.kind
+        number = calls[0].number
+        self._array.take_assigned_buffers()
+        models = [member.objects.models[number] for member in self._members]
+        functions = [partial(original_forward(model), model) for model in models]
+        stacked = [_stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
+        arguments = _whole(stacked, calls[0].spec)
+        args, kwargs = arguments if calls[0].has_kwargs else (arguments, {})
+        state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
+        streams = MemberStreams([strand.ambient for strand in strands])
+        strands[0].ambient.restore_modes()
+        try:
+            if kind not in self._verified:
+                _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
+                self._verified.add(kind)
+            with _kept(state[1].values()):
+                output = fused_call(
+                    models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
+                )
+        except CannotFuse as error:
+            self._refuse(error)
+            return
+        streams.close()
+        self._open = set(self._members)
+        leaves, shape = _flat((output,))
+        rows = [leaf.unbind(0) if isinstance(leaf, torch.Tensor) else [leaf] * len(strands) for leaf in leaves]
+        for row, strand in enumerate(strands):
+            (strand.result,) = _whole([each[row] for each in rows], shape)
+
+    def _backward(self, strands: Sequence[Strand]) -> None:
+        self._compute([strand.item for strand in strands])
+        if self._is_everyone(strands):
+            assert self._array is not None
+            self._array.show_gradients()
+
+    def _step(self, numbers: tuple[int, ...], strands: Sequence[Strand]) -> None:
+        losses: list[_Loss] = [strand.item for strand in strands]
+        array = self._array if self._is_everyone(strands) else None
+        complete = False
+        if losses[0].loss is not None:
+            complete = self._compute(losses)
+        elif array is not None:
+            complete = array.take_gradients()
+        if array is not None and complete:
+            for number in numbers:
+                if isinstance(self._optimizers[number], OwnOptimizers):
+                    array.show_gradients()
+                self._optimizers[number].step()
+            self.fused_steps += 1
+        else:
+            if array is not None:
+                array.show_gradients()
+            self._step_one_by_one([loss.participant for loss in losses], numbers)
+        for strand in strands:
+            strand.result = array is not None
+        if self._array is not None:
+            self._array.drop_gradients()
+
+    def _step_one_by_one(self, participants: Sequence[Participant], numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            fused = self._optimizers[number] if self._array is not None else None
+            if fused is not None:
+                fused.hand_over()
+            for participant in participants:
+                participant.objects.optimizers[number].step()
+            if fused is not None:
+                fused.take_over()
+
+    def _compute(self, losses: Sequence[_Loss]) -> bool:
+        """Compute the gradients of some participants; return whether they are complete, in the array's rows."""
+        members = {loss.participant for loss in losses}
+        self._open -= members
+        torch.autograd.backward([loss.loss for loss in losses if loss.loss is not None], retain_graph=bool(self._open))
+        if self._array is None:
+            return False
+        if members == set(self._members):
+            return self._array.collect()
+        self._array.collect_rows([self._members.index(member) for member in members if member in self._members])
+        return False
+
+
+def _verify(*call: Any, **options: Any) -> None:
+    """Raise `CannotFuse` with what `verify` has found."""
+    reason = verify(*call, **options)
+    if reason is not None:
+        raise CannotFuse(reason)
+
+
+@contextmanager
+def _kept(buffers: Collection[torch.Tensor]) -> Iterator[None]:
+    """Restore buffers after an error."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        raise
+
+
+def _flat(tree: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Return leaves and structure of nested containers; at once for a tuple of tensors."""
+    if all(isinstance(item, torch.Tensor) for item in tree):
+        return list(tree), None
+    return pytree.tree_flatten(tree)
+
+
+def _whole(leaves: list[Any], spec: Any) -> Any:
+    """Return the nested containers of `_flat`."""
+    return tuple(leaves) if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
+def _kind_of(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    return leaf if leaf.__hash__ else type(leaf)
+
+
+def _stacked(values: tuple[Any, ...]) -> Any:
+    """Return an argument of all members: tensors stacked, unless all have the same one."""
+    first = values[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    if all(value is first for value in values):
+        return first
+    return Stacked(torch.stack(values))
+
+
+def _check_optimizers(members: Sequence[MemberObjects]) -> None:
+    """Check that the members have the same optimizers over the same parameters.
+
+    Raises
+    ------
+    CannotFuse
+        They have not.
+    """
+    first = members[0]
+    for other in members[1:]:
+        if len(other.models) != len(first.models):
+            raise CannotFuse(f"the trainings have {len(first.models)} and {len(other.models)} models")
+        if [type(optimizer) for optimizer in other.optimizers] != [type(optimizer) for optimizer in first.optimizers]:
+            names = [" and ".join(type(o).__name__ for o in member.optimizers) for member in (first, other)]
+            raise CannotFuse(f"the trainings have different optimizers: {names[0]}, {names[1]}")
+        shapes = [[(place, p.shape, p.dtype, p.requires_grad) for place, p in m.parameters()] for m in (first, other)]
+        if shapes[0] != shapes[1]:
+            raise CannotFuse("the trainings have different parameters, or other parameter groups in their optimizers")
+
+
+def _own_states(optimizers: Sequence[Optimizer]) -> None:
+    """Give the states of optimizers memory of their own."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.clone()

@@ -1,0 +1,139 @@
+"""A training that is a member of an array: the runtime of its session."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from freetrain_parsl.training.fusion.array import MemberObjects
+from freetrain_parsl.training.fusion.engine import UNFUSED, FusionEngine, Participant
+from freetrain_parsl.training.fusion.intercept import intercept, original_forward
+from freetrain_parsl.training.runtime import Runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.protocol.reports import Report
+    from freetrain_parsl.training.checkpoints.state import Stateful
+    from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
+    from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+
+__all__ = ["MemberRuntime"]
+
+
+class MemberRuntime(Runtime):
+    """The runtime of one member; its forward passes, backward passes and steps are made by an engine.
+
+    Parameters
+    ----------
+    engine
+        That of the array.
+    options, members, mailbox, report, clock
+        See `Runtime`.
+    """
+
+    def __init__(
+        self,
+        engine: FusionEngine,
+        options: SessionOptions,
+        members: GroupMember,
+        mailbox: ControlMailbox,
+        report: Callable[[Report], None],
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._strand = engine.current_strand
+        self._participant: Participant | None = None
+        self._releases: list[Callable[[], None]] = []
+        super().__init__(options, members, mailbox, report, clock)
+
+    def close(self) -> None:
+        """Leave the array and wait for a background checkpoint; the group stays."""
+        self.leave_array()
+        self._close_training()
+
+    def leave_array(self) -> None:
+        """Train alone from here on: models and optimizers are ordinary again."""
+        for release in self._releases:
+            release()
+        self._releases = []
+        if self._participant is not None:
+            self._engine.leave(self._participant)
+            self._participant = None
+
+    def register(self, model: nn.Module, objects: Mapping[str, Stateful], size: int) -> None:
+        """See `Runtime.register`."""
+        super().register(model, objects, size)
+        things = list(objects.values())
+        models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
+        optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+        self._participant = Participant(self.options.name, MemberObjects(models, optimizers))
+        for number, each in enumerate(models):
+            self._releases.append(intercept(each, partial(self._forward, number, each)))
+
+    def shared_batches(self, source: DataSource) -> SharedBatches | None:
+        """See `Runtime.shared_batches`."""
+        return self._engine.shared_batches(source)
+
+    def start(self, total_epochs: int) -> None:
+        """See `Runtime.start`."""
+        first = not self.started
+        super().start(total_epochs)
+        if first and self._participant is not None:
+            self._engine.join(self._participant)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `Runtime.backward`."""
+        if self._participant is None:
+            super().backward(loss)
+            return
+        batch_runner = self._batch_runner_in_hand()
+        weighed = batch_runner.begin_backward(loss)
+        if weighed is not None:
+            with self._bypass.session_acts():
+                self._engine.backward(self._participant, weighed)
+            batch_runner.end_backward()
+
+    def step(self, loss: torch.Tensor | None, optimizer: Optimizer | None) -> bool:
+        """See `Runtime.step`."""
+        if self._participant is None:
+            return super().step(loss, optimizer)
+        batch_runner = self._batch_runner_in_hand()
+        weighed = None
+        if loss is not None:
+            weighed = batch_runner.begin_backward(loss)
+            if weighed is None:
+                return False
+            batch_runner.end_backward()
+        optimizers = batch_runner.begin_step(optimizer)
+        if optimizers is None:
+            return False
+        known = self._participant.objects.optimizers
+        numbers = tuple(next(n for n, own in enumerate(known) if own is each) for each in optimizers)
+        with self._bypass.session_acts():
+            clean = self._engine.step(self._participant, weighed, numbers)
+        if not clean:
+            batch_runner.zero_gradients()
+        batch_runner.end_step()
+        self._count_step(batch_runner)
+        return True
+
+    def _runs_user_code(self) -> bool:
+        """See `Runtime`."""
+        return self._engine.current_strand is self._strand
+
+    def _forward(self, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of a model: fused in training, by its own forward otherwise."""
+        in_batch = self.batch_runner is not None and self.batch_runner.has_piece
+        if in_batch and self._participant is not None and torch.is_grad_enabled():
+            output = self._engine.forward(self._participant, number, model, args, kwargs)
+            if output is not UNFUSED:
+                return output
+        return original_forward(model)(model, *args, **kwargs)

@@ -1,0 +1,382 @@
+"""Optimizer steps of all members of an array at once, on rows instead of single parameters.
+
+Three ways, the first that is possible: the formulas of SGD, Adam and AdamW for all rows, each with the hyperparameters
+of its member; for torch's other elementwise optimizers, one hidden optimizer of the same class for each member, whose
+parameters are the member's whole rows; otherwise each member's own optimizer. The members' optimizers keep their
+parameter groups, which schedulers change, and their states: views of the rows' states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import optim
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+    from freetrain_parsl.training.fusion.array import Segment
+
+__all__ = ["RowOptimizer", "row_optimizer"]
+
+_ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.Adadelta, optim.Adamax,
+    optim.RAdam, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+_PER_PARAMETER = ("step", "mu_product", "eta", "mu")
+"""States that are one number for each parameter, the same for all parameters of a group."""
+_UNUSUAL = ("maximize", "amsgrad", "differentiable", "capturable")
+
+
+class RowOptimizer(Protocol):
+    """Makes the steps of one optimizer of all members."""
+
+    def step(self) -> None:
+        """Make a step of all members, on complete gradients of their rows."""
+
+    def hand_over(self) -> None:
+        """Give the members' optimizers their states, before they are used or saved."""
+
+    def take_over(self) -> None:
+        """Take the states of the members' optimizers."""
+
+
+def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) -> RowOptimizer:
+    """Return the fastest way to step these optimizers, one for each member.
+
+    Parameters
+    ----------
+    optimizers
+        Of the same class, with the same parameter groups.
+    segments
+        The segments of their trainable parameters.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    plain = (
+        type(optimizers[0]) in _ELEMENTWISE
+        and not any(isinstance(group["lr"], torch.Tensor) for group in groups)
+        and not any(_has_hooks(optimizer) for optimizer in optimizers)
+    )
+    if not plain:
+        return OwnOptimizers(optimizers)
+    formula = _FORMULAS.get(type(optimizers[0]))
+    if formula is not None and not any(group.get(name) for group in groups for name in _UNUSUAL):
+        return FormulaOptimizer(optimizers, segments, formula)
+    if any(group.get("differentiable") or group.get("capturable") for group in groups):
+        return OwnOptimizers(optimizers)
+    return HiddenOptimizers(optimizers, segments)
+
+
+class OwnOptimizers:
+    """Each member's own optimizer; for those that are not elementwise, or not torch's."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        """See `RowOptimizer`; needs the gradients in the parameters' ``.grad``."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def hand_over(self) -> None:
+        """See `RowOptimizer`: they have them."""
+
+    def take_over(self) -> None:
+        """See `RowOptimizer`: they have them."""
+
+
+class Formula(Protocol):
+    """The formula of an optimizer, for all rows of a segment at once."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The hyperparameters, as in a parameter group; pairs (``betas``) become two columns."""
+
+    def states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the states that have the shape of the parameters."""
+
+    def update(
+        self,
+        rows: torch.Tensor,
+        gradients: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        hyper: dict[str, torch.Tensor],
+        group: dict[str, Any],
+        steps: torch.Tensor,
+    ) -> None:
+        """Update rows and states in place.
+
+        Parameters
+        ----------
+        rows, gradients
+            Shape [members, elements].
+        states
+            By name, of the same shape.
+        hyper
+            Hyperparameter -> its value for each member, shape [members, 1], float64 on the CPU.
+        group
+            Parameter group of the first member, for the options that are the same for all.
+        steps
+            Number of this step for each member, from 1, shape [members, 1], float64.
+        """
+
+
+class _Sgd:
+    """As ``torch.optim.SGD``."""
+
+    names = ("lr", "momentum", "dampening", "weight_decay")
+
+    def states(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def update(
+        self,
+        rows: torch.Tensor,
+        gradients: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        hyper: dict[str, torch.Tensor],
+        group: dict[str, Any],
+        steps: torch.Tensor,
+    ) -> None:
+        columns = {name: _like(value, rows) for name, value in hyper.items()}
+        if hyper["weight_decay"].any():
+            gradients = gradients.addcmul(rows, columns["weight_decay"])
+        if "momentum_buffer" in states:
+            buffer = states["momentum_buffer"]
+            added = gradients * (1 - columns["dampening"])
+            first = steps == 1  # the buffer begins as the first gradient, whatever the dampening
+            if first.any():
+                added = torch.where(first.to(rows.device), gradients, added)
+            buffer.mul_(columns["momentum"]).add_(added)
+            gradients = gradients.addcmul(buffer, columns["momentum"]) if group["nesterov"] else buffer
+        rows.addcmul_(gradients, columns["lr"], value=-1)
+
+
+class _Adam:
+    """As ``torch.optim.Adam`` and, with decoupled weight decay, ``AdamW``."""
+
+    names = ("lr", "betas", "eps", "weight_decay")
+
+    def states(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002 - see `Formula`
+        return "exp_avg", "exp_avg_sq"
+
+    def update(
+        self,
+        rows: torch.Tensor,
+        gradients: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        hyper: dict[str, torch.Tensor],
+        group: dict[str, Any],
+        steps: torch.Tensor,
+    ) -> None:
+        mean, square = states["exp_avg"], states["exp_avg_sq"]
+        lr, first, second = hyper["lr"], hyper["betas 0"], hyper["betas 1"]
+        if hyper["weight_decay"].any():
+            decay = hyper["weight_decay"]
+            if group.get("decoupled_weight_decay", False):
+                rows.mul_(_like(1 - lr * decay, rows))
+            else:
+                gradients = gradients.addcmul(rows, _like(decay, rows))
+        mean.lerp_(gradients, _like(1 - first, rows).expand_as(rows))
+        square.mul_(_like(second, rows)).addcmul_(gradients, gradients * _like(1 - second, rows))
+        root = (1 - second**steps).sqrt()
+        size = lr / (1 - first**steps)
+        divisor = square.sqrt().div_(_like(root, rows)).add_(_like(hyper["eps"], rows))
+        rows.addcmul_(mean.div(divisor), _like(size, rows), value=-1)
+
+
+class _AdamW(_Adam):
+    """As ``torch.optim.AdamW``, which older versions of torch do not derive from ``Adam``."""
+
+    def update(
+        self,
+        rows: torch.Tensor,
+        gradients: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        hyper: dict[str, torch.Tensor],
+        group: dict[str, Any],
+        steps: torch.Tensor,
+    ) -> None:
+        super().update(rows, gradients, states, hyper, {**group, "decoupled_weight_decay": True}, steps)
+
+
+_FORMULAS: dict[type, Formula] = {optim.SGD: _Sgd(), optim.Adam: _Adam(), optim.AdamW: _AdamW()}
+
+
+class _Columns:
+    """The hyperparameters of a parameter group of all members as tensors, made anew when one has changed."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+        self._groups = groups
+        self._names = names
+        self._values: list[tuple[Any, ...]] = []
+        self._columns: dict[str, torch.Tensor] = {}
+
+    def read(self) -> dict[str, torch.Tensor]:
+        values = [tuple(group[name] for name in self._names) for group in self._groups]
+        if values != self._values:
+            self._values = values
+            self._columns = {}
+            for name, each in zip(self._names, zip(*values, strict=True), strict=True):
+                if isinstance(each[0], (tuple, list)):
+                    for place, part in enumerate(zip(*each, strict=True)):
+                        self._columns[f"{name} {place}"] = _column(part)
+                else:
+                    self._columns[name] = _column(each)
+        return self._columns
+
+
+class FormulaOptimizer:
+    """SGD, Adam or AdamW, by its formula for all rows."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], segments: Sequence[Segment], formula: Formula) -> None:
+        self._optimizers = optimizers
+        self._segments = segments
+        self._formula = formula
+        self._columns = [_Columns(_groups(optimizers, segment), formula.names) for segment in segments]
+        self._states: list[dict[str, torch.Tensor]] = [{} for _ in segments]
+        self._counters: list[torch.Tensor] = []  # for each segment: steps of each member and parameter
+        self._steps = torch.zeros(len(optimizers), 1, dtype=torch.float64)
+        self.take_over()
+
+    def step(self) -> None:
+        """See `RowOptimizer`."""
+        new = not self._steps.all()
+        self._steps += 1
+        with torch.no_grad():
+            for number, segment in enumerate(self._segments):
+                group = self._optimizers[0].param_groups[segment.place[1]]
+                if segment.gradients is None:
+                    continue
+                self._formula.update(
+                    segment.rows,
+                    segment.gradients,
+                    self._states[number],
+                    self._columns[number].read(),
+                    group,
+                    self._steps,
+                )
+                self._counters[number] += 1
+        if new:
+            self._share()
+
+    def hand_over(self) -> None:
+        """See `RowOptimizer`: their states are views."""
+
+    def take_over(self) -> None:
+        """See `RowOptimizer`."""
+        self._counters = []
+        for number, segment in enumerate(self._segments):
+            groups = _groups(self._optimizers, segment)
+            names = dict.fromkeys(name for group in groups for name in self._formula.states(group))
+            states = {name: torch.zeros_like(segment.rows) for name in names}
+            counters = torch.zeros(len(self._optimizers), len(segment.members[0]), dtype=torch.float32)
+            for row, (optimizer, member) in enumerate(zip(self._optimizers, segment.members, strict=True)):
+                for place, parameter in enumerate(member):
+                    state = optimizer.state.get(parameter, {})
+                    for name in names:
+                        if isinstance(state.get(name), torch.Tensor):
+                            segment.of(states[name], row, place).copy_(state[name])
+                    counters[row, place] = float(state["step"]) if "step" in state else float(_begun(state))
+            self._states[number] = states
+            self._counters.append(counters)
+        if self._segments:
+            self._steps = self._counters[0][:, :1].double()
+        if self._steps.any():
+            self._share()
+
+    def _share(self) -> None:
+        """Make the states of the members' optimizers views of the rows' states."""
+        for segment, states, counters in zip(self._segments, self._states, self._counters, strict=True):
+            for row, (optimizer, member) in enumerate(zip(self._optimizers, segment.members, strict=True)):
+                if not counters[row].any():
+                    continue
+                for place, parameter in enumerate(member):
+                    own = {name: segment.of(rows, row, place) for name, rows in states.items()}
+                    counted = {} if isinstance(optimizer, optim.SGD) else {"step": counters[row, place]}
+                    if counted or own:
+                        optimizer.state[parameter] = counted | own
+
+
+class HiddenOptimizers:
+    """One optimizer of the same class for each member, whose parameters are whole rows."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], segments: Sequence[Segment]) -> None:
+        self._optimizers = optimizers
+        self._segments = segments
+        self._rows = [[segment.rows[row] for segment in segments] for row in range(len(optimizers))]
+        self._step = inspect.unwrap(type(optimizers[0]).step)  # without the hooks of all optimizers
+        self._hidden: list[Optimizer] = []
+        self._hooks = [o.register_state_dict_pre_hook(lambda _optimizer: self.hand_over()) for o in optimizers]
+        self.take_over()
+
+    def step(self) -> None:
+        """See `RowOptimizer`."""
+        with torch.no_grad():
+            for row, hidden in enumerate(self._hidden):
+                for group, segment in zip(hidden.param_groups, self._segments, strict=True):
+                    own = self._optimizers[row].param_groups[segment.place[1]]
+                    group.update({name: value for name, value in own.items() if name != "params"})
+                    group["params"][0].grad = None if segment.gradients is None else segment.gradients[row]
+                self._step(hidden)
+
+    def hand_over(self) -> None:
+        """See `RowOptimizer`."""
+        for row, (optimizer, hidden) in enumerate(zip(self._optimizers, self._hidden, strict=True)):
+            for segment, whole in zip(self._segments, self._rows[row], strict=True):
+                for place, parameter in enumerate(segment.members[row]):
+                    optimizer.state[parameter] = {
+                        name: _part(name, value, segment.columns[place], parameter)
+                        for name, value in hidden.state[whole].items()
+                    }
+
+    def take_over(self) -> None:
+        """See `RowOptimizer`."""
+        self._hidden = []
+        for row, (optimizer, rows) in enumerate(zip(self._optimizers, self._rows, strict=True)):
+            make: Any = type(optimizer)
+            hidden: Optimizer = make([{"params": [whole]} for whole in rows], lr=optimizer.param_groups[0]["lr"])
+            for whole, segment in zip(rows, self._segments, strict=True):
+                states = [optimizer.state.get(parameter, {}) for parameter in segment.members[row]]
+                if all(states):
+                    hidden.state[whole] = {name: _joined(name, [state[name] for state in states]) for name in states[0]}
+            self._hidden.append(hidden)
+
+
+def _groups(optimizers: Sequence[Optimizer], segment: Segment) -> list[dict[str, Any]]:
+    return [optimizer.param_groups[segment.place[1]] for optimizer in optimizers]
+
+
+def _begun(state: dict[str, Any]) -> bool:
+    """Return whether SGD, which counts no steps, has made one."""
+    return state.get("momentum_buffer") is not None
+
+
+def _part(name: str, value: Any, column: slice, parameter: torch.Tensor) -> Any:
+    """Return a parameter's part of a state of a whole row."""
+    if name in _PER_PARAMETER or not isinstance(value, torch.Tensor):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    return value[column].view(parameter.shape)
+
+
+def _joined(name: str, values: Sequence[Any]) -> Any:
+    """Return the state of a whole row from those of its parameters."""
+    if name in _PER_PARAMETER or not isinstance(values[0], torch.Tensor):
+        return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
+    return torch.cat([value.reshape(-1) for value in values])
+
+
+def _column(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def _like(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return column.to(device=rows.device, dtype=rows.dtype)
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
