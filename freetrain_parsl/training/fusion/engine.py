@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +25,15 @@ from freetrain_parsl.training.fusion.optimizers import OwnOptimizers, RowOptimiz
 from freetrain_parsl.training.fusion.verification import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
     from freetrain_parsl.training.fusion.lockstep import Strand
     from freetrain_parsl.training.fusion.per_member import PerMember
+    from freetrain_parsl.training.fusion.sizing import ArraySizing
+    from freetrain_parsl.training.mailbox import Clock
 
 __all__ = ["UNFUSED", "FusionEngine", "Participant"]
 
@@ -78,9 +81,31 @@ class _Loss:
 
 
 class FusionEngine:
-    """Fuses the forward passes, backward passes and steps of the participants that train in the lockstep."""
+    """Fuses the forward passes, backward passes and steps of the participants that train in the lockstep.
 
-    def __init__(self, lockstep: Lockstep) -> None:
+    Parameters
+    ----------
+    lockstep
+        Runs the participants.
+    sizing
+        Decides whether fusing pays; ``None``: fuse in any case.
+    resized
+        Called when the sizing may have changed the number of members.
+    clock
+        Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        sizing: ArraySizing | None = None,
+        resized: Callable[[], None] = lambda: None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._sizing = sizing
+        self._resized = resized
+        self._clock = clock
+        self._stepped: float | None = None  # when all participants made a step
         self.reason = ""
         """Why the participants are not fused; empty while they are, or before the first attempt."""
         self.fused_steps = 0
@@ -116,11 +141,13 @@ class FusionEngine:
     def join(self, participant: Participant) -> None:
         """Take part from the next step on; wait until all that have begun so far are ready, too."""
         self._participants.append(participant)
+        self._stepped = None
         self.reason = ""
         self._lockstep.meet(Meeting(_JOIN, "join", lambda _strands: None))
 
     def leave(self, participant: Participant) -> None:
         """Take part no longer; its models and optimizers are ordinary again."""
+        self._stepped = None
         if participant in self._participants:
             self._participants.remove(participant)
         if participant in self._members:
@@ -216,6 +243,8 @@ class FusionEngine:
     def _forward(self, strands: Sequence[Strand]) -> None:
         for strand in strands:
             strand.result = UNFUSED
+        if self._sizing is not None and not self._sizing.fused:
+            return
         if {strand.item.participant for strand in strands} != set(self._participants) or not self._form():
             return
         meeting = strands[0].meeting
@@ -276,10 +305,24 @@ class FusionEngine:
             if array is not None:
                 array.show_gradients()
             self._step_one_by_one([loss.participant for loss in losses], numbers)
+        if len(strands) == len(self._participants):
+            self._time_step()
         for strand in strands:
             strand.result = array is not None
         if self._array is not None:
             self._array.drop_gradients()
+
+    def _time_step(self) -> None:
+        """Count a step of all participants in the sizing of the array."""
+        sizing, now = self._sizing, self._clock()
+        if sizing is None or sizing.decided:
+            return
+        if self._stepped is not None and len(self._participants) == sizing.size:
+            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
+            if sizing.count(now - self._stepped, memory) and not sizing.fused:
+                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
+            self._resized()
+        self._stepped = now
 
     def _step_one_by_one(self, participants: Sequence[Participant], numbers: tuple[int, ...]) -> None:
         for number in numbers:

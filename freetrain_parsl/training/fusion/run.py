@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report
+    from freetrain_parsl.training.fusion.sizing import ArraySizing
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
 
@@ -53,7 +55,7 @@ def run_members(
     *,
     report: Callable[[str, Report], None],
     ended: Callable[[str, Finished | Paused | BaseException], None],
-    limit: int | None = None,
+    sizing: ArraySizing | None = None,
     clock: Clock = time.monotonic,
 ) -> FusionEngine:
     """Run trainings in lockstep until all have ended or have been paused.
@@ -68,8 +70,8 @@ def run_members(
         Receives the name of a member and its report.
     ended
         Receives the name of a member and how it ended, at once: an exception if it failed.
-    limit
-        Maximum number of members at a time; the others follow as these end. ``None``: all at once.
+    sizing
+        Decides how many members train at a time; the others follow as these end. ``None``: all at once.
     clock
         Monotonic clock, in seconds.
 
@@ -78,14 +80,17 @@ def run_members(
     engine
         The engine, with what it has counted.
     """
-    lockstep = Lockstep()
-    engine = FusionEngine(lockstep)
-    waiting = list(members)
 
-    def start_next() -> None:
-        if waiting and not mailbox.pause_requested.is_set():
+    def fill(leaving: int = 0) -> None:
+        """Start members while there is room."""
+        room = len(members) if sizing is None else sizing.size
+        while waiting and len(lockstep.strands) - leaving < room and not mailbox.pause_requested.is_set():
             member = waiting.pop(0)
-            lockstep.add(member.options.name, lambda: run(member))
+            lockstep.add(member.options.name, partial(run, member))
+
+    lockstep = Lockstep()
+    engine = FusionEngine(lockstep, sizing, fill)
+    waiting = list(members)
 
     def run(member: Member) -> None:
         name = member.options.name
@@ -95,10 +100,9 @@ def run_members(
             ended(name, error)
         else:
             ended(name, end)
-        start_next()
+        fill(leaving=1)
 
-    for _ in range(len(members) if limit is None else min(limit, len(members))):
-        start_next()
+    fill()
     lockstep.run()
     return engine
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.training.fusion.engine import FusionEngine
+    from freetrain_parsl.training.fusion.sizing import ArraySizing
 
 
 class PointNet(nn.Module):
@@ -58,7 +59,9 @@ class Transformer(nn.Module):
 def network(kind: str, dropout: float) -> nn.Module:
     """Make a network for inputs of 24 numbers and four classes."""
     if kind == "mlp":
-        return nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        return nn.Sequential(
+            nn.Linear(24, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+        )
     if kind == "cnn":
         return nn.Sequential(
             nn.Unflatten(1, (1, 4, 6)),
@@ -114,9 +117,8 @@ def classify(  # what a sweep may vary
         for x, y in batches:
             if fail_at == len(losses):
                 raise ValueError("as asked")
-            if noise:
-                x = x + noise * torch.randn_like(x)
-            loss = functional.cross_entropy(model(x), y)
+            noisy = x + noise * torch.randn_like(x) if noise else x
+            loss = functional.cross_entropy(model(noisy), y)
             if penalty:
                 loss = loss + penalty * sum(p.square().sum() for p in model.parameters())
             if clip is None:
@@ -163,7 +165,7 @@ def together(
     function: Callable[..., Any] = classify,
     *,
     seeds: Sequence[int] | None = None,
-    limit: int | None = None,
+    sizing: ArraySizing | None = None,
     mailbox: ControlMailbox | None = None,
     on_report: Callable[[str, Any], None] = lambda _name, _report: None,
 ) -> Outcome:
@@ -175,11 +177,13 @@ def together(
         for number, point in enumerate(points)
     ]
     group = GroupMember(Membership("array"), no_store, mailbox, lambda _report: None)
-    engine = run_members(members, group, mailbox, report=on_report, ended=ends.__setitem__, limit=limit)
+    engine = run_members(members, group, mailbox, report=on_report, ended=ends.__setitem__, sizing=sizing)
     return Outcome(engine, ends)
 
 
-def alone(root: Path, name: str, point: Mapping[str, Any], function: Callable[..., Any] = classify, *, seed: int = 0) -> Any:
+def alone(
+    root: Path, name: str, point: Mapping[str, Any], function: Callable[..., Any] = classify, *, seed: int = 0
+) -> Any:
     """Train one point by itself; return what the function returned."""
     mailbox = ControlMailbox()
     end = run_fragment(

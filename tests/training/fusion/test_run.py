@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import NonFiniteLoss
+from freetrain_parsl.training.fusion.sizing import ArraySizing
 from freetrain_parsl.training.mailbox import ControlMailbox, Paused
 from tests.training.fusion.sweep_trainings import alone, classify, data, distance, together
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-# Differences of rounding, of sums in another order, after 12 steps in float64. Where a gradient is zero but for rounding,
-# as for biases before a normalization or of the keys of an attention, adaptive optimizers amplify it.
+# Differences of rounding, of sums in another order, after 12 steps in float64. Adaptive optimizers amplify them where a
+# gradient is zero but for rounding, as for biases before a normalization.
 ROUNDING = 1e-10
 AMPLIFIED = 1e-5
 
@@ -45,8 +46,16 @@ def assert_as_alone(
 @pytest.mark.parametrize("seeds", [None, (4, 5, 6)], ids=["one seed", "own seeds"])
 def test_every_training_of_a_sweep_is_what_it_is_alone(tmp_path: Path, kind: str, seeds: Sequence[int] | None) -> None:
     """Losses, validation, parameters, buffers, optimizer states, and the random numbers drawn afterwards."""
+    # Adam amplifies the rounding of the gradients of an attention's keys, which are zero, to whole steps.
+    optimizer = "SGD" if kind == "transformer" else "Adam"
     points = [
-        {"kind": kind, "lr": 0.01 * (number + 1), "weight_decay": 0.01 * number, "dropout": 0.1 + 0.2 * number}
+        {
+            "kind": kind,
+            "optimizer": optimizer,
+            "lr": 0.01 * (number + 1),
+            "weight_decay": 0.01 * number,
+            "dropout": 0.1 + 0.2 * number,
+        }
         for number in range(3)
     ]
     assert_as_alone(tmp_path, points, seeds=seeds)
@@ -132,9 +141,16 @@ def test_trainings_that_stop_fail_or_diverge_leave_the_others_undisturbed(tmp_pa
     assert outcome.engine.fused_steps >= 12
 
 
+def always(size: int) -> ArraySizing:
+    """Return a sizing that fuses that many in any case."""
+    sizing = ArraySizing(size)
+    sizing.size, sizing.fused, sizing.decided = size, True, True
+    return sizing
+
+
 def test_trainings_follow_each_other_when_there_is_room_for_fewer(tmp_path: Path) -> None:
     points = [{"lr": 0.01 * (number + 1), "epochs": 1 + number % 3} for number in range(6)]
-    outcome = together(tmp_path / "array", points, limit=3)
+    outcome = together(tmp_path / "array", points, sizing=always(3))
     assert list(outcome.ends) != sorted(outcome.ends)  # shorter ones ended first
     for number, point in enumerate(points):
         value = alone(tmp_path / "alone", str(number), point)

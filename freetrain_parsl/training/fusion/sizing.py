@@ -1,0 +1,93 @@
+"""How many trainings an array should have: found by timing real steps, never assumed.
+
+First two trainings are timed one by one, then fused; then their number doubles while each member-step becomes faster
+by a tenth. If fusing is not faster than one by one by a tenth, the trainings go on one by one.
+"""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["ArraySizing"]
+
+_SKIPPED, _TIMED = 3, 10  # steps of each size: without the first, which allocate memory; the fastest of the others
+_GAIN = 1.1
+_MEMORY_SHARE = 0.8
+
+
+class ArraySizing:
+    """Decides on the size of an array from the times of its steps.
+
+    Parameters
+    ----------
+    limit
+        Maximum number of members.
+    memory
+        Memory of the device in bytes, if it is limited.
+    """
+
+    def __init__(self, limit: int, memory: float = math.inf) -> None:
+        self.size = min(2, limit)
+        """Number of members to train together now."""
+        self.fused = False
+        """Whether to fuse them now."""
+        self.decided = limit < 2
+        """Whether size and mode stay."""
+        self._limit = limit
+        self._memory = memory
+        self._steps = 0
+        self._shortest = math.inf
+        self._alone = math.inf
+        self._times: dict[int, float] = {}  # size -> seconds for each member-step, fused
+        self._used: dict[int, float] = {}  # size -> bytes
+
+    @property
+    def gain(self) -> float:
+        """Speed at the best size measured, relative to one by one; 1.0 before fused steps were timed."""
+        return self._alone / min(self._times.values()) if self._times else 1.0
+
+    def count(self, seconds: float, memory: float = 0.0) -> bool:
+        """Count a step of `size` members.
+
+        Parameters
+        ----------
+        seconds
+            Its time.
+        memory
+            Bytes of the device in use.
+
+        Returns
+        -------
+        decided
+            Whether size and mode stay from here on.
+        """
+        if self.decided:
+            return True
+        self._steps += 1
+        if self._steps > _SKIPPED:
+            self._shortest = min(self._shortest, seconds / self.size)
+        if self._steps == _SKIPPED + _TIMED:
+            self._next(self._shortest, memory)
+            self._steps, self._shortest = 0, math.inf
+        return self.decided
+
+    def _next(self, seconds: float, memory: float) -> None:
+        if not self.fused:
+            self._alone, self.fused = seconds, True
+            return
+        before = min(self._times.values(), default=math.inf)
+        self._times[self.size], self._used[self.size] = seconds, memory
+        larger = min(2 * self.size, self._limit)
+        if seconds * _GAIN > before or larger == self.size or self._extrapolated(larger) > _MEMORY_SHARE * self._memory:
+            self._decide()
+        else:
+            self.size = larger
+
+    def _extrapolated(self, size: int) -> float:
+        """Return the bytes that a larger array would need."""
+        return self._used[self.size] / self.size * size
+
+    def _decide(self) -> None:
+        self.decided = True
+        self.fused = self.gain >= _GAIN
+        self.size = min(self._times, key=lambda size: self._times[size])

@@ -1,0 +1,79 @@
+"""The size of an array, from the times of its steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freetrain_parsl.training.fusion.sizing import ArraySizing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def decide(limit: int, seconds: Callable[[int], float], *, alone: float = 1.0, **options: float) -> ArraySizing:
+    """Report steps until it has decided: `seconds` for a fused step by size, `alone` for each member one by one."""
+    sizing = ArraySizing(limit, **options)
+    for _ in range(1000):
+        step = seconds(sizing.size) if sizing.fused else alone * sizing.size
+        if sizing.count(step, memory=100.0 * sizing.size):
+            return sizing
+    raise AssertionError("it never decides")
+
+
+def test_an_array_grows_while_each_training_becomes_faster() -> None:
+    sizing = decide(16, lambda _size: 1.5)
+    assert (sizing.size, sizing.fused) == (16, True)
+    assert sizing.gain == pytest.approx(16 / 1.5)
+
+
+def test_it_stops_where_more_trainings_make_none_faster() -> None:
+    sizing = decide(64, lambda size: 1.0 if size <= 8 else size / 8)
+    assert (sizing.size, sizing.fused) == (8, True)
+
+
+def test_trainings_that_gain_too_little_go_on_one_by_one() -> None:
+    sizing = decide(16, lambda size: 0.95 * size)
+    assert not sizing.fused
+    assert sizing.gain == pytest.approx(1 / 0.95)
+
+
+def test_one_slow_start_does_not_decide() -> None:
+    """Larger sizes are tried although two are slower than one by one."""
+    sizing = decide(16, lambda size: 2.4 if size == 2 else 0.5 * size)
+    assert (sizing.size, sizing.fused) == (4, True)
+
+
+def test_slow_steps_among_fast_ones_do_not_count() -> None:
+    sizing = ArraySizing(2)
+    for step in range(13):
+        sizing.count(2.0 if step != 7 else 1.0)
+    for step in range(13):
+        sizing.count(5.0 if step != 9 else 0.5)
+    assert sizing.decided
+    assert sizing.gain == 2.0
+
+
+def test_an_array_does_not_grow_beyond_the_memory() -> None:
+    assert decide(16, lambda _size: 1.0, memory=1100.0).size == 8
+
+
+def test_one_training_is_not_fused() -> None:
+    sizing = ArraySizing(1)
+    assert sizing.decided
+    assert not sizing.fused
+
+
+@given(
+    st.integers(2, 64),
+    st.lists(st.floats(0.01, 10.0), min_size=6, max_size=6),
+)
+def test_fusing_is_chosen_only_where_it_was_measured_to_be_faster(limit: int, factors: list[float]) -> None:
+    sizing = decide(limit, lambda size: factors[size.bit_length() % 6] * size)
+    assert 1 < sizing.size <= limit
+    speed = 1 / factors[sizing.size.bit_length() % 6]
+    assert sizing.gain == pytest.approx(speed)
+    assert sizing.fused is (sizing.gain >= 1.1)
