@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,34 +34,50 @@ class Tally:
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self._shards = batch.shards
         self._device = device
-        self._losses: list[tuple[int, torch.Tensor]] = []  # shard, sum over the samples of a piece
+        self._losses: list[tuple[int, torch.Tensor | float]] = []  # shard, sum over the samples of a piece
         self._samples = self._checksum = 0
-
-    @cached_property
-    def values(self) -> torch.Tensor:
-        """The tensor, once all pieces have been added."""
-        losses = [0.0] * self._shards
-        if self._device.type == "cpu":
-            for shard, loss in self._losses:
-                losses[shard] += loss.item()
-            return torch.tensor([*losses, self._samples, self._checksum], dtype=torch.float64)
-        values = torch.zeros(self._shards + 2, dtype=torch.float64, device=self._device)
-        for shard, loss in self._losses:
-            values[shard] += loss
-        values[-2], values[-1] = self._samples, self._checksum  # filled on the device: no copy to it
-        return values
+        self._values: torch.Tensor | None = None
 
     @property
-    def loss(self) -> torch.Tensor:
-        """Sum of the losses over all samples, a scalar."""
-        return self.values[0] if self._shards == 1 else self.values[:-2].sum()
+    def values(self) -> torch.Tensor:
+        """The tensor, once all pieces have been added."""
+        if self._values is None:
+            self._values = torch.zeros(self._shards + 2, dtype=torch.float64, device=self._device)
+            for shard, loss in self._losses:
+                self._values[shard] += loss
+            # Filled on the device: no copy to it.
+            self._values[-2], self._values[-1] = self._samples, self._checksum
+        return self._values
+
+    @property
+    def loss(self) -> torch.Tensor | float:
+        """Sum of the losses over all samples."""
+        return self._sum_of_one if self._is_plain else self.values[:-2].sum()
+
+    @property
+    def totals(self) -> torch.Tensor | tuple[float, int, int]:
+        """Sum of the losses, samples and checksum; a tensor of shape (3,) unless they are known already."""
+        if self._is_plain:
+            return self._sum_of_one, self._samples, self._checksum
+        # The sum of the losses has the same shape and order, whichever member had which shard.
+        return torch.cat([self.values[:-2].sum(0, keepdim=True), self.values[-2:]])
 
     def add(self, loss: torch.Tensor, piece: Piece) -> None:
         """Add the mean loss of a piece."""
         if piece.weight:
-            self._losses.append((piece.shard, loss.detach().double() * piece.weight))
+            detached = loss.item() if self._device.type == "cpu" else loss.detach().double()
+            self._losses.append((piece.shard, detached * piece.weight))
             self._samples += piece.weight
             self._checksum += piece.checksum
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this is all in Python's numbers: one member had the whole batch, on a CPU."""
+        return self._values is None and self._shards == 1 and self._device.type == "cpu"
+
+    @property
+    def _sum_of_one(self) -> float:
+        return float(sum(loss for _, loss in self._losses))
 
 
 class TrainingMetrics:
@@ -82,7 +97,7 @@ class TrainingMetrics:
         self._log: dict[str, Any] = {}
         self._loss_sum = 0.0  # of this epoch, over the whole group
         self._loss_samples = 0
-        self._pending: list[torch.Tensor] = []  # of each step: loss, samples and checksum, not yet read
+        self._pending: list[torch.Tensor | tuple[float, int, int]] = []  # `Tally.totals` of each step, not yet read
         self._expected = [0, 0]  # samples and checksum of the pending batches
 
     @property
@@ -111,9 +126,7 @@ class TrainingMetrics:
         self.samples += batch.samples
         self.metrics["steps"], self.metrics["samples"] = self.step, self.samples
         self._ledger.add(batch.positions)
-        # The sum of the losses has the same shape and order, whichever member had which shard.
-        one_shard = len(tally.values) == 3
-        self._pending.append(tally.values if one_shard else torch.cat([tally.loss[None], tally.values[-2:]]))
+        self._pending.append(tally.totals)
         self._expected[0] += batch.samples
         self._expected[1] += batch.checksum
 
@@ -129,7 +142,10 @@ class TrainingMetrics:
         """
         if not self._pending:
             return
-        steps = torch.stack(self._pending).tolist() if len(self._pending) > 1 else [self._pending[0].tolist()]
+        tensors = [totals for totals in self._pending if isinstance(totals, torch.Tensor)]
+        steps = [totals for totals in self._pending if isinstance(totals, tuple)]
+        if tensors:  # read together: each read waits for a GPU
+            steps += torch.stack(tensors).tolist()
         loss, samples, received = (sum(column) for column in zip(*steps, strict=True))
         expected, self._expected = self._expected, [0, 0]
         self._pending = []

@@ -41,6 +41,9 @@ class Audit:
         )
 
 
+_COUNTED_TOGETHER = 256  # batches
+
+
 class Ledger:
     """Counts of how often the group has trained on each sample in the current epoch.
 
@@ -51,15 +54,27 @@ class Ledger:
     """
 
     def __init__(self, length: int) -> None:
-        self.counts = torch.zeros(length, dtype=torch.int32)
+        self._counts = torch.zeros(length, dtype=torch.int32)
+        self._added: list[torch.Tensor] = []  # positions that are not counted yet
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """How often, int32, shape (length,)."""
+        if self._added:
+            positions, self._added = torch.cat(self._added), []
+            self._counts.index_add_(0, positions, torch.ones_like(positions, dtype=torch.int32))
+        return self._counts
 
     def add(self, positions: torch.Tensor) -> None:
         """Count one training step on each of `positions` (int64, may repeat)."""
-        self.counts.index_add_(0, positions, torch.ones_like(positions, dtype=torch.int32))
+        self._added.append(positions)
+        if len(self._added) >= _COUNTED_TOGETHER:
+            _ = self.counts
 
     def clear(self) -> None:
         """Start a new epoch."""
-        self.counts.zero_()
+        self._added = []
+        self._counts.zero_()
 
 
 def checksum(positions: torch.Tensor) -> int:

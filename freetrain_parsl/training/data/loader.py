@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
@@ -62,7 +62,7 @@ class SessionLoader:
         self._seeds = False  # whether the random numbers of a fetch have to be seeded
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
-            _with_places(dataset, order.seed, seed_samples=seed_samples),
+            _with_places(dataset, collate_fn, order.seed, seed_samples=seed_samples),
             batch_sampler=self._plan,
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -183,10 +183,12 @@ class _Plan:
             begin += batch.samples
 
 
-def _with_places(dataset: MapDataset | Stream, seed: int, *, seed_samples: bool) -> Any:
+def _with_places(dataset: MapDataset | Stream, collate_fn: object, seed: int, *, seed_samples: bool) -> Any:
     """Return an object that fetches samples by (epoch, position); it need not be a torch Dataset."""
     if isinstance(dataset, Stream):
         return _Streamed(dataset, seed)
+    if type(dataset) is TensorDataset and collate_fn is None:  # draws no random numbers
+        return _Plain(dataset)
     return _Seeded(dataset, seed) if seed_samples else _Plain(dataset)
 
 

@@ -105,7 +105,7 @@ class BatchRunner:
         self._statistics = RunningStatistics(self._models, by_share=True)
 
     @property
-    def batch_loss(self) -> torch.Tensor | None:
+    def batch_loss(self) -> torch.Tensor | float | None:
         """Mean loss over the last batch with a step, a scalar, the same on all members; ``None`` before."""
         return None if self._stepped is None else self._stepped[0].loss / self._stepped[1]
 

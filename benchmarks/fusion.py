@@ -1,0 +1,208 @@
+"""What horizontal fusion gains: samples per second of a sweep that is fused, relative to one by one.
+
+Each row trains the same learning-rate sweep in three ways, in turns, in one process with one thread: fused, one by one
+in sessions, and one by one in plain PyTorch loops; with Adam in PyTorch's fused implementation where the members use
+their own. The times are the shortest of a step over all turns. ``auto`` is what a sizing by ``fuse="auto"`` with this
+maximum decides, from its own timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from _fusion_nets import NETS, samples
+from _report import report
+from torch.nn.functional import cross_entropy
+
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.report.output import write_output
+from freetrain_parsl.training.fragment import run_fragment
+from freetrain_parsl.training.fusion.run import Member, run_members
+from freetrain_parsl.training.fusion.sizing import ArraySizing
+from freetrain_parsl.training.group.regrouping import GroupMember
+from freetrain_parsl.training.mailbox import ControlMailbox, Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.utils.data import TensorDataset
+
+    from freetrain_parsl.training.fusion.engine import FusionEngine
+
+STEPS = 13  # of each turn; the first ones allocate memory
+SKIPPED = 3
+
+
+class Stopwatch:
+    """The shortest time of a step of all trainings of a turn."""
+
+    def __init__(self) -> None:
+        self.shortest = math.inf
+        self._steps = 0
+        self._last = 0.0
+
+    def lap(self) -> None:
+        """Call it once in each step."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self._steps += 1
+        if self._steps > SKIPPED:
+            self.shortest = min(self.shortest, now - self._last)
+        self._last = now
+
+
+def train(
+    session: Any, *, net: str, data: TensorDataset, batch: int, lr: float, steps: int, watch: Stopwatch | None
+) -> None:
+    """Train for some steps; the first training of an array holds the stopwatch."""
+    model, _ = session.prepare(NETS[net](), torch.optim.Adam, lr=lr, fused=True)
+    loader = session.loader(data, batch_size=batch, drop_last=True)
+    done = 0
+    for _ in session.epochs(10**6):
+        for x, y in loader:
+            if watch is not None:
+                watch.lap()
+            session.step(cross_entropy(model(x), y))
+            done += 1
+            if done == steps:
+                return
+
+
+def plain(net: str, data: TensorDataset, batch: int, watch: Stopwatch) -> None:
+    """Train in a PyTorch loop, on batches that are there."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = NETS[net]().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    inputs, labels = (tensor.to(device) for tensor in data.tensors)
+    for step in range(STEPS):
+        watch.lap()
+        begin = step * batch % (len(inputs) - batch + 1)
+        loss = cross_entropy(model(inputs[begin : begin + batch]), labels[begin : begin + batch])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def array(points: Sequence[dict[str, Any]], sizing: ArraySizing | None, root: Path) -> FusionEngine:
+    """Train an array in this process."""
+    mailbox = ControlMailbox()
+    failures: list[BaseException] = []
+    engine = run_members(
+        [Member(train, SessionOptions(str(number), root), kwargs=point) for number, point in enumerate(points)],
+        GroupMember(Membership("array"), _nobody, mailbox, lambda _report: None),
+        mailbox,
+        sizing=sizing,
+        report=lambda _name, _report: None,
+        ended=lambda _name, end: failures.append(end) if isinstance(end, BaseException) else None,
+    )
+    if failures:
+        raise failures[0]
+    return engine
+
+
+def alone(point: dict[str, Any], root: Path) -> None:
+    """Train by itself."""
+    run_fragment(
+        train,
+        kwargs=point,
+        options=SessionOptions("alone", root),
+        membership=Membership("alone"),
+        meet=_nobody,
+        mailbox=ControlMailbox(),
+        report=lambda _report: None,
+    )
+
+
+def _nobody(membership: Membership) -> Any:
+    raise AssertionError(membership)
+
+
+def measure(net: str, batch: int, sizes: Sequence[int], turns: int) -> list[dict[str, Any]]:
+    """Return the rows of one network and batch size."""
+    data = samples(net)
+    fused = {size: math.inf for size in sizes}
+    session = loop = math.inf
+    for _ in range(turns):
+        watch = Stopwatch()
+        plain(net, data, batch, watch)
+        loop = min(loop, watch.shortest)
+        for size in (0, *sizes):
+            watch = Stopwatch()
+            points = [
+                {
+                    "net": net,
+                    "data": data,
+                    "batch": batch,
+                    "lr": 1e-3 * (number + 1),
+                    "steps": STEPS,
+                    "watch": None if number else watch,
+                }
+                for number in range(max(1, size))
+            ]
+            with tempfile.TemporaryDirectory() as root:
+                if size:
+                    array(points, None, Path(root))
+                    fused[size] = min(fused[size], watch.shortest)
+                else:
+                    alone(points[0], Path(root))
+                    session = min(session, watch.shortest)
+    rows = []
+    for size in sizes:
+        sizing = ArraySizing(size)
+        points = [
+            {"net": net, "data": data, "batch": batch, "lr": 1e-3 * (n + 1), "steps": 80, "watch": None}
+            for n in range(size)
+        ]
+        with tempfile.TemporaryDirectory() as root:
+            array(points, sizing, Path(root))
+        rows.append(
+            {
+                "net": net,
+                "batch": batch,
+                "members": size,
+                "ratio": size * session / fused[size],
+                "ratio_to_plain_loop": size * loop / fused[size],
+                "member_step_us": fused[size] / size * 1e6,
+                "session_step_us": session * 1e6,
+                "plain_step_us": loop * 1e6,
+                "auto": sizing.decided and sizing.fused,
+                "auto_members": sizing.size if sizing.decided and sizing.fused else 1,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64, 256])
+    parser.add_argument("--members", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--turns", type=int, default=3, help="how often each way is timed")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    logging.getLogger("freetrain_parsl").setLevel(logging.ERROR)  # one by one is a result here
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for net in options.nets:
+        for batch in options.batches:
+            rows += measure(net, batch, options.members, options.turns)
+            print(f"{net}, batch {batch}", file=sys.stderr)
+    report(
+        "Horizontal fusion: seconds of a step of one training, fused and one by one", rows, ["torch", "freetrain-parsl"]
+    )
+    if options.json is not None:
+        write_output(options.json, json.dumps({"rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
