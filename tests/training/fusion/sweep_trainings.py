@@ -131,7 +131,8 @@ def classify(  # what a sweep may vary
             losses.append(loss.item())
         model.eval()
         with torch.no_grad():
-            session.log(val=functional.cross_entropy(model(samples.tensors[0]), samples.tensors[1]).item())
+            inputs, labels = (tensor.to(session.device) for tensor in samples.tensors)
+            session.log(val=functional.cross_entropy(model(inputs), labels).item())
         model.train()
         if stop_above is not None and session.metrics["history"][-1]["loss"] > stop_above:
             break
