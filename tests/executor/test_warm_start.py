@@ -46,6 +46,7 @@ print(json.dumps({
     "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
     "ignored": [int(n) for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
     "umask": mask,
+    "path": sys.path,
     "leads": os.getsid(0) == int(os.environ["FREETRAIN_PILOT"]),
     "group": os.getpgrp() == os.getpid(),
 }), flush=True)
@@ -192,6 +193,16 @@ def test_nodes_in_other_circumstances_start_by_themselves_and_say_why(node: Node
     node.end(node.submit("exit", "0", python=(_other_interpreter(node.directory),)))
     assert not node.report["forked"]
     assert "different executable" in node.errors
+
+
+def test_a_path_of_its_own_is_a_nodes_own_unless_it_has_modules_that_the_server_has_imported(node: Node) -> None:
+    more = node.directory / "more"
+    more.mkdir()
+    for name, forked in (("another.py", True), ("site.yaml", True), ("parsl.py", False)):
+        (more / name).touch()
+        node.end(node.submit("exit", "0", PYTHONPATH=str(more)))
+        assert (node.report["forked"], str(more) in node.report["path"]) == (forked, True)
+    assert "its path has other modules: parsl" in node.errors
 
 
 def test_a_process_that_is_no_node_of_an_embedded_cluster_does_not_use_it(node: Node) -> None:

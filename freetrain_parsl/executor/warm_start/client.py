@@ -27,9 +27,9 @@ _LOST: Final = 128 + signal.SIGKILL  # exit code of a process that ended without
 
 _NAMESPACES: Final = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 
-# Variables that interpreter and libraries read when they are loaded.
+# Variables that interpreter and libraries read when they are loaded. What PYTHONPATH changes is sent.
 _READ_AT_IMPORT: Final = re.compile(
-    r"PYTHON|LD_|LANG|LC_|TZ|MALLOC_|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|NUMEXPR_|DNNL_|ONEDNN_|TORCH|PYTORCH_|ATEN_"
+    r"PYTHON(?!PATH$)|LD_|LANG|LC_|TZ|MALLOC_|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|NUMEXPR_|DNNL_|ONEDNN_|TORCH|PYTORCH_|ATEN_"
     r"|CUDA_|NVIDIA_|HIP_|HSA_|ROC|ZE_|NCCL_|GLOO_"
 )
 

@@ -16,6 +16,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import selectors
 import signal
 import socket
@@ -87,6 +88,8 @@ def _answer(client: socket.socket, own: dict[str, Any], set_by_imports: dict[str
                 del theirs["variables"][name]
         if theirs != own:
             _tell(client, refused=_difference(theirs, own))
+        elif others := _other_modules(request["path"]):
+            _tell(client, refused=f"its path has other modules: {', '.join(others)}")
         elif len(forked.environment_block(request["environment"])) > forked.environment_room():
             _tell(client, refused="its environment is too long")
         elif os.fork() == 0:
@@ -101,6 +104,16 @@ def _difference(theirs: dict[str, Any], own: dict[str, Any]) -> str:
     what = [name for name, value in own.items() if theirs.get(name) != value]
     variables = {name for name, _ in own["variables"].items() ^ theirs["variables"].items()}
     return f"different {', '.join(what)} {' '.join(sorted(variables))}"
+
+
+def _other_modules(path: list[str]) -> list[str]:
+    """Return the modules that this process has imported, or would at its start, and a program with this path may not.
+
+    Only directories that are not in the path of this process are searched.
+    """
+    imported = {name.partition(".")[0] for name in sys.modules} | {"sitecustomize", "usercustomize"}
+    others = pkgutil.iter_modules([entry for entry in path if entry not in sys.path])
+    return sorted({module.name for module in others} & imported)
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
