@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from freetrain_parsl.executor.warm_start.owner import WarmStart
 from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
 from tests.__main__ import PARTS
 
@@ -60,6 +61,21 @@ def runtime_of_the_tests() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", directory)
         yield
+
+
+@pytest.fixture(scope="session")
+def warm_start() -> Iterator[WarmStart]:
+    """Start the server from which the nodes of all embedded clusters are forked; it is needed at most once."""
+    with WarmStart() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def warm_nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the nodes of embedded clusters from the server, except where a test is of the ordinary start (`cold`)."""
+    if request.node.get_closest_marker("cluster") and not request.node.get_closest_marker("cold"):
+        for name, value in request.getfixturevalue("warm_start").environment.items():
+            monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -179,9 +179,8 @@ def _run(
     provider = EmbeddedClusterProvider(nodes=nodes, workload=tuple(workload), cluster_dir=str(directory / "cluster"))
     executor = _executor(provider, directory, policy)
     apps = _load_apps()
-    with parsl.load(
-        Config(executors=[executor], run_dir=str(directory / "parsl"), strategy="none", initialize_logging=True)
-    ):
+    settings = Config(executors=[executor], run_dir=str(directory / "parsl"), strategy="none", initialize_logging=True)
+    with _warm_start(), parsl.load(settings):
         run = RunState(executor.journal_path)
         cluster = provider.ensure_started()
         futures = {
@@ -242,6 +241,16 @@ def _load_apps() -> dict[str, Any]:
     sys.path.insert(0, directory)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [directory, os.environ.get("PYTHONPATH")]))
     return {name: importlib.import_module(name).train for name in ("digits", "char_lm")}
+
+
+@contextmanager
+def _warm_start() -> Iterator[None]:
+    """Let the nodes, which are all on this machine, import Parsl and torch once."""
+    from freetrain_parsl.executor.warm_start.owner import WarmStart
+
+    with WarmStart() as server:
+        os.environ.update(server.environment)
+        yield
 
 
 def _watch(

@@ -123,12 +123,13 @@ def members(sessions: Mapping[int, str]) -> dict[str, list[ProcessInfo]]:
         Mark -> its processes; marks without processes are absent.
     """
     wanted = set(sessions.values())
-    everyone = living()
-    parents = {info.pid: info.parent for info in everyone}
+    own = process_info(os.getpid())
+    assert own is not None, "this process is in /proc"
     found: dict[str, list[ProcessInfo]] = {}
-    for info in everyone:
+    for info in living():
         mark = sessions.get(info.session)
-        if mark is None and _descends(info.pid, os.getpid(), parents):
+        # Not only descendants of this process: programs of nodes may be forked from a warm start server.
+        if mark is None and info.started >= own.started:
             mark = mark_of(info.pid)
         if mark is not None and mark in wanted:
             found.setdefault(mark, []).append(info)

@@ -12,6 +12,7 @@ from freetrain_parsl.executor.htex.worker_pool import WARM
 
 
 @pytest.mark.cluster
+@pytest.mark.cold
 def test_workers_are_forked_warm_and_see_the_wall_clock(start):
     start(nodes=1)
 

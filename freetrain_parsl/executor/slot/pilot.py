@@ -16,8 +16,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from freetrain_parsl.cluster.processes import living
+from freetrain_parsl.executor.warm_start import ADDRESS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 __all__ = ["end_node", "pilot_of_node", "set_process_title"]
 
@@ -51,17 +56,39 @@ def end_node(pilot: int | None) -> None:
             os.kill(pilot, signal.SIGTERM)
 
 
-def main(command: list[str]) -> int:
+class PoolProcess(Protocol):
+    """The worker pool's process, as `subprocess.Popen` presents it."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Return its exit code; ``None`` while it runs."""
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code."""
+
+
+def start_interpreter(command: list[str], environment: Mapping[str, str], prepare: Callable[[], None]) -> PoolProcess:
+    """Start the command as a new program; `prepare` runs in its process before."""
+    return subprocess.Popen(command, env=environment, preexec_fn=prepare)  # noqa: PLW1509 - no threads here
+
+
+def main(
+    command: list[str],
+    start: Callable[[list[str], Mapping[str, str], Callable[[], None]], PoolProcess] = start_interpreter,
+) -> int:
     """Run `command` in its own process group; return its exit code, or zero after a signal to the pilot."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the early warning to the slots is sent to every process
     # Blocked before the child starts, so that no signal is missed between its start and `sigtimedwait`.
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     environment = {**os.environ, _PILOT: str(os.getpid())}
-    pool = subprocess.Popen(command, env=environment, preexec_fn=_deaf)  # noqa: PLW1509 - no threads here
+    pool = start(command, environment, _deaf)
     patience = float(os.environ.get(_PATIENCE, _DEFAULT_PATIENCE))
     seen = time.monotonic()
-    while pool.poll() is None:
+    while (code := pool.poll()) is None:
         received = signal.sigtimedwait(awaited, min(_LOOK, patience))
         if received is None:
             now = time.monotonic()
@@ -79,7 +106,7 @@ def main(command: list[str]) -> int:
             pool.wait()
             return 0
     _kill_group(pool.pid)
-    return pool.returncode if pool.returncode >= 0 else 128 - pool.returncode
+    return code if code >= 0 else 128 - code
 
 
 def _deaf() -> None:
@@ -106,5 +133,15 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def _run(command: list[str]) -> int:
+    if ADDRESS in os.environ:
+        from freetrain_parsl.executor.warm_start.client import run_forked
+
+        code = run_forked(command)
+        if code is not None:
+            return code
+    return main(command)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(_run(sys.argv[1:]))
