@@ -12,7 +12,6 @@ import argparse
 import json
 import logging
 import math
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -62,9 +61,17 @@ class Stopwatch:
 
 
 def train(
-    session: Any, *, net: str, data: TensorDataset, batch: int, lr: float, steps: int, watch: Stopwatch | None
+    session: Any,
+    *,
+    net: str,
+    data: TensorDataset,
+    batch: int,
+    lr: float,
+    steps: int,
+    watch: Stopwatch | None = None,
+    sizing: ArraySizing | None = None,
 ) -> None:
-    """Train for some steps; the first training of an array holds the stopwatch."""
+    """Train for some steps, or until the sizing has decided; the first training of an array holds the stopwatch."""
     model, _ = session.prepare(NETS[net](), torch.optim.Adam, lr=lr, fused=True)
     loader = session.loader(data, batch_size=batch, drop_last=True)
     done = 0
@@ -74,7 +81,7 @@ def train(
                 watch.lap()
             session.step(cross_entropy(model(x), y))
             done += 1
-            if done == steps:
+            if done == steps or (sizing is not None and sizing.decided):
                 return
 
 
@@ -130,7 +137,7 @@ def _nobody(membership: Membership) -> Any:
 def measure(net: str, batch: int, sizes: Sequence[int], turns: int) -> list[dict[str, Any]]:
     """Return the rows of one network and batch size."""
     data = samples(net)
-    fused = {size: math.inf for size in sizes}
+    fused = dict.fromkeys(sizes, math.inf)
     session = loop = math.inf
     for _ in range(turns):
         watch = Stopwatch()
@@ -160,7 +167,7 @@ def measure(net: str, batch: int, sizes: Sequence[int], turns: int) -> list[dict
     for size in sizes:
         sizing = ArraySizing(size)
         points = [
-            {"net": net, "data": data, "batch": batch, "lr": 1e-3 * (n + 1), "steps": 80, "watch": None}
+            {"net": net, "data": data, "batch": batch, "lr": 1e-3 * (n + 1), "steps": 200, "sizing": sizing}
             for n in range(size)
         ]
         with tempfile.TemporaryDirectory() as root:
@@ -196,12 +203,13 @@ def main() -> None:
     for net in options.nets:
         for batch in options.batches:
             rows += measure(net, batch, options.members, options.turns)
-            print(f"{net}, batch {batch}", file=sys.stderr)
+            ratios = ", ".join(f"{row['ratio']:.2f}" for row in rows[-len(options.members) :])
+            print(f"{net}, batch {batch}: {ratios} times as fast", flush=True)
+            if options.json is not None:
+                write_output(options.json, json.dumps({"rows": rows}, indent=2) + "\n")
     report(
         "Horizontal fusion: seconds of a step of one training, fused and one by one", rows, ["torch", "freetrain-parsl"]
     )
-    if options.json is not None:
-        write_output(options.json, json.dumps({"rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

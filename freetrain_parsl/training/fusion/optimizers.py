@@ -274,7 +274,9 @@ class FormulaOptimizer:
             groups = _groups(self._optimizers, segment)
             names = dict.fromkeys(name for group in groups for name in self._formula.states(group))
             states = {name: torch.zeros_like(segment.rows) for name in names}
-            counters = torch.zeros(len(self._optimizers), len(segment.members[0]), dtype=torch.float32)
+            # Where torch keeps them, for steps that the members' optimizers make themselves.
+            device = segment.rows.device if groups[0].get("fused") else None
+            counters = torch.zeros(len(self._optimizers), len(segment.members[0]), device=device)
             for row, (optimizer, member) in enumerate(zip(self._optimizers, segment.members, strict=True)):
                 for place, parameter in enumerate(member):
                     state = optimizer.state.get(parameter, {})
@@ -285,7 +287,7 @@ class FormulaOptimizer:
             self._states[number] = states
             self._counters.append(counters)
         if self._segments:
-            self._steps = self._counters[0][:, :1].double()
+            self._steps = self._counters[0][:, :1].double().cpu()
         if self._steps.any():
             self._share()
 
