@@ -120,7 +120,10 @@ class FusedOperators(TorchFunctionMode):
             raise CannotFuse("activation checkpointing, or other hooks on saved tensors, inside the model")
         rule = self._rules.get(func)
         if rule is not None:
-            result = rule(self, func, *args, **kwargs)
+            try:
+                result = rule(self, func, *args, **kwargs)
+            except RuntimeError:  # for a wrong call, the first row raises the error that the user knows
+                result = self.row_by_row(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         copy = _TRANSPARENT.copy_of(func)
@@ -210,10 +213,14 @@ class FusedOperators(TorchFunctionMode):
         if any(other != structure for _, _, other in flat):
             raise CannotFuse(f"{name} returns different kinds of results for the trainings")
         combined = []
-        for position, first in enumerate(flat[0][1]):
-            changed = [at for at, leaf in enumerate(flat[0][0]) if leaf is first and stacked[at]]
-            if changed:  # an operator in place returns its argument
-                combined.append(inputs[changed[0]])
+        for position in range(len(flat[0][1])):
+            returned = [
+                at
+                for at, differs in enumerate(stacked)
+                if differs and all(outputs[position] is given[at] for given, outputs, _ in flat)
+            ]
+            if returned:  # an operator in place returns its argument
+                combined.append(inputs[returned[0]])
             else:
                 combined.append(self._stack(name, [outputs[position] for _, outputs, _ in flat]))
         return tree_unflatten(combined, structure)
