@@ -77,14 +77,16 @@ def fused_call(  # these are the model, its state, and a call
     CannotFuse
         If the results could differ from those that each member has alone.
     """
-    size = len(next(iter(parameters.values())))
-    level = new_level(size)
+    stacks = {**parameters, **buffers}
+    if not stacks:
+        raise CannotFuse("the model has no parameters")
+    level = new_level(len(next(iter(stacks.values()))))
     leaves, structure = tree_flatten((args, dict(kwargs)))
     versions = [(tensor, tensor._version) for tensor in _tensors(leaves)]
 
     def call() -> Any:
         given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
-        tensors = {name: level.wrap(stack) for name, stack in {**parameters, **buffers}.items()}
+        tensors = {name: level.wrap(stack) for name, stack in stacks.items()}
         with swapped(template, tensors, differing or {}) as current_buffers:
             with fused_operators(level, streams):
                 output = function(*given, **named)

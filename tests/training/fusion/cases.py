@@ -234,8 +234,12 @@ def hooked(layer, x):
     return y
 
 
-targets = torch.arange(SAMPLES) % 5
-weights = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+def targets():
+    return torch.arange(SAMPLES) % 5
+
+
+def weights():
+    return torch.linspace(0.5, 1.5, 5)
 
 
 def classes(function):
@@ -454,17 +458,20 @@ CASES: list[Case] = [
     *(
         Case("Losses in the model", name, make, vectors)
         for name, make in [
-            ("cross_entropy", classes(lambda m, x: F.cross_entropy(m(x), targets))),
-            ("cross_entropy(reduction='sum')", classes(lambda m, x: F.cross_entropy(m(x), targets, reduction="sum"))),
-            ("cross_entropy(reduction='none')", classes(lambda m, x: F.cross_entropy(m(x), targets, reduction="none"))),
-            ("cross_entropy(weight)", classes(lambda m, x: F.cross_entropy(m(x), targets, weight=weights))),
+            ("cross_entropy", classes(lambda m, x: F.cross_entropy(m(x), targets()))),
+            ("cross_entropy(reduction='sum')", classes(lambda m, x: F.cross_entropy(m(x), targets(), reduction="sum"))),
+            (
+                "cross_entropy(reduction='none')",
+                classes(lambda m, x: F.cross_entropy(m(x), targets(), reduction="none")),
+            ),
+            ("cross_entropy(weight)", classes(lambda m, x: F.cross_entropy(m(x), targets(), weight=weights()))),
             (
                 "cross_entropy(label_smoothing)",
-                classes(lambda m, x: F.cross_entropy(m(x), targets, label_smoothing=0.1)),
+                classes(lambda m, x: F.cross_entropy(m(x), targets(), label_smoothing=0.1)),
             ),
-            ("cross_entropy(ignore_index)", classes(lambda m, x: F.cross_entropy(m(x), targets, ignore_index=0))),
+            ("cross_entropy(ignore_index)", classes(lambda m, x: F.cross_entropy(m(x), targets(), ignore_index=0))),
             ("cross_entropy of probabilities", classes(lambda m, x: F.cross_entropy(m(x), x[:, :5].softmax(1)))),
-            ("nll_loss", classes(lambda m, x: F.nll_loss(F.log_softmax(m(x), 1), targets))),
+            ("nll_loss", classes(lambda m, x: F.nll_loss(F.log_softmax(m(x), 1), targets()))),
             ("mse_loss", with_linear(lambda m, x: F.mse_loss(m(x), x))),
             ("l1_loss, smooth_l1_loss", with_linear(lambda m, x: F.l1_loss(m(x), x) + F.smooth_l1_loss(m(x), x))),
             (
@@ -496,8 +503,8 @@ CASES: list[Case] = [
     *(
         Case("Indexing and writing", name, make, inputs)
         for name, make, inputs in [
-            ("gather", classes(lambda m, x: m(x).gather(1, targets[:, None])), vectors),
-            ("scatter_add", with_linear(lambda m, x: torch.zeros(5, 8).index_add(0, targets, m(x))), vectors),
+            ("gather", classes(lambda m, x: m(x).gather(1, targets()[:, None])), vectors),
+            ("scatter_add", with_linear(lambda m, x: torch.zeros(5, 8).index_add(0, targets(), m(x))), vectors),
             ("cumsum, sort, topk", with_linear(lambda m, x: m(x).cumsum(1).sort(1)[0].topk(3)[0]), vectors),
             ("max(dim)", on(lambda: nn.Conv1d(8, 8, 1), lambda m, x: m(x).max(2)[0]), signals),
             ("where", with_linear(lambda m, x: torch.where(m(x) > 0, m(x), x)), vectors),

@@ -21,7 +21,8 @@ class Streams:
     """One generator state per member."""
 
     def __init__(self, seeds) -> None:
-        self.states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+        with torch.random.fork_rng():
+            self.states = [self._seeded(seed) for seed in seeds]
 
     @property
     def agree(self) -> bool:
@@ -29,13 +30,30 @@ class Streams:
 
     @contextlib.contextmanager
     def of(self, member):
-        outside = torch.get_rng_state()
-        torch.set_rng_state(self.states[member])
+        outside = self._current()
+        self._use(self.states[member])
         try:
             yield
         finally:
-            self.states[member] = torch.get_rng_state()
-            torch.set_rng_state(outside)
+            self.states[member] = self._current()
+            self._use(outside)
+
+    def _seeded(self, seed) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return self._current()
+
+    def _current(self) -> torch.Tensor:
+        """Return the state of the generators of the CPU and, if it is used, the GPU."""
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            states.append(torch.cuda.get_rng_state())
+        return torch.cat(states)
+
+    def _use(self, state) -> None:
+        size = len(torch.get_rng_state())
+        torch.set_rng_state(state[:size])
+        if len(state) > size:
+            torch.cuda.set_rng_state(state[size:])
 
     @contextlib.contextmanager
     def shared(self):
@@ -97,7 +115,7 @@ def stacks(models):
 def made(make, seeds):
     """Return one model per seed; the caller's generator is untouched."""
     models = []
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         for seed in seeds:
             torch.manual_seed(seed)
             models.append(make())

@@ -251,4 +251,6 @@ def _is_plain(leaf: Any, *, differs: bool) -> bool:
 
 
 def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Return the innermost hooks on saved tensors; in a torch without this private function, verification fails."""
+    innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return innermost(True) if innermost else None
