@@ -32,6 +32,7 @@ _NEEDED = (
     "_unwrap_batched",
     "_vmap_decrement_nesting",
     "_vmap_increment_nesting",
+    "maybe_current_level",
     "pop_dynamic_layer_stack",
     "push_dynamic_layer_stack",
 )
@@ -76,6 +77,10 @@ class VmapLevel(ABC):
         if dimension is None:
             return stack.expand(self.size, *stack.shape)
         return stack if dimension == 0 else stack.movedim(dimension, 0)
+
+    @abstractmethod
+    def is_innermost(self) -> bool:
+        """Return whether no other transform of `torch.func` runs inside this level."""
 
     @abstractmethod
     def suspended(self) -> AbstractContextManager[None]:
@@ -130,6 +135,9 @@ class _PrivateLevel(VmapLevel):
 
     def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         return _private._unwrap_batched(tensor, self._level)
+
+    def is_innermost(self) -> bool:
+        return _private.maybe_current_level() == self._level
 
     def suspended(self) -> AbstractContextManager[None]:
         return self._suspension
@@ -193,6 +201,10 @@ class _PublicLevel(VmapLevel):
 
         self._bridge(note, tensor)
         return found[0]
+
+    def is_innermost(self) -> bool:
+        """Return True: there is no documented way to know, and verification notices what does not work."""
+        return True
 
     def suspended(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

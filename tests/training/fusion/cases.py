@@ -234,6 +234,10 @@ def hooked(layer, x):
     return y
 
 
+def with_doubled_weight(layer, x):
+    return torch.func.functional_call(layer, {"weight": layer.weight * 2, "bias": layer.bias}, (x,))
+
+
 def targets():
     return torch.arange(SAMPLES) % 5
 
@@ -542,6 +546,13 @@ CASES: list[Case] = [
             ),
             ("autograd.Function", with_linear(lambda m, x: Doubled.apply(m(x)))),
             ("autograd.Function(generate_vmap_rule)", with_linear(lambda m, x: NewDoubled.apply(m(x)))),
+            ("vmap", with_linear(lambda m, x: torch.vmap(m)(x))),
+            ("func.grad", with_linear(lambda m, x: torch.func.grad(lambda value: m(value).sum())(x))),
+            ("func.functional_call", with_linear(with_doubled_weight)),
+            (
+                "distributions.Normal.rsample",
+                with_linear(lambda m, x: torch.distributions.Normal(m(x), m(x).exp()).rsample()),
+            ),
             ("returns a distribution", with_linear(lambda m, x: torch.distributions.Normal(m(x), 1.0))),
         ]
     ),

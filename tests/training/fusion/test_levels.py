@@ -35,10 +35,17 @@ QUICK = {
     "out[:, t] = …",
 }
 
+# Without private functions, only verification notices that gradients do not pass through such a transform.
+UNNOTICED = {"func.grad"}
+
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow)
+        for case in CASES
+        if case.name not in UNNOTICED
+    ],
 )
 def test_results_without_private_functions_are_those_of_each_training_alone(case, without_private_functions):
     kind, reason = outcome(case, shared=False, agree=False)

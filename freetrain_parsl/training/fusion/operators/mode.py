@@ -118,6 +118,8 @@ class FusedOperators(TorchFunctionMode):
         kwargs = kwargs or {}
         if _saved_tensor_hooks() is not self._saved_tensor_hooks:
             raise CannotFuse("activation checkpointing, or other hooks on saved tensors, inside the model")
+        if not self.level.is_innermost():
+            raise CannotFuse("torch.vmap, or another transform of torch.func, inside the model")
         rule = self._rules.get(func)
         if rule is not None:
             try:
