@@ -35,7 +35,7 @@ class Stacked:
     tensor: torch.Tensor
 
 
-def fused_call(  # these are the model, its state, and a call
+def fused_call(
     template: nn.Module,
     function: Callable[..., Any],
     parameters: Mapping[str, torch.Tensor],
