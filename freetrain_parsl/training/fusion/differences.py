@@ -53,11 +53,14 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[
     CannotFuse
         If the models differ in anything else, or have attributes that cannot be compared.
     """
-    first = dict(models[0].named_modules())
-    for model in models[1:]:
-        _equal("modules", [list(first), [path for path, _ in model.named_modules()]])
-    for path in first:
-        kinds = [type(model.get_submodule(path)) for model in models]
+    parts = [dict(model.named_modules()) for model in models]
+    first = parts[0]
+    for other in parts[1:]:
+        _equal("modules", [list(first), list(other)])
+    for path, module in first.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CannotFuse(f"{path or 'the model'} is compiled by torch.jit")
+        kinds = [type(each[path]) for each in parts]
         if not all(
             _Comparison(models[0], model).equal(kinds[0], kind) for model, kind in zip(models, kinds, strict=True)
         ):
@@ -67,14 +70,12 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[
     differing: dict[str, PerMember] = {}
     comparisons = [_Comparison(models[0], model) for model in models]
     for path in first:
-        attributes = [_attributes(model.get_submodule(path), () if path else ignored) for model in models]
+        attributes = [_attributes(each[path], () if path else ignored) for each in parts]
         _equal(f"{path or 'the model'}: attributes", [sorted(each) for each in attributes])
         for name in attributes[0]:
             full = f"{path}.{name}".lstrip(".")
             values = [each[name] for each in attributes]
-            if _may_differ(models[0].get_submodule(path), name) and all(
-                type(value) in (int, float) for value in values
-            ):
+            if _may_differ(first[path], name) and all(type(value) in (int, float) for value in values):
                 if len(set(values)) > 1:
                     differing[full] = PerMember(values)
             else:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.training.fusion.operators import fused_operators
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.fusion.vmap_level import VmapLevel
 
 _ABOUT_VMAP = ("vmap", "functorch", "batching rule", "Batching rule", "BatchedTensor")
-_COLLECTIONS = {list, dict, set}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
 
 
@@ -37,7 +35,7 @@ class Stacked:
     tensor: torch.Tensor
 
 
-def fused_call(  # these are the model, its state, and a call
+def fused_call(
     template: nn.Module,
     function: Callable[..., Any],
     parameters: Mapping[str, torch.Tensor],
@@ -79,13 +77,16 @@ def fused_call(  # these are the model, its state, and a call
     CannotFuse
         If the results could differ from those that each member has alone.
     """
-    size = len(next(iter(parameters.values())))
-    level = new_level(size)
-    versions = [(tensor, tensor._version) for tensor in _tensors((args, dict(kwargs)))]
+    stacks = {**parameters, **buffers}
+    if not stacks:
+        raise CannotFuse("the model has no parameters")
+    level = new_level(len(next(iter(stacks.values()))))
+    leaves, structure = tree_flatten((args, dict(kwargs)))
+    versions = [(tensor, tensor._version) for tensor in _tensors(leaves)]
 
     def call() -> Any:
-        given, named = tree_map(lambda leaf: _argument(leaf, level), (args, dict(kwargs)))
-        tensors = {name: level.wrap(stack) for name, stack in {**parameters, **buffers}.items()}
+        given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
+        tensors = {name: level.wrap(stack) for name, stack in stacks.items()}
         with swapped(template, tensors, differing or {}) as current_buffers:
             with fused_operators(level, streams):
                 output = function(*given, **named)
@@ -94,25 +95,27 @@ def fused_call(  # these are the model, its state, and a call
                     _keep(name, buffer, buffers[name], level)
         return _outputs(output, level)
 
-    with _unchanged_attributes(template), _no_other_random_numbers(streams):
+    with _no_other_random_numbers(streams):
         try:
             output = level.run(call)
         except RuntimeError as error:
             if any(word in str(error) for word in _ABOUT_VMAP):
-                raise CannotFuse(_first_line(error)) from error
+                raise CannotFuse(_reason(error)) from error
             raise
     if any(tensor._version != version for tensor, version in versions):
         raise CannotFuse("the model changes its input in place")
     return output
 
 
-def _first_line(error: RuntimeError) -> str:
+def _reason(error: RuntimeError) -> str:
+    if "setup_context staticmethod" in str(error):
+        return "an autograd.Function without setup_context(), as in activation checkpointing, inside the model"
     return str(error).strip().partition("\n")[0]
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves = [leaf.tensor if isinstance(leaf, Stacked) else leaf for leaf in tree_flatten(tree)[0]]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
+    plain = [leaf.tensor if isinstance(leaf, Stacked) else leaf for leaf in leaves]
+    return [leaf for leaf in plain if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
 def _argument(leaf: Any, level: VmapLevel) -> Any:
@@ -120,6 +123,8 @@ def _argument(leaf: Any, level: VmapLevel) -> Any:
 
 
 def _outputs(output: Any, level: VmapLevel) -> Any:
+    if isinstance(output, torch.Tensor):
+        return level.rows(output)
     leaves, structure = tree_flatten(output)
     for leaf in leaves:
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
@@ -136,44 +141,6 @@ def _keep(name: str, new: torch.Tensor | None, stack: torch.Tensor, level: VmapL
     rows = level.rows(new).detach()
     with level.suspended(), torch.no_grad():
         stack.copy_(rows)
-
-
-@contextlib.contextmanager
-def _unchanged_attributes(template: nn.Module) -> Iterator[None]:
-    """Refuse models that keep a state in plain attributes: the other members would not get it."""
-    modules = list(template.modules())
-    before = [dict(vars(module)) for module in modules]
-    collections = [
-        (value, len(value)) for attributes in before for value in attributes.values() if type(value) in _COLLECTIONS
-    ]
-    try:
-        yield
-        unchanged = all(map(_identical, modules, before)) and all(len(value) == size for value, size in collections)
-        if not unchanged:
-            raise CannotFuse(f"the model changes its attribute {_changed(template, before, collections)}")
-    finally:
-        for module, attributes in zip(modules, before, strict=True):
-            if not _identical(module, attributes):
-                vars(module).clear()
-                vars(module).update(attributes)
-
-
-def _identical(module: nn.Module, before: dict[str, Any]) -> bool:
-    now = vars(module)
-    return now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
-
-
-def _changed(template: nn.Module, before: list[dict[str, Any]], collections: list[tuple[Any, int]]) -> str:
-    """Return the path of an attribute that was assigned, removed, or got another size."""
-    nothing = object()
-    resized = [id(value) for value, size in collections if len(value) != size]
-    for (path, module), attributes in zip(template.named_modules(), before, strict=True):
-        now = vars(module)
-        for name in {**attributes, **now}:
-            value = now.get(name, nothing)
-            if value is not attributes.get(name, nothing) or id(value) in resized:
-                return f"{path}.{name}".lstrip(".")
-    return "of a module that was replaced"
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ class _Step:
     tolerance: float = 0.0
 
 
-def verify(  # the arguments of `fused_call`
+def verify(
     models: Sequence[nn.Module],
     functions: Sequence[Callable[..., Any]],
     parameters: Mapping[str, torch.Tensor],
@@ -81,7 +81,7 @@ def verify(  # the arguments of `fused_call`
     return _difference(fused, serial)
 
 
-def _fused(  # the arguments of `fused_call`
+def _fused(
     template: nn.Module,
     function: Callable[..., Any],
     parameters: Mapping[str, torch.Tensor],

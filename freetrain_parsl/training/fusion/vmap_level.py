@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 try:
@@ -32,7 +32,7 @@ _NEEDED = (
     "_unwrap_batched",
     "_vmap_decrement_nesting",
     "_vmap_increment_nesting",
-    "is_batchedtensor",
+    "maybe_current_level",
     "pop_dynamic_layer_stack",
     "push_dynamic_layer_stack",
 )
@@ -60,16 +60,27 @@ class VmapLevel(ABC):
         """Call a function inside the level. It must not return or keep stacked tensors."""
 
     @abstractmethod
-    def wrap(self, stack: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that has row `i` of `stack` for member `i`."""
+    def wrap(self, stack: torch.Tensor, dimension: int = 0) -> torch.Tensor:
+        """Return the tensor that has, for member `i`, index `i` of a dimension of `stack`."""
 
     @abstractmethod
+    def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """Return the plain tensor behind a tensor, and its dimension of members if they can differ."""
+
     def is_stacked(self, value: object) -> bool:
         """Return whether a value is a tensor that can differ between members."""
+        return isinstance(value, torch.Tensor) and self.unwrap(value)[1] is not None
 
-    @abstractmethod
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as the plain stack of its rows; what is the same for all members is expanded."""
+        stack, dimension = self.unwrap(tensor)
+        if dimension is None:
+            return stack.expand(self.size, *stack.shape)
+        return stack if dimension == 0 else stack.movedim(dimension, 0)
+
+    @abstractmethod
+    def is_innermost(self) -> bool:
+        """Return whether no other transform of `torch.func` runs inside this level."""
 
     @abstractmethod
     def suspended(self) -> AbstractContextManager[None]:
@@ -80,13 +91,32 @@ class VmapLevel(ABC):
         """Call a function on plain tensors that may draw random numbers."""
 
 
+class _Suspension:
+    """Takes the innermost level from torch's stack of levels, once however deeply it is entered."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._layer: Any = None
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._layer = _private.pop_dynamic_layer_stack()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            _private.push_dynamic_layer_stack(self._layer)
+            self._layer = None
+
+
 class _PrivateLevel(VmapLevel):
     """A level that is held open; needs torch's private functions."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._level = 0
-        self._suspended = False
+        self._suspension = _Suspension()
 
     def run(self, function: Callable[[], Result]) -> Result:
         _private_vmap.lazy_load_decompositions()  # type: ignore[attr-defined]
@@ -100,32 +130,17 @@ class _PrivateLevel(VmapLevel):
             _private._vmap_decrement_nesting()
             _private._set_vmap_fallback_enabled(fallback)  # type: ignore[attr-defined]
 
-    def wrap(self, stack: torch.Tensor) -> torch.Tensor:
-        return _private._add_batch_dim(stack, 0, self._level)
+    def wrap(self, stack: torch.Tensor, dimension: int = 0) -> torch.Tensor:
+        return _private._add_batch_dim(stack, dimension, self._level)
 
-    def is_stacked(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and _private.is_batchedtensor(value)
+    def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        return _private._unwrap_batched(tensor, self._level)
 
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not _private.is_batchedtensor(tensor):
-            return tensor.expand(self.size, *tensor.shape)
-        stack, dimension = _private._unwrap_batched(tensor, self._level)
-        if dimension is None:
-            return stack.expand(self.size, *stack.shape)
-        return stack if dimension == 0 else stack.movedim(dimension, 0)
+    def is_innermost(self) -> bool:
+        return _private.maybe_current_level() == self._level
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        if self._suspended:
-            yield
-            return
-        layer = _private.pop_dynamic_layer_stack()
-        self._suspended = True
-        try:
-            yield
-        finally:
-            self._suspended = False
-            _private.push_dynamic_layer_stack(layer)
+    def suspended(self) -> AbstractContextManager[None]:
+        return self._suspension
 
     def draw(self, function: Callable[[], Result]) -> Result:
         with self.suspended():
@@ -145,7 +160,7 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def vmap(_info: Any, in_dims: tuple[Any, ...], function: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return function(in_dims[1:], tensors), 0
+        return cast("tuple[torch.Tensor, int]", function(in_dims[1:], tensors))
 
 
 class _PublicLevel(VmapLevel):
@@ -171,30 +186,25 @@ class _PublicLevel(VmapLevel):
             torch.vmap(call, randomness="error")(torch.zeros(self.size))
         return results[0]
 
-    def _bridge(self, function: Callable[[Any, Any], torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", _Bridge.apply(function, *tensors, self._stacked))  # type: ignore[no-untyped-call]
+    def _bridge(self, function: Callable[[Any, Any], tuple[torch.Tensor, int]], *tensors: torch.Tensor) -> Any:
+        return _Bridge.apply(function, *tensors, self._stacked)  # type: ignore[no-untyped-call]
 
-    def wrap(self, stack: torch.Tensor) -> torch.Tensor:
-        return self._bridge(lambda _dimensions, _stacks: stack)
+    def wrap(self, stack: torch.Tensor, dimension: int = 0) -> torch.Tensor:
+        return cast("torch.Tensor", self._bridge(lambda _dimensions, _stacks: (stack, dimension)))
 
-    def is_stacked(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and self._stack_of(value)[1] is not None
-
-    def _stack_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+    def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         found: list[tuple[torch.Tensor, int | None]] = []
 
-        def note(dimensions: Any, stacks: Any) -> torch.Tensor:
+        def note(dimensions: Any, stacks: Any) -> tuple[torch.Tensor, int]:
             found.append((stacks[0], dimensions[0]))
-            return cast("torch.Tensor", stacks[-1])
+            return stacks[-1], 0
 
         self._bridge(note, tensor)
         return found[0]
 
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        stack, dimension = self._stack_of(tensor)
-        if dimension is None:
-            return stack.expand(self.size, *stack.shape)
-        return stack if dimension == 0 else stack.movedim(dimension, 0)
+    def is_innermost(self) -> bool:
+        """Return True: there is no documented way to know, and verification notices what does not work."""
+        return True
 
     def suspended(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -202,9 +212,9 @@ class _PublicLevel(VmapLevel):
     def draw(self, function: Callable[[], Result]) -> Result:
         results: list[Result] = []
 
-        def call(_dimensions: Any, stacks: Any) -> torch.Tensor:
+        def call(_dimensions: Any, stacks: Any) -> tuple[torch.Tensor, int]:
             results.append(function())
-            return cast("torch.Tensor", stacks[-1])
+            return stacks[-1], 0
 
         self._bridge(call)
         return results[0]

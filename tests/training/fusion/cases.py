@@ -1,4 +1,4 @@
-"""Modules and operators, each in a small model: what the table of fused operators lists."""
+"""Layers and operators, each in a small model: what the table of fused operators lists."""
 
 from __future__ import annotations
 
@@ -10,139 +10,49 @@ import torch.nn.functional as F  # noqa: N812
 import torch.utils.checkpoint
 from torch import nn
 
+from tests.training.fusion.models import (
+    SAMPLES,
+    Attention,
+    Autocast,
+    BufferAssigned,
+    Counting,
+    Doubled,
+    NewDoubled,
+    PositionalEmbedding,
+    Tied,
+    after_conv,
+    after_linear,
+    classes,
+    encoder,
+    first_of,
+    gru,
+    hidden_grad,
+    hooked,
+    images,
+    in_place,
+    inplace_dropout,
+    lstm,
+    negatives_to_zero,
+    on,
+    one_at_a_time,
+    ones,
+    packed,
+    rnn,
+    sequences,
+    signals,
+    targets,
+    unless_nan,
+    vectors,
+    volumes,
+    weights,
+    with_doubled_weight,
+    with_hook,
+    with_linear,
+    words,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-SAMPLES = 6
-
-
-class Calling(nn.Module):
-    """A module, and a function that is called with it."""
-
-    def __init__(self, module, function) -> None:
-        super().__init__()
-        self.module = module
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self.module, x)
-
-
-class Attention(nn.Module):
-    def __init__(self, *, causal=False, dropout=0.0, mask=None, heads=2) -> None:
-        super().__init__()
-        self.project = nn.Linear(8, 24)
-        self.causal, self.dropout, self.heads = causal, dropout, heads
-        self.mask = mask
-
-    def forward(self, x):
-        q, k, v = self.project(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mask = self.mask(x) if self.mask else None
-        return F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal=self.causal)
-
-
-class Autocast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.layers(x).to(x.dtype)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.output = nn.Linear(8, 11, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, x):
-        return self.output(self.embedding(x))
-
-
-class BufferAssigned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x):
-        y = self.layer(x)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean()
-        return y - self.mean
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.layer(x)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-class NewDoubled(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-class PositionalEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(20, 8))
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(x + self.positions[: x.shape[1]])
-
-
-def vectors():
-    return torch.randn(SAMPLES, 8)
-
-
-def sequences():
-    return torch.randn(SAMPLES, 5, 8)
-
-
-def signals():
-    return torch.randn(SAMPLES, 8, 12)
-
-
-def images():
-    return torch.randn(SAMPLES, 4, 8, 8)
-
-
-def volumes():
-    return torch.randn(SAMPLES, 2, 5, 5, 5)
-
-
-def words():
-    return torch.randint(0, 11, (SAMPLES, 5))
 
 
 @dataclass(frozen=True)
@@ -154,108 +64,6 @@ class Case:
     make: Callable[[], nn.Module]
     inputs: Callable[[], Any]
     tolerance: float = 1e-10
-
-
-def on(module, function):
-    return lambda: Calling(module(), function)
-
-
-def after_linear(*layers, width=8):
-    return lambda: nn.Sequential(nn.Linear(8, width), *(layer() for layer in layers))
-
-
-def after_conv(*layers):
-    return lambda: nn.Sequential(nn.Conv2d(4, 4, 1), *(layer() for layer in layers))
-
-
-def with_linear(function, width=8):
-    return on(lambda: nn.Linear(8, width), function)
-
-
-def first_of(module):
-    return on(module, lambda m, x: m(x)[0])
-
-
-def encoder(**options):
-    return lambda: nn.TransformerEncoderLayer(8, 2, 16, **{"dropout": 0.0, "batch_first": True, **options})
-
-
-def in_place(layer, x, target):
-    target += layer(x)
-    return target
-
-
-def one_at_a_time(layer, x):
-    out = torch.zeros(x.shape[0], x.shape[1], 8, dtype=x.dtype)
-    for position in range(x.shape[1]):
-        out[:, position] = layer(x[:, position])
-    return out
-
-
-def negatives_to_zero(layer, x):
-    y = layer(x).clone()
-    y[y < 0] = 0
-    return y
-
-
-def packed(lstm, x):
-    lengths = torch.tensor([5, 4, 3, 2, 2, 1])
-    output, (h, _) = lstm(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))
-    return nn.utils.rnn.pad_packed_sequence(output, batch_first=True)[0], h
-
-
-def with_hook():
-    layer = nn.Linear(8, 8)
-    layer.register_forward_hook(lambda module, arguments, output: output * 2)
-    return layer
-
-
-def unless_nan(layer, x):
-    y = layer(x)
-    if torch.isnan(y).any():
-        return torch.zeros_like(y)
-    return y
-
-
-def inplace_dropout(layer, x):
-    y = layer(x)
-    F.dropout(y, 0.4, training=True, inplace=True)
-    return y
-
-
-def hidden_grad(layer, x):
-    y = layer(x)
-    return torch.autograd.grad(y.sum(), layer.weight, create_graph=True)[0]
-
-
-def hooked(layer, x):
-    y = layer(x)
-    y.register_hook(lambda gradient: gradient * 2)
-    return y
-
-
-targets = torch.arange(SAMPLES) % 5
-weights = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
-
-
-def classes(function):
-    return with_linear(function, width=5)
-
-
-def lstm(**options):
-    return lambda: nn.LSTM(8, 6, **options)
-
-
-def gru(**options):
-    return lambda: nn.GRU(8, 6, **options)
-
-
-def rnn(**options):
-    return lambda: nn.RNN(8, 6, **options)
-
-
-def ones(y):
-    return torch.ones_like(y)
 
 
 CASES: list[Case] = [
@@ -454,17 +262,20 @@ CASES: list[Case] = [
     *(
         Case("Losses in the model", name, make, vectors)
         for name, make in [
-            ("cross_entropy", classes(lambda m, x: F.cross_entropy(m(x), targets))),
-            ("cross_entropy(reduction='sum')", classes(lambda m, x: F.cross_entropy(m(x), targets, reduction="sum"))),
-            ("cross_entropy(reduction='none')", classes(lambda m, x: F.cross_entropy(m(x), targets, reduction="none"))),
-            ("cross_entropy(weight)", classes(lambda m, x: F.cross_entropy(m(x), targets, weight=weights))),
+            ("cross_entropy", classes(lambda m, x: F.cross_entropy(m(x), targets()))),
+            ("cross_entropy(reduction='sum')", classes(lambda m, x: F.cross_entropy(m(x), targets(), reduction="sum"))),
+            (
+                "cross_entropy(reduction='none')",
+                classes(lambda m, x: F.cross_entropy(m(x), targets(), reduction="none")),
+            ),
+            ("cross_entropy(weight)", classes(lambda m, x: F.cross_entropy(m(x), targets(), weight=weights()))),
             (
                 "cross_entropy(label_smoothing)",
-                classes(lambda m, x: F.cross_entropy(m(x), targets, label_smoothing=0.1)),
+                classes(lambda m, x: F.cross_entropy(m(x), targets(), label_smoothing=0.1)),
             ),
-            ("cross_entropy(ignore_index)", classes(lambda m, x: F.cross_entropy(m(x), targets, ignore_index=0))),
+            ("cross_entropy(ignore_index)", classes(lambda m, x: F.cross_entropy(m(x), targets(), ignore_index=0))),
             ("cross_entropy of probabilities", classes(lambda m, x: F.cross_entropy(m(x), x[:, :5].softmax(1)))),
-            ("nll_loss", classes(lambda m, x: F.nll_loss(F.log_softmax(m(x), 1), targets))),
+            ("nll_loss", classes(lambda m, x: F.nll_loss(F.log_softmax(m(x), 1), targets()))),
             ("mse_loss", with_linear(lambda m, x: F.mse_loss(m(x), x))),
             ("l1_loss, smooth_l1_loss", with_linear(lambda m, x: F.l1_loss(m(x), x) + F.smooth_l1_loss(m(x), x))),
             (
@@ -496,8 +307,8 @@ CASES: list[Case] = [
     *(
         Case("Indexing and writing", name, make, inputs)
         for name, make, inputs in [
-            ("gather", classes(lambda m, x: m(x).gather(1, targets[:, None])), vectors),
-            ("scatter_add", with_linear(lambda m, x: torch.zeros(5, 8).index_add(0, targets, m(x))), vectors),
+            ("gather", classes(lambda m, x: m(x).gather(1, targets()[:, None])), vectors),
+            ("scatter_add", with_linear(lambda m, x: torch.zeros(5, 8).index_add(0, targets(), m(x))), vectors),
             ("cumsum, sort, topk", with_linear(lambda m, x: m(x).cumsum(1).sort(1)[0].topk(3)[0]), vectors),
             ("max(dim)", on(lambda: nn.Conv1d(8, 8, 1), lambda m, x: m(x).max(2)[0]), signals),
             ("where", with_linear(lambda m, x: torch.where(m(x) > 0, m(x), x)), vectors),
@@ -535,6 +346,13 @@ CASES: list[Case] = [
             ),
             ("autograd.Function", with_linear(lambda m, x: Doubled.apply(m(x)))),
             ("autograd.Function(generate_vmap_rule)", with_linear(lambda m, x: NewDoubled.apply(m(x)))),
+            ("vmap", with_linear(lambda m, x: torch.vmap(m)(x))),
+            ("func.grad", with_linear(lambda m, x: torch.func.grad(lambda value: m(value).sum())(x))),
+            ("func.functional_call", with_linear(with_doubled_weight)),
+            (
+                "distributions.Normal.rsample",
+                with_linear(lambda m, x: torch.distributions.Normal(m(x), m(x).exp()).rsample()),
+            ),
             ("returns a distribution", with_linear(lambda m, x: torch.distributions.Normal(m(x), 1.0))),
         ]
     ),

@@ -221,3 +221,9 @@ def test_given_attributes_of_the_model_are_not_compared():
 def test_lazy_modules_are_refused():
     with pytest.raises(CannotFuse, match="UninitializedParameter"):
         compare([nn.LazyLinear(4), nn.LazyLinear(4)])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_modules_are_refused():
+    with pytest.raises(CannotFuse, match=r"the model is compiled by torch\.jit"):
+        compare([torch.jit.script(nn.Linear(4, 4)) for _ in range(2)])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from freetrain_parsl.training.fusion import vmap_level
 from freetrain_parsl.training.fusion.forward import Stacked
 from freetrain_parsl.training.fusion.per_member import PerMember
 from freetrain_parsl.training.fusion.verification import verify
@@ -144,3 +145,13 @@ def test_a_wrong_gradient_is_noticed(monkeypatch):
 
     monkeypatch.setitem(RULES, F.linear, detached)
     assert "gradient" in verified(lambda: nn.Linear(8, 8), torch.randn(5, 8))
+
+
+def test_a_transform_inside_is_noticed_without_private_functions(monkeypatch):
+    monkeypatch.setattr(vmap_level, "_private", None)
+
+    class WithGradient(nn.Linear):
+        def forward(self, x):
+            return torch.func.grad(lambda value: super(WithGradient, self).forward(value).sum())(x)
+
+    assert verified(lambda: WithGradient(8, 8), torch.randn(5, 8)) is not None

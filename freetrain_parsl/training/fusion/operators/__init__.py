@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.training.fusion.operators import attention, decisions, dense, randomness
+from freetrain_parsl.training.fusion.operators import attention, decisions, dense, normalization, randomness, recurrent
 from freetrain_parsl.training.fusion.operators.mode import FusedOperators, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from typing import Any
 
     from freetrain_parsl.training.fusion.per_member import RandomStreams
@@ -20,7 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "FusedOperators", "fused_operators"]
 
-RULES: Mapping[Any, Rule] = {**randomness.RULES, **dense.RULES, **attention.RULES, **decisions.RULES}
+RULES: dict[Any, Rule] = {
+    **randomness.RULES,
+    **dense.RULES,
+    **normalization.RULES,
+    **attention.RULES,
+    **recurrent.RULES,
+    **decisions.RULES,
+}
 
 
 def fused_operators(level: VmapLevel, streams: RandomStreams) -> FusedOperators:

@@ -93,7 +93,7 @@ def embedding(
         return NotImplemented
     if max_norm is not None:  # changes the table in place
         options = {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq}
-        return fused.row_by_row(func, (input, weight, padding_idx), options)
+        return fused.row_by_row(func, (input, weight, padding_idx), options, changes_arguments=True)
     tables, indices = fused.rows(weight), fused.rows(input)
     with fused.level.suspended():
         words = tables.shape[1]
@@ -121,10 +121,10 @@ def torch_embedding(
 
 
 def embedding_bag(fused: FusedOperators, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run row by row, without sparse gradients."""
+    """Run row by row, without sparse gradients; with `max_norm` it changes the weights."""
     if kwargs.get("sparse"):
         raise CannotFuse("an embedding bag with sparse gradients")
-    return fused.row_by_row(func, args, kwargs)
+    return fused.row_by_row(func, args, kwargs, changes_arguments=True)
 
 
 _STACKED_WHEN_CREATED = (

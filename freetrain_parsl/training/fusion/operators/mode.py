@@ -25,7 +25,7 @@ Rule = Any
 
 # Functions of torch.nn.functional in Python that call nothing that has a rule: their inner calls need not be seen.
 _OPAQUE: set[Any] = {
-    *(F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.batch_norm, F.binary_cross_entropy, F.elu, F.glu, F.group_norm),
+    *(F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.binary_cross_entropy, F.elu, F.glu, F.group_norm),
     *(F.binary_cross_entropy_with_logits, F.hardtanh, F.huber_loss, F.instance_norm, F.interpolate, F.l1_loss),
     *(F.layer_norm, F.leaky_relu, F.local_response_norm, F.log_softmax, F.mish, F.mse_loss, F.nll_loss, F.normalize),
     *(F.relu, F.relu6, F.rms_norm, F.selu, F.sigmoid, F.silu, F.smooth_l1_loss, F.softmax, F.softmin, F.tanh),
@@ -118,9 +118,14 @@ class FusedOperators(TorchFunctionMode):
         kwargs = kwargs or {}
         if _saved_tensor_hooks() is not self._saved_tensor_hooks:
             raise CannotFuse("activation checkpointing, or other hooks on saved tensors, inside the model")
+        if not self.level.is_innermost():
+            raise CannotFuse("torch.vmap, or another transform of torch.func, inside the model")
         rule = self._rules.get(func)
         if rule is not None:
-            result = rule(self, func, *args, **kwargs)
+            try:
+                result = rule(self, func, *args, **kwargs)
+            except RuntimeError:  # for a wrong call, the first row raises the error that the user knows
+                result = self.row_by_row(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         copy = _TRANSPARENT.copy_of(func)
@@ -137,9 +142,9 @@ class FusedOperators(TorchFunctionMode):
         """Return a tensor as the plain stack of its rows."""
         return self.level.rows(tensor)
 
-    def wrap(self, stack: torch.Tensor) -> torch.Tensor:
-        """Return the stacked tensor with these rows."""
-        return self.level.wrap(stack)
+    def wrap(self, stack: torch.Tensor, dimension: int = 0) -> torch.Tensor:
+        """Return the tensor that has, for member `i`, index `i` of a dimension of `stack`."""
+        return self.level.wrap(stack, dimension)
 
     def _vectorized(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -148,7 +153,14 @@ class FusedOperators(TorchFunctionMode):
             # Torch has no vectorised form, or the call is wrong: then the first row raises the user's own error.
             return self.row_by_row(func, args, kwargs)
 
-    def row_by_row(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def row_by_row(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        changes_arguments: bool = False,
+    ) -> Any:
         """Call an operator once per member, with the member's rows and random numbers, and stack the results."""
         leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
         stacked = [self.is_stacked(leaf) for leaf in leaves]
@@ -157,12 +169,18 @@ class FusedOperators(TorchFunctionMode):
                 return self.level.draw(lambda: func(*args, **kwargs))
             if self.streams.agree:
                 return self.level.draw(lambda: self._once(func, args, kwargs))
-        if _writes(func, kwargs) and leaves and not stacked[0]:
+        self.serial.add(name_of(func))
+        writes = _writes(func, kwargs)
+        if writes and leaves and not stacked[0]:
             raise CannotFuse(
                 f"{name_of(func)} writes different values into a tensor that is the same for all trainings"
             )
-        self.serial.add(name_of(func))
-        stacks = [self.rows(leaf) if differs else leaf for leaf, differs in zip(leaves, stacked, strict=True)]
+        # The gradient of `unbind` is a fast stack, but what it returns must not be written to.
+        selected = writes or changes_arguments
+        stacks = [
+            leaf if not differs else self.rows(leaf) if selected else self.rows(leaf).unbind()
+            for leaf, differs in zip(leaves, stacked, strict=True)
+        ]
         results = self.level.draw(lambda: self._each(func, stacks, stacked, structure))
         return self._combine(name_of(func), results, leaves, stacked)
 
@@ -197,10 +215,14 @@ class FusedOperators(TorchFunctionMode):
         if any(other != structure for _, _, other in flat):
             raise CannotFuse(f"{name} returns different kinds of results for the trainings")
         combined = []
-        for position, first in enumerate(flat[0][1]):
-            changed = [at for at, leaf in enumerate(flat[0][0]) if leaf is first and stacked[at]]
-            if changed:  # an operator in place returns its argument
-                combined.append(inputs[changed[0]])
+        for position in range(len(flat[0][1])):
+            returned = [
+                at
+                for at, differs in enumerate(stacked)
+                if differs and all(outputs[position] is given[at] for given, outputs, _ in flat)
+            ]
+            if returned:  # an operator in place returns its argument
+                combined.append(inputs[returned[0]])
             else:
                 combined.append(self._stack(name, [outputs[position] for _, outputs, _ in flat]))
         return tree_unflatten(combined, structure)
@@ -231,4 +253,6 @@ def _is_plain(leaf: Any, *, differs: bool) -> bool:
 
 
 def _saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Return the innermost hooks on saved tensors; in a torch without this private function, verification fails."""
+    innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return innermost(True) if innermost else None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.training.fusion.per_member import PerMember
+from freetrain_parsl.training.fusion.per_member import PerMember, of_member
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.fusion.operators.mode import FusedOperators, Rule
@@ -18,18 +18,17 @@ def dropout(
     fused: FusedOperators, func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Multiply with the noise that torch draws on the CPU; on accelerators, its kernel draws while it multiplies."""
-    differs = isinstance(p, PerMember)
-    probabilities = p.values if isinstance(p, PerMember) else (p,) * fused.size
-    if not training or not any(probabilities):
+    if not training or not is_ordinary_dropout(p, input):
+        return fused.row_by_row(func, (input, p, training, inplace), {}) if training else input
+    if p == 0:
         return input
-    alike = fused.streams.agree and not differs
-    ordinary = input.device.type == "cpu" and all(0 < probability < 1 for probability in probabilities)
-    if not ordinary or (alike and not fused.is_stacked(input)):
-        return fused.row_by_row(func, (input, p, training, inplace), {})
+    if not fused.is_stacked(input):
+        if fused.streams.agree and not isinstance(p, PerMember):
+            return fused.row_by_row(func, (input, p, training, inplace), {})
+        if inplace:
+            raise CannotFuse("dropout in place of a tensor that is the same for all trainings")
     rows = fused.rows(input)
-    if inplace and not fused.is_stacked(input):
-        raise CannotFuse("dropout in place of a tensor that is the same for all trainings")
-    noise = fused.level.draw(lambda: _shared_noise(fused, rows, p) if alike else _noise(fused, rows, probabilities))
+    noise = dropout_of_rows(fused, rows, p)
     with fused.level.suspended():
         if inplace:
             rows.mul_(noise)
@@ -37,22 +36,30 @@ def dropout(
         return fused.wrap(rows * noise)
 
 
-def _shared_noise(fused: FusedOperators, rows: torch.Tensor, probability: float) -> torch.Tensor:
-    with fused.streams.shared():
-        return _draw(torch.empty_like(rows[0]), probability)
+def is_ordinary_dropout(p: float, input: torch.Tensor) -> bool:
+    """Return whether dropout of this tensor is a product with `dropout_of_rows`, or changes nothing for all members."""
+    values = p.values if isinstance(p, PerMember) else (p,)
+    return not any(values) or (input.device.type == "cpu" and all(0 < value < 1 for value in values))
 
 
-def _noise(fused: FusedOperators, rows: torch.Tensor, probabilities: tuple[float, ...]) -> torch.Tensor:
-    noise = []
-    for member, probability in enumerate(probabilities):
-        with fused.streams.of(member):
-            noise.append(_draw(torch.empty_like(rows[member]), probability))
-    return torch.stack(noise)
+def dropout_of_rows(fused: FusedOperators, rows: torch.Tensor, p: float) -> torch.Tensor:
+    """Return what each member's dropout multiplies its row by, drawn as torch does on the CPU."""
 
+    def draw(member: int, probability: float) -> torch.Tensor:  # the order of the numbers depends on the strides
+        return torch.empty_like(rows[member]).bernoulli_(1 - probability).div_(1 - probability)
 
-def _draw(noise: torch.Tensor, probability: float) -> torch.Tensor:
-    """Fill a tensor with what torch's dropout on the CPU multiplies by; the order depends on its strides."""
-    return noise.bernoulli_(1 - probability).div_(1 - probability)
+    def for_all() -> torch.Tensor:
+        with fused.streams.shared():
+            return draw(0, p)
+
+    def for_each() -> torch.Tensor:
+        noise = []
+        for member in range(fused.size):
+            with fused.streams.of(member):
+                noise.append(draw(member, of_member(p, member)))
+        return torch.stack(noise)
+
+    return fused.level.draw(for_all if fused.streams.agree and not isinstance(p, PerMember) else for_each)
 
 
 def random_operator(fused: FusedOperators, func: Any, *args: Any, **kwargs: Any) -> Any:
