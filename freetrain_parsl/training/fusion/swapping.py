@@ -76,6 +76,10 @@ def _layout_of(model: nn.Module) -> _Layout:
     return layout
 
 
+def _leave_apart() -> None:
+    """Do nothing: the parameters stay where they are."""
+
+
 @contextlib.contextmanager
 def swapped(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
@@ -119,6 +123,7 @@ def swapped(
         for place in layout.recurrent:  # such a module notices that its parameters are others, and lists them anew
             replace(place, "_flat_weights", place["_flat_weights"])
             replace(place, "_flat_weight_refs", place["_flat_weight_refs"])
+            place["flatten_parameters"] = _leave_apart  # on a GPU it would move the parameters to memory of its own
         for path, number in numbers.items():
             owner, _, attribute = path.rpartition(".")
             replace(vars(model.get_submodule(owner)), attribute, number)
@@ -126,6 +131,8 @@ def swapped(
     finally:
         for place, key, value in reversed(replaced):
             place[key] = value
+        for place in layout.recurrent:
+            place.pop("flatten_parameters", None)
         changed = _restore_attributes(layout, before, sizes)
     if changed is not None:
         raise CannotFuse(f"the model changes its attribute {changed}")
