@@ -120,10 +120,10 @@ def swapped(
     try:
         for place, key, name in layout.tensors:
             replace(place, key, tensors[name])
-        for place in layout.recurrent:  # such a module notices that its parameters are others, and lists them anew
-            replace(place, "_flat_weights", place["_flat_weights"])
-            replace(place, "_flat_weight_refs", place["_flat_weight_refs"])
-            place["flatten_parameters"] = _leave_apart  # on a GPU it would move the parameters to memory of its own
+        for recurrent in layout.recurrent:  # such a module notices that its parameters are others, and lists them anew
+            replace(recurrent, "_flat_weights", recurrent["_flat_weights"])
+            replace(recurrent, "_flat_weight_refs", recurrent["_flat_weight_refs"])
+            recurrent["flatten_parameters"] = _leave_apart  # on a GPU it would move the parameters to memory of its own
         for path, number in numbers.items():
             owner, _, attribute = path.rpartition(".")
             replace(vars(model.get_submodule(owner)), attribute, number)
@@ -131,8 +131,8 @@ def swapped(
     finally:
         for place, key, value in reversed(replaced):
             place[key] = value
-        for place in layout.recurrent:
-            place.pop("flatten_parameters", None)
+        for recurrent in layout.recurrent:
+            recurrent.pop("flatten_parameters", None)
         changed = _restore_attributes(layout, before, sizes)
     if changed is not None:
         raise CannotFuse(f"the model changes its attribute {changed}")
