@@ -9,7 +9,8 @@ parameter groups, which schedulers change, and their states: views of the rows' 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol
+import math
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import optim
@@ -89,12 +90,16 @@ class OwnOptimizers:
         """See `RowOptimizer`: they have them."""
 
 
+Hyperparameters: TypeAlias = dict[str, list[float]]
+"""Name as in a parameter group, ``betas 0`` and ``betas 1`` for a pair -> the value of each member."""
+
+
 class Formula(Protocol):
     """The formula of an optimizer, for all rows of a segment at once."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The hyperparameters, as in a parameter group; pairs (``betas``) become two columns."""
+        """The hyperparameters that may differ between the members."""
 
     def states(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the states that have the shape of the parameters."""
@@ -104,9 +109,9 @@ class Formula(Protocol):
         rows: torch.Tensor,
         gradients: torch.Tensor,
         states: dict[str, torch.Tensor],
-        hyper: dict[str, torch.Tensor],
+        hyper: Hyperparameters,
         group: dict[str, Any],
-        steps: torch.Tensor,
+        steps: list[float],
     ) -> None:
         """Update rows and states in place.
 
@@ -117,11 +122,11 @@ class Formula(Protocol):
         states
             By name, of the same shape.
         hyper
-            Hyperparameter -> its value for each member, shape [members, 1], float64 on the CPU.
+            See `Hyperparameters`.
         group
             Parameter group of the first member, for the options that are the same for all.
         steps
-            Number of this step for each member, from 1, shape [members, 1], float64.
+            Number of this step for each member, from 1.
         """
 
 
@@ -138,22 +143,20 @@ class _Sgd:
         rows: torch.Tensor,
         gradients: torch.Tensor,
         states: dict[str, torch.Tensor],
-        hyper: dict[str, torch.Tensor],
+        hyper: Hyperparameters,
         group: dict[str, Any],
-        steps: torch.Tensor,
+        steps: list[float],
     ) -> None:
-        columns = {name: _like(value, rows) for name, value in hyper.items()}
-        if hyper["weight_decay"].any():
-            gradients = gradients.addcmul(rows, columns["weight_decay"])
+        if any(hyper["weight_decay"]):
+            gradients = gradients.addcmul(rows, _column(hyper["weight_decay"], rows))
         if "momentum_buffer" in states:
             buffer = states["momentum_buffer"]
-            added = gradients * (1 - columns["dampening"])
-            first = steps == 1  # the buffer begins as the first gradient, whatever the dampening
-            if first.any():
-                added = torch.where(first.to(rows.device), gradients, added)
-            buffer.mul_(columns["momentum"]).add_(added)
-            gradients = gradients.addcmul(buffer, columns["momentum"]) if group["nesterov"] else buffer
-        rows.addcmul_(gradients, columns["lr"], value=-1)
+            momentum = _column(hyper["momentum"], rows)
+            # The buffer begins as the first gradient, whatever the dampening.
+            taken = [1.0 if n == 1 else 1 - d for n, d in zip(steps, hyper["dampening"], strict=True)]
+            buffer.mul_(momentum).addcmul_(gradients, _column(taken, rows))
+            gradients = gradients.addcmul(buffer, momentum) if group["nesterov"] else buffer
+        rows.addcmul_(gradients, _column(hyper["lr"], rows), value=-1)
 
 
 class _Adam:
@@ -169,24 +172,33 @@ class _Adam:
         rows: torch.Tensor,
         gradients: torch.Tensor,
         states: dict[str, torch.Tensor],
-        hyper: dict[str, torch.Tensor],
+        hyper: Hyperparameters,
         group: dict[str, Any],
-        steps: torch.Tensor,
+        steps: list[float],
     ) -> None:
         mean, square = states["exp_avg"], states["exp_avg_sq"]
         lr, first, second = hyper["lr"], hyper["betas 0"], hyper["betas 1"]
-        if hyper["weight_decay"].any():
-            decay = hyper["weight_decay"]
+        if any(decay := hyper["weight_decay"]):
             if group.get("decoupled_weight_decay", False):
-                rows.mul_(_like(1 - lr * decay, rows))
+                rows.mul_(_factor([1 - rate * part for rate, part in zip(lr, decay, strict=True)], rows))
             else:
-                gradients = gradients.addcmul(rows, _like(decay, rows))
-        mean.lerp_(gradients, _like(1 - first, rows).expand_as(rows))
-        square.mul_(_like(second, rows)).addcmul_(gradients, gradients * _like(1 - second, rows))
-        root = (1 - second**steps).sqrt()
-        size = lr / (1 - first**steps)
-        divisor = square.sqrt().div_(_like(root, rows)).add_(_like(hyper["eps"], rows))
-        rows.addcmul_(mean.div(divisor), _like(size, rows), value=-1)
+                gradients = gradients.addcmul(rows, _column(decay, rows))
+        if _agree(first) and _agree(second):
+            mean.lerp_(gradients, 1 - first[0])
+            square.mul_(second[0]).addcmul_(gradients, gradients, value=1 - second[0])
+        else:
+            mean.lerp_(gradients, _column([1 - beta for beta in first], rows).expand_as(rows))
+            added = gradients * _column([1 - beta for beta in second], rows)
+            square.mul_(_column(second, rows)).addcmul_(gradients, added)
+        # The step is lr / (1 - first^n) * mean / (sqrt(square) / sqrt(1 - second^n) + eps).
+        divisor = square.sqrt().div_(_factor([math.sqrt(1 - b**n) for b, n in zip(second, steps, strict=True)], rows))
+        divisor.add_(_factor(hyper["eps"], rows))
+        if all(lr):
+            divisor.mul_(_factor([(1 - b**n) / rate for rate, b, n in zip(lr, first, steps, strict=True)], rows))
+            rows.addcdiv_(mean, divisor, value=-1)
+        else:
+            sizes = [rate / (1 - b**n) for rate, b, n in zip(lr, first, steps, strict=True)]
+            rows.addcmul_(mean.div(divisor), _column(sizes, rows), value=-1)
 
 
 class _AdamW(_Adam):
@@ -197,9 +209,9 @@ class _AdamW(_Adam):
         rows: torch.Tensor,
         gradients: torch.Tensor,
         states: dict[str, torch.Tensor],
-        hyper: dict[str, torch.Tensor],
+        hyper: Hyperparameters,
         group: dict[str, Any],
-        steps: torch.Tensor,
+        steps: list[float],
     ) -> None:
         super().update(rows, gradients, states, hyper, {**group, "decoupled_weight_decay": True}, steps)
 
@@ -207,27 +219,16 @@ class _AdamW(_Adam):
 _FORMULAS: dict[type, Formula] = {optim.SGD: _Sgd(), optim.Adam: _Adam(), optim.AdamW: _AdamW()}
 
 
-class _Columns:
-    """The hyperparameters of a parameter group of all members as tensors, made anew when one has changed."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-        self._groups = groups
-        self._names = names
-        self._values: list[tuple[Any, ...]] = []
-        self._columns: dict[str, torch.Tensor] = {}
-
-    def read(self) -> dict[str, torch.Tensor]:
-        values = [tuple(group[name] for name in self._names) for group in self._groups]
-        if values != self._values:
-            self._values = values
-            self._columns = {}
-            for name, each in zip(self._names, zip(*values, strict=True), strict=True):
-                if isinstance(each[0], (tuple, list)):
-                    for place, part in enumerate(zip(*each, strict=True)):
-                        self._columns[f"{name} {place}"] = _column(part)
-                else:
-                    self._columns[name] = _column(each)
-        return self._columns
+def _hyperparameters(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> Hyperparameters:
+    found: Hyperparameters = {}
+    for name in names:
+        values = [group[name] for group in groups]
+        if isinstance(values[0], (tuple, list)):
+            for place, part in enumerate(zip(*values, strict=True)):
+                found[f"{name} {place}"] = [float(value) for value in part]
+        else:
+            found[name] = values
+    return found
 
 
 class FormulaOptimizer:
@@ -237,16 +238,15 @@ class FormulaOptimizer:
         self._optimizers = optimizers
         self._segments = segments
         self._formula = formula
-        self._columns = [_Columns(_groups(optimizers, segment), formula.names) for segment in segments]
         self._states: list[dict[str, torch.Tensor]] = [{} for _ in segments]
         self._counters: list[torch.Tensor] = []  # for each segment: steps of each member and parameter
-        self._steps = torch.zeros(len(optimizers), 1, dtype=torch.float64)
+        self._steps = [0.0] * len(optimizers)
         self.take_over()
 
     def step(self) -> None:
         """See `RowOptimizer`."""
-        new = not self._steps.all()
-        self._steps += 1
+        new = not all(self._steps)
+        self._steps = [number + 1 for number in self._steps]
         with torch.no_grad():
             for number, segment in enumerate(self._segments):
                 group = self._optimizers[0].param_groups[segment.place[1]]
@@ -256,7 +256,7 @@ class FormulaOptimizer:
                     segment.rows,
                     segment.gradients,
                     self._states[number],
-                    self._columns[number].read(),
+                    _hyperparameters(_groups(self._optimizers, segment), self._formula.names),
                     group,
                     self._steps,
                 )
@@ -287,8 +287,8 @@ class FormulaOptimizer:
             self._states[number] = states
             self._counters.append(counters)
         if self._segments:
-            self._steps = self._counters[0][:, :1].double().cpu()
-        if self._steps.any():
+            self._steps = self._counters[0][:, 0].tolist()
+        if any(self._steps):
             self._share()
 
     def _share(self) -> None:
@@ -372,12 +372,18 @@ def _joined(name: str, values: Sequence[Any]) -> Any:
     return torch.cat([value.reshape(-1) for value in values])
 
 
-def _column(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
+def _agree(values: Sequence[float]) -> bool:
+    return values.count(values[0]) == len(values)
 
 
-def _like(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return column.to(device=rows.device, dtype=rows.dtype)
+def _column(values: Sequence[float], rows: torch.Tensor) -> torch.Tensor:
+    """Return the members' values as a column, shape [members, 1]."""
+    return torch.tensor(values, dtype=rows.dtype, device=rows.device)[:, None]
+
+
+def _factor(values: Sequence[float], rows: torch.Tensor) -> torch.Tensor | float:
+    """Return the members' values as one number if they agree, which is faster, or as a column."""
+    return values[0] if _agree(values) else _column(values, rows)
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
