@@ -219,6 +219,7 @@ CASES: list[Case] = [
         for name, make, inputs in [
             ("Dropout", after_linear(lambda: nn.Dropout(0.3)), vectors),
             ("Dropout(inplace)", with_linear(inplace_dropout), vectors),
+            ("Dropout(p=1, inplace)", with_linear(lambda m, x: inplace_dropout(m, x, 1.0)), vectors),
             ("Dropout of the input", lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 8)), vectors),
             ("Dropout of transposed values", with_linear(lambda m, x: F.dropout(m(x).transpose(0, 1), 0.4)), sequences),
             ("Dropout(p=1)", after_linear(lambda: nn.Dropout(1.0)), vectors),

@@ -200,9 +200,9 @@ def unless_nan(layer, x):
     return y
 
 
-def inplace_dropout(layer, x):
+def inplace_dropout(layer, x, p=0.4):
     y = layer(x)
-    F.dropout(y, 0.4, training=True, inplace=True)
+    F.dropout(y, p, training=True, inplace=True)
     return y
 
 

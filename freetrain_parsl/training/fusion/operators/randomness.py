@@ -18,13 +18,16 @@ def dropout(
     fused: FusedOperators, func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Multiply with the noise that torch draws on the CPU; on accelerators, its kernel draws while it multiplies."""
-    if not training or not is_ordinary_dropout(p, input):
-        return fused.row_by_row(func, (input, p, training, inplace), {}) if training else input
+    if not training:
+        return input
+    options = {"inplace": True} if inplace else {}
+    if not is_ordinary_dropout(p, input):
+        return fused.row_by_row(func, (input, p, training), options)
     if p == 0:
         return input
     if not fused.is_stacked(input):
         if fused.streams.agree and not isinstance(p, PerMember):
-            return fused.row_by_row(func, (input, p, training, inplace), {})
+            return fused.row_by_row(func, (input, p, training), options)
         if inplace:
             raise CannotFuse("dropout in place of a tensor that is the same for all trainings")
     rows = fused.rows(input)
