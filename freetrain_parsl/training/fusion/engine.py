@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 UNFUSED: Final = object()
 """Result of a meeting that was not held for all members: the member does the work alone."""
+
+_VERIFIED_CALLS = (0, 4)  # of each kind: at first trainings with one seed have equal parameters
 
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
 
@@ -116,7 +119,7 @@ class FusionEngine:
         self._array: Array | None = None
         self._optimizers: list[RowOptimizer] = []
         self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
-        self._verified: set[Hashable] = set()  # kinds of calls
+        self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
         self._sources: list[tuple[DataSource, SharedBatches]] = []
         self._open: set[Participant] = set()  # those with outputs of the last fused forward, without a backward
 
@@ -264,9 +267,8 @@ class FusionEngine:
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
         try:
-            if kind not in self._verified:
+            if self._calls[kind] in _VERIFIED_CALLS:
                 _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
-                self._verified.add(kind)
             with _kept(state[1].values()):
                 output = fused_call(
                     models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
@@ -275,6 +277,7 @@ class FusionEngine:
             self._refuse(error)
             return
         streams.close()
+        self._calls[kind] += 1
         self._open = set(self._members)
         leaves, shape = _flat((output,))
         rows = [leaf.unbind(0) if isinstance(leaf, torch.Tensor) else [leaf] * len(strands) for leaf in leaves]

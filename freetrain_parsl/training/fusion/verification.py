@@ -70,7 +70,7 @@ def verify(
     given = (args, dict(kwargs))
     states = _states(streams, len(models))
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _without_tf32():
             fused = _fused(models[0], functions[0], parameters, buffers, given, streams, differing or {})
             if isinstance(fused, str):
                 return fused
@@ -79,6 +79,17 @@ def verify(
     finally:
         _restore(streams, states)
     return _difference(fused, serial)
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute in full precision on GPUs: the default of convolutions and recurrent networks hides small errors."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _fused(

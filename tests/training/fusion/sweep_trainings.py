@@ -28,7 +28,7 @@ class PointNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.points = nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 16, 1))
-        self.score = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 4))
+        self.score = nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.score(self.points(x.view(len(x), 3, -1)).amax(2))

@@ -19,10 +19,15 @@ pytestmark = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "lstm", "transformer", "pointnet"])
 @pytest.mark.parametrize("seeds", [(0, 0, 0), (4, 5, 6)], ids=["one seed", "own seeds"])
-def test_every_training_of_a_sweep_is_what_it_is_alone(tmp_path: Path, kind: str, seeds: Sequence[int]) -> None:
+def test_every_training_of_a_sweep_is_what_it_is_alone(
+    tmp_path: Path, kind: str, seeds: Sequence[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The masks of dropout, too, which GPUs draw differently."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     points = [
         {
             "kind": kind,
@@ -30,6 +35,7 @@ def test_every_training_of_a_sweep_is_what_it_is_alone(tmp_path: Path, kind: str
             "lr": 0.05 * (number + 1),
             "dropout": 0.1 + 0.2 * number,
             "clip": 1.0 + number,
+            "dtype": dtype,
         }
         for number in range(3)
     ]
@@ -37,5 +43,6 @@ def test_every_training_of_a_sweep_is_what_it_is_alone(tmp_path: Path, kind: str
     for number, point in enumerate(points):
         value = alone(tmp_path / "alone", str(number), point, seed=seeds[number])
         for what in ("losses", "metrics", "model"):
-            assert distance(outcome.value(str(number))[what], value[what]) < 1e-8, what
+            tolerance = 1e-8 if dtype == torch.float64 else 1e-3
+            assert distance(outcome.value(str(number))[what], value[what]) < tolerance, what
     assert outcome.engine.fused_steps > 0

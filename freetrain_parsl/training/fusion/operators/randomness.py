@@ -22,7 +22,8 @@ def dropout(
         return input
     options = {"inplace": True} if inplace else {}
     if not is_ordinary_dropout(p, input):
-        return fused.row_by_row(func, (input, p, training), options)
+        given = fused.wrap(_as_alone(fused.rows(input))) if fused.is_stacked(input) and not inplace else input
+        return fused.row_by_row(func, (given, p, training), options)
     if p == 0:
         return input
     if not fused.is_stacked(input):
@@ -37,6 +38,12 @@ def dropout(
             rows.mul_(noise)
             return input
         return fused.wrap(rows * noise)
+
+
+def _as_alone(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that are contiguous if they are part of a larger layout: kernels draw in the order of the memory."""
+    is_part = torch.empty_like(rows[0]).stride() != rows[0].stride()
+    return rows.contiguous() if is_part else rows
 
 
 def is_ordinary_dropout(p: float, input: torch.Tensor) -> bool:
