@@ -114,6 +114,8 @@ def array(points: Sequence[dict[str, Any]], sizing: ArraySizing | None, root: Pa
     )
     if failures:
         raise failures[0]
+    if sizing is None and engine.reason:  # then the times are those of one training after another
+        raise SystemExit(f"{points[0]['net']} cannot be fused: {engine.reason}")
     return engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report
     from freetrain_parsl.training.checkpoints.state import Stateful
+    from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.step.batch_runner import BatchRunner
 
 __all__ = ["MemberRuntime"]
+
+logger = logging.getLogger(__name__)
 
 
 class MemberRuntime(Runtime):
@@ -72,11 +77,29 @@ class MemberRuntime(Runtime):
         """See `Runtime.register`."""
         super().register(model, objects, size)
         things = list(objects.values())
+        if self.checkpoint_manager.sharded:
+            self._train_alone("its model is sharded")
+            return
+        if any(isinstance(thing, torch.amp.GradScaler) for thing in things):
+            self._train_alone("it has a GradScaler, whose scale and skipped steps are its own")
+            return
         models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
         optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
         self._participant = Participant(self.options.name, MemberObjects(models, optimizers))
         for number, each in enumerate(models):
             self._releases.append(intercept(each, partial(self._forward, number, each)))
+
+    def use(self, order: Order, *, ramp: int) -> BatchRunner:
+        """See `Runtime.use`."""
+        batch_runner = super().use(order, ramp=ramp)
+        for option, given in (
+            ("micro_batch", order.micro_batch is not None),
+            ("deterministic", order.shards is not None),
+            ("scaled", order.scaled),
+        ):
+            if given:
+                self._train_alone(f"its loader has {option}=")
+        return batch_runner
 
     def shared_batches(self, source: DataSource) -> SharedBatches | None:
         """See `Runtime.shared_batches`."""
@@ -124,6 +147,10 @@ class MemberRuntime(Runtime):
         batch_runner.end_step()
         self._count_step(batch_runner)
         return True
+
+    def _train_alone(self, reason: str) -> None:
+        logger.warning("training %s is not fused: %s", self.options.name, reason)
+        self.leave_array()
 
     def _runs_user_code(self) -> bool:
         """See `Runtime`."""

@@ -227,3 +227,40 @@ def test_a_loop_that_changes_its_batch_changes_that_of_its_own_training_only(tmp
     for number, point in enumerate(points):
         value = alone(tmp_path / "alone", str(number), point, scaled)
         assert_equal(outcome.value(str(number)), value)
+
+
+@pytest.mark.parametrize("option", ["micro_batch", "deterministic", "scaled", "scaler"])
+def test_what_cannot_be_fused_trains_beside_the_others_as_it_does_alone(tmp_path: Path, option: str) -> None:
+    def train(session: Any, *, option: str, lr: float) -> Any:
+        scaler = [torch.amp.GradScaler("cpu", init_scale=4.0)] if option == "scaler" else []
+        model, optimizer, *_ = session.prepare(nn.Linear(24, 4).double(), torch.optim.SGD, *scaler, lr=lr)
+        given: dict[str, Any] = {"micro_batch": {"micro_batch": 5}, "": {}, "scaler": {}}.get(option, {option: True})
+        batches = session.loader(data(), batch_size=16, **given)
+        for _ in session.epochs(2):
+            for x, y in batches:
+                session.step(nn.functional.cross_entropy(model(x), y))
+        return {"losses": session.metrics["loss"], "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    points = [{"option": name, "lr": 0.1 * (number + 1)} for number, name in enumerate(("", option, ""))]
+    outcome = together(tmp_path / "array", points, train)
+    for number, point in enumerate(points):
+        assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point, train))
+    assert outcome.engine.fused_steps == 8
+
+
+def test_a_hook_that_keeps_what_it_sees_is_not_fused(tmp_path: Path) -> None:
+    def train(session: Any, *, lr: float) -> Any:
+        seen: list[float] = []
+        net = nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+        net[0].register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach().mean()))
+        model, _ = session.prepare(net, torch.optim.SGD, lr=lr)
+        batches = session.loader(data(), batch_size=16)
+        for _ in session.epochs(1):
+            for x, y in batches:
+                session.step(nn.functional.cross_entropy(model(x), y))
+        return {"losses": [float(value) for value in seen]}
+
+    points = [{"lr": 0.1}, {"lr": 0.2}]
+    outcome = together(tmp_path / "array", points, train)
+    for number, point in enumerate(points):
+        assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point, train))
