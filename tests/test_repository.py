@@ -60,7 +60,7 @@ OUTSIDE = {
     "planning": {"numpy", "highspy", "yaml"},
     "protocol": set(),
     "windows": set(),
-    "training": {"numpy", "torch"},
+    "training": {"greenlet", "numpy", "torch"},
     "storage": set(),
     "testing": {"highspy", "numpy", "parsl", "psutil", "pytest", "torch", "yaml", "zmq"},
 }

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.fusion.sizing import ArraySizing
     from freetrain_parsl.training.mailbox import Clock
 
-__all__ = ["UNFUSED", "FusionEngine", "Participant"]
+__all__ = ["UNFUSED", "FusionEngine", "ArrayMember"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _VERIFIED_CALLS = (0, 4)  # of each kind: at first trainings with one seed have 
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
 
 
-class Participant:
+class ArrayMember:
     """One training in the engine.
 
     Parameters
@@ -68,7 +68,7 @@ class Participant:
 class _Call:
     """A call of a participant's model."""
 
-    participant: Participant
+    participant: ArrayMember
     number: int
     leaves: list[Any]
     spec: Any
@@ -79,7 +79,7 @@ class _Call:
 class _Loss:
     """A participant's loss, for a backward pass or a step; ``None``: its gradients are there."""
 
-    participant: Participant
+    participant: ArrayMember
     loss: torch.Tensor | None
 
 
@@ -114,14 +114,14 @@ class FusionEngine:
         self.fused_steps = 0
         """Number of steps that were made for all participants at once."""
         self._lockstep = lockstep
-        self._participants: list[Participant] = []
-        self._members: list[Participant] = []  # of the array, in the order of its rows
+        self._participants: list[ArrayMember] = []
+        self._members: list[ArrayMember] = []  # of the array, in the order of its rows
         self._array: Array | None = None
         self._optimizers: list[RowOptimizer] = []
         self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
         self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
         self._sources: list[tuple[DataSource, SharedBatches]] = []
-        self._open: set[Participant] = set()  # those with outputs of the last fused forward, without a backward
+        self._open: set[ArrayMember] = set()  # those with outputs of the last fused forward, without a backward
 
     @property
     def current_strand(self) -> Strand | None:
@@ -141,14 +141,14 @@ class FusionEngine:
 
     # ── called by the participants ────────────────────────────────────────────────────────────────
 
-    def join(self, participant: Participant) -> None:
+    def join(self, participant: ArrayMember) -> None:
         """Take part from the next step on; wait until all that have begun so far are ready, too."""
         self._participants.append(participant)
         self._stepped = None
         self.reason = ""
         self._lockstep.meet(Meeting(_JOIN, "join", lambda _strands: None))
 
-    def leave(self, participant: Participant) -> None:
+    def leave(self, participant: ArrayMember) -> None:
         """Take part no longer; its models and optimizers are ordinary again."""
         self._stepped = None
         if participant in self._participants:
@@ -157,7 +157,7 @@ class FusionEngine:
             self.dissolve()
 
     def forward(
-        self, participant: Participant, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, participant: ArrayMember, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the output of a participant's model for training, or `UNFUSED`."""
         if self._is_alone():
@@ -167,14 +167,14 @@ class FusionEngine:
         call = _Call(participant, number, leaves, spec, bool(kwargs))
         return self._lockstep.meet(Meeting(_FORWARD, kind, self._forward, call))
 
-    def backward(self, participant: Participant, loss: torch.Tensor) -> None:
+    def backward(self, participant: ArrayMember, loss: torch.Tensor) -> None:
         """Add the gradients of a loss to a participant's ``.grad``."""
         if self._is_alone() and participant not in self._open:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             return
         self._lockstep.meet(Meeting(_BACKWARD, "backward", self._backward, _Loss(participant, loss)))
 
-    def step(self, participant: Participant, loss: torch.Tensor | None, numbers: tuple[int, ...]) -> bool:
+    def step(self, participant: ArrayMember, loss: torch.Tensor | None, numbers: tuple[int, ...]) -> bool:
         """Compute the gradients of a loss, if given, and step some of a participant's optimizers, by number.
 
         Returns
@@ -327,7 +327,7 @@ class FusionEngine:
             self._resized()
         self._stepped = now
 
-    def _step_one_by_one(self, participants: Sequence[Participant], numbers: tuple[int, ...]) -> None:
+    def _step_one_by_one(self, participants: Sequence[ArrayMember], numbers: tuple[int, ...]) -> None:
         for number in numbers:
             fused = self._optimizers[number] if self._array is not None else None
             if fused is not None:

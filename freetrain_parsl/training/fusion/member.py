@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from freetrain_parsl.training.fusion.array import MemberObjects
-from freetrain_parsl.training.fusion.engine import UNFUSED, FusionEngine, Participant
+from freetrain_parsl.training.fusion.engine import UNFUSED, FusionEngine, ArrayMember
 from freetrain_parsl.training.fusion.intercept import intercept, original_forward
 from freetrain_parsl.training.runtime import Runtime
 
@@ -55,7 +55,7 @@ class MemberRuntime(Runtime):
     ) -> None:
         self._engine = engine
         self._strand = engine.current_strand
-        self._participant: Participant | None = None
+        self._participant: ArrayMember | None = None
         self._releases: list[Callable[[], None]] = []
         super().__init__(options, members, mailbox, report, clock)
 
@@ -85,7 +85,7 @@ class MemberRuntime(Runtime):
             return
         models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
         optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
-        self._participant = Participant(self.options.name, MemberObjects(models, optimizers))
+        self._participant = ArrayMember(self.options.name, MemberObjects(models, optimizers))
         for number, each in enumerate(models):
             self._releases.append(intercept(each, partial(self._forward, number, each)))
 
