@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.fusion.sizing import ArraySizing
     from freetrain_parsl.training.mailbox import Clock
 
-__all__ = ["UNFUSED", "FusionEngine", "ArrayMember"]
+__all__ = ["UNFUSED", "ArrayMember", "FusionEngine"]
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from freetrain_parsl.training.fusion.array import MemberObjects
-from freetrain_parsl.training.fusion.engine import UNFUSED, FusionEngine, ArrayMember
+from freetrain_parsl.training.fusion.engine import UNFUSED, ArrayMember, FusionEngine
 from freetrain_parsl.training.fusion.intercept import intercept, original_forward
 from freetrain_parsl.training.runtime import Runtime
 
