@@ -96,21 +96,7 @@ def run_fragment(
     members = GroupMember(membership, meet, mailbox, report)
     try:
         runtime = Runtime(options, members, mailbox, report, clock)
-        session = TrainingSession(runtime)
-        random_streams.seed_all(options.seed)
-        try:
-            value = call_function(function, session, args, kwargs or {})
-        except Unwind:
-            value = None
-        if runtime.unwinding is None:
-            runtime.finish()
-        runtime.close()
-        if runtime.unwinding is PauseReason.LEFT:
-            return Paused(PauseReason.LEFT, runtime.reporter.progress())
-        checkpoint = runtime.checkpoint_manager.newest.path if runtime.checkpoint_manager.newest else None
-        if runtime.unwinding is None:
-            return Finished(value, runtime.reporter.progress(), checkpoint)
-        return Paused(runtime.unwinding, runtime.reporter.progress(), checkpoint)
+        return train(runtime, function, args, kwargs or {})
     except Exception as error:
         if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerFailed):
             raise PeerFailed(
@@ -123,9 +109,28 @@ def run_fragment(
         members.leave()
 
 
-def call_function(
-    function: TrainingFunction, session: TrainingSession, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def train(
+    runtime: Runtime, function: TrainingFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Finished | Paused:
+    """Call the user's function with a session, and close its runtime unless it raises an exception."""
+    session = TrainingSession(runtime)
+    random_streams.seed_all(runtime.options.seed)
+    try:
+        value = _call(function, session, args, kwargs)
+    except Unwind:
+        value = None
+    if runtime.unwinding is None:
+        runtime.finish()
+    runtime.close()
+    if runtime.unwinding is PauseReason.LEFT:
+        return Paused(PauseReason.LEFT, runtime.reporter.progress())
+    checkpoint = runtime.checkpoint_manager.newest.path if runtime.checkpoint_manager.newest else None
+    if runtime.unwinding is None:
+        return Finished(value, runtime.reporter.progress(), checkpoint)
+    return Paused(runtime.unwinding, runtime.reporter.progress(), checkpoint)
+
+
+def _call(function: TrainingFunction, session: TrainingSession, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call the user's function; a process that it has forked and that leaves it ends here: it is no member."""
     process = os.getpid()
     try:

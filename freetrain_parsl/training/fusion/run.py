@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.training.data import random_streams
-from freetrain_parsl.training.fragment import call_function
+from freetrain_parsl.training.fragment import train
 from freetrain_parsl.training.fusion.engine import FusionEngine
 from freetrain_parsl.training.fusion.lockstep import Lockstep
 from freetrain_parsl.training.fusion.member import MemberRuntime
-from freetrain_parsl.training.mailbox import Finished, Paused
-from freetrain_parsl.training.runtime import Unwind
-from freetrain_parsl.training.session import TrainingSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.reports import Report
     from freetrain_parsl.training.fusion.sizing import ArraySizing
     from freetrain_parsl.training.group.regrouping import GroupMember
-    from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished, Paused
 
 __all__ = ["Member", "run_members"]
 
@@ -120,18 +116,6 @@ def _run(
         torch.set_num_threads(options.threads)
     runtime = MemberRuntime(engine, options, group, mailbox, report, clock)
     try:
-        session = TrainingSession(runtime)
-        random_streams.seed_all(options.seed)
-        try:
-            value = call_function(member.function, session, member.args, member.kwargs)
-        except Unwind:
-            value = None
-        if runtime.unwinding is None:
-            runtime.finish()
-        runtime.close()
-        checkpoint = runtime.checkpoint_manager.newest.path if runtime.checkpoint_manager.newest else None
-        if runtime.unwinding is None:
-            return Finished(value, runtime.reporter.progress(), checkpoint)
-        return Paused(runtime.unwinding, runtime.reporter.progress(), checkpoint)
+        return train(runtime, member.function, member.args, member.kwargs)
     finally:
         runtime.close()
