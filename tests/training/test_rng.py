@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,3 +50,36 @@ def test_what_fetches_samples_draws_the_same_numbers() -> None:
 
 def test_seeds_fit_into_every_generator() -> None:
     assert 0 <= rng.mix(2**63, 2**64 - 1) < 2**63
+
+
+@pytest.mark.parametrize("reads_layout", [True, False])
+@pytest.mark.parametrize("between", ["nothing", "python", "numpy", "numpy, by another generator", "set by the user"])
+def test_generators_go_on_where_they_were_after_others_have_drawn(
+    reads_layout: bool, between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not anything was drawn since they were seeded, and whether or not the layout of Python's is known."""
+    monkeypatch.setattr(rng, "_layout_is_known", lambda: reads_layout)
+    before = np.random.get_bit_generator()
+    try:
+        rng.seed_all(1, 2)
+        if between == "python":
+            random.gauss(0, 1)
+        elif between == "numpy":
+            np.random.standard_normal()  # noqa: NPY002 - the global generator is the one under test
+        elif between == "numpy, by another generator":
+            np.random.set_bit_generator(np.random.PCG64(5))
+        elif between == "set by the user":
+            random.setstate(random.Random(3).getstate())
+        state = rng.host_draws()
+        assert (state.seed is not None) is (between == "nothing")
+        expected = [random.gauss(0, 1), np.random.standard_normal()]  # noqa: NPY002 - the same
+        rng.seed_all(7)
+        draw()
+        rng.restore_host_draws(state)
+        assert [random.gauss(0, 1), np.random.standard_normal()] == expected  # noqa: NPY002 - the same
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_the_layout_of_pythons_generator_is_the_expected_one_here() -> None:
+    assert rng._layout_is_known()

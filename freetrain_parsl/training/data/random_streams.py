@@ -97,18 +97,18 @@ class _Untouched:
 
     def mark(self, seed: int) -> None:
         """Note that both generators have just been seeded."""
-        self.seed, self._places = seed, _places()
+        self.seed, self._places = seed, host_places()
 
     def holds(self) -> bool:
         """Return whether nothing was drawn since."""
-        return self.seed is not None and _places() == self._places
+        return self.seed is not None and host_places() == self._places
 
 
 def host_draws() -> HostDraws:
     """Return the state of the generators of numpy and Python."""
     if _untouched.holds():
         return HostDraws(_untouched.seed)
-    return HostDraws(None, random.getstate(), np.random.get_state())  # noqa: NPY002 - the global generator
+    return HostDraws(None, random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002 - the global one
 
 
 def restore_host_draws(draws: HostDraws) -> None:
@@ -120,14 +120,17 @@ def restore_host_draws(draws: HostDraws) -> None:
         np.random.set_state(draws.numpy)  # noqa: NPY002 - the same
 
 
-def _places() -> tuple[object, ...]:
-    """Return the places of both generators in their sequences: a draw changes them."""
+def host_places() -> tuple[object, ...]:
+    """Return the places of both generators in their sequences, and two words of their states.
+
+    A draw changes the place, another seed the words; the first one is the same for many seeds.
+    """
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in numpy's stubs
     if type(generator) is not np.random.MT19937:  # set by the user
         return (object(),)
     # Both are Mersenne Twisters with 624 words. numpy documents the address of its state: the words, then the place.
     words = _words_at(generator.ctypes.state_address)
-    return id(generator), words[0], words[_WORDS], *_python_place()
+    return id(generator), words[_WORDS], words[1], words[_WORDS - 1], *_python_place()
 
 
 @lru_cache(maxsize=4)
@@ -138,12 +141,12 @@ def _words_at(address: int) -> Any:
 def _read_python_place() -> tuple[int, ...]:
     """Read CPython's ``struct { PyObject; int index; uint32_t state[624]; }`` of the global generator."""
     words = _words_at(id(random._inst) + object.__basicsize__)  # noqa: SLF001
-    return words[0], words[1]
+    return words[0], words[2], words[_WORDS]
 
 
 def _ask_python_place() -> tuple[int, ...]:
     state = random.getstate()[1]
-    return state[-1], state[0]
+    return state[-1], state[1], state[_WORDS - 1]
 
 
 def _python_place() -> tuple[int, ...]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.fusion.operators import fused_operators
 from freetrain_parsl.training.fusion.swapping import swapped
 from freetrain_parsl.training.fusion.vmap_level import new_level
@@ -95,7 +94,7 @@ def fused_call(
                     _keep(name, buffer, buffers[name], level)
         return _outputs(output, level)
 
-    with _no_other_random_numbers(streams):
+    with _no_other_random_numbers():
         try:
             output = level.run(call)
         except RuntimeError as error:
@@ -144,18 +143,9 @@ def _keep(name: str, new: torch.Tensor | None, stack: torch.Tensor, level: VmapL
 
 
 @contextlib.contextmanager
-def _no_other_random_numbers(streams: RandomStreams) -> Iterator[None]:
-    """Refuse models that draw from the generators of Python or numpy, unless all members draw the same."""
-    if streams.agree:
-        yield
-        return
-    before = _python_and_numpy()
+def _no_other_random_numbers() -> Iterator[None]:
+    """Refuse models that draw from the generators of Python or numpy: only those of torch are kept for each member."""
+    before = random_streams.host_places()
     yield
-    if _python_and_numpy() != before:
-        raise CannotFuse("the model draws from the generators of Python or numpy, which differ between the trainings")
-
-
-def _python_and_numpy() -> tuple[Any, ...]:
-    """Return the states of both generators, comparable."""
-    legacy: Any = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), legacy[1].tobytes(), legacy[2:]
+    if random_streams.host_places() != before:
+        raise CannotFuse("the model draws from the generators of Python or numpy")
