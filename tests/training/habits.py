@@ -51,12 +51,17 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
     sizes: list[tuple[int, int]] = []
     step, backward = session.step, session.backward
 
-    def backward_or_die(loss: Any) -> None:
+    def die_if_asked() -> None:
         if session.metrics["steps"] == die_at and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # while the others wait for its gradients, or soon will
+
+    def backward_or_die(loss: Any) -> None:
+        die_if_asked()
         backward(loss)
 
     def step_and_hold(*args: Any, **options: Any) -> bool:
+        if args:  # a loss
+            die_if_asked()
         made = step(*args, **options)
         if made:
             sizes.append((session.metrics["steps"], session.world_size))
@@ -66,5 +71,5 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
                 time.sleep(0.005)
         return made
 
-    session.step, session.backward = step_and_hold, backward_or_die  # step calls backward, too
+    session.step, session.backward = step_and_hold, backward_or_die
     return sizes
