@@ -121,7 +121,7 @@ class FusionEngine:
         self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
         self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
         self._sources: list[tuple[DataSource, SharedBatches]] = []
-        self._open: set[ArrayMember] = set()  # those with outputs of the last fused forward, without a backward
+        self._open: set[ArrayMember] = set()  # those in a batch with outputs of a fused forward pass
 
     @property
     def current_strand(self) -> Strand | None:
@@ -149,12 +149,19 @@ class FusionEngine:
         self._lockstep.meet(Meeting(_JOIN, "join", lambda _strands: None))
 
     def leave(self, participant: ArrayMember) -> None:
-        """Take part no longer; its models and optimizers are ordinary again."""
+        """Take part no longer; its models and optimizers are ordinary again, after this step of the others."""
         self._stepped = None
+        self._open.discard(participant)
         if participant in self._participants:
             self._participants.remove(participant)
         if participant in self._members:
-            self.dissolve()
+            self._dissolve()
+
+    def end_batch(self, participant: ArrayMember) -> None:
+        """Note that a participant computes no more gradients from its outputs so far."""
+        self._open.discard(participant)
+        if self._members != self._participants or self.reason:
+            self._dissolve()
 
     def forward(
         self, participant: ArrayMember, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -191,9 +198,9 @@ class FusionEngine:
         kind = ("step", loss is not None, numbers)
         return bool(self._lockstep.meet(Meeting(_STEP, kind, partial(self._step, numbers), _Loss(participant, loss))))
 
-    def dissolve(self) -> None:
-        """Make the models and optimizers of all participants ordinary again, until the next step."""
-        if self._array is None:
+    def _dissolve(self) -> None:
+        """Make the models and optimizers of all members ordinary again, unless gradients will still reach the array."""
+        if self._array is None or self._open:
             return
         for optimizer in self._optimizers:
             optimizer.hand_over()
@@ -211,9 +218,9 @@ class FusionEngine:
         """Stack the participants, unless they are; return whether they can be fused."""
         if self._array is not None and self._members == self._participants:
             return True
-        if self.reason:
+        self._dissolve()
+        if self.reason or self._array is not None:
             return False
-        self.dissolve()
         try:
             objects = [member.objects for member in self._participants]
             _check_optimizers(objects)
@@ -233,7 +240,7 @@ class FusionEngine:
         return True
 
     def _refuse(self, error: CannotFuse) -> None:
-        self.dissolve()
+        self._dissolve()
         self.reason = str(error)
         logger.warning("%d trainings go on one by one: %s", len(self._participants), error)
 
@@ -340,8 +347,9 @@ class FusionEngine:
     def _compute(self, losses: Sequence[_Loss]) -> bool:
         """Compute the gradients of some participants; return whether they are complete, in the array's rows."""
         members = {loss.participant for loss in losses}
-        self._open -= members
-        torch.autograd.backward([loss.loss for loss in losses if loss.loss is not None], retain_graph=bool(self._open))
+        # What some members compute later may need parts of this graph; those who are gone need none.
+        some = not set(self._participants) <= members
+        torch.autograd.backward([loss.loss for loss in losses if loss.loss is not None], retain_graph=some)
         if self._array is None:
             return False
         if members == set(self._members):

@@ -112,6 +112,12 @@ class MemberRuntime(Runtime):
         if first and self._participant is not None:
             self._engine.join(self._participant)
 
+    def boundary(self, *, seed: bool = True) -> None:
+        """See `Runtime.boundary`."""
+        if self._participant is not None:
+            self._engine.end_batch(self._participant)
+        super().boundary(seed=seed)
+
     def backward(self, loss: torch.Tensor) -> None:
         """See `Runtime.backward`."""
         if self._participant is None:

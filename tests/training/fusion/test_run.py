@@ -264,3 +264,55 @@ def test_a_hook_that_keeps_what_it_sees_is_not_fused(tmp_path: Path) -> None:
     outcome = together(tmp_path / "array", points, train)
     for number, point in enumerate(points):
         assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point, train))
+
+
+def adversaries(session: Any, *, lr: float, fail: str = "", stop: int | None = None) -> Any:
+    """Train a generator and a discriminator in turns; optionally fail at a place of the third step."""
+    generator, discriminator = nn.Linear(4, 24).double(), nn.Linear(24, 1).double()
+    generator, one, discriminator, two = session.prepare(
+        generator,
+        torch.optim.Adam(generator.parameters(), lr=lr),
+        discriminator,
+        torch.optim.SGD(discriminator.parameters(), lr=lr, momentum=0.9),
+    )
+    batches = session.loader(data(), batch_size=16)
+    judge = nn.functional.binary_cross_entropy_with_logits
+    losses: list[float] = []
+    places: list[str] = []
+
+    def reach(place: str) -> None:
+        places.append(place)
+        if place == fail and places.count(place) == 3:
+            raise ValueError(place)
+
+    for _ in session.epochs(2):
+        for x, _ in batches:
+            made = generator(torch.randn(len(x), 4, dtype=x.dtype))
+            reach("made")
+            real, false = discriminator(x), discriminator(made.detach())
+            reach("judged")
+            loss = judge(real, torch.ones_like(real)) + judge(false, torch.zeros_like(false))
+            session.step(loss, optimizer=two)
+            reach("stepped")
+            verdict = discriminator(made)
+            loss = judge(verdict, torch.ones_like(verdict))
+            session.step(loss, optimizer=one)
+            losses.append(loss.item())
+            if stop == len(losses):
+                return {"losses": losses}
+    models = {"generator": generator.state_dict(), "discriminator": discriminator.state_dict()}
+    return {"losses": losses, "model": models, "optimizer": [one.state_dict(), two.state_dict()]}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("fail", ["", "made", "judged", "stepped"])
+def test_two_models_and_one_training_that_fails_anywhere_in_a_step(tmp_path: Path, fail: str, size: int) -> None:
+    points: list[dict[str, Any]] = [{"lr": 0.05}, {"lr": 0.1, "fail": fail}, {"lr": 0.2}, {"lr": 0.3, "stop": 5}]
+    points = points[:size]
+    outcome = together(tmp_path / "array", points, adversaries)
+    for number, point in enumerate(points):
+        if point.get("fail"):
+            assert isinstance(outcome.ends[str(number)], ValueError)
+        else:
+            assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point, adversaries))
+    assert outcome.engine.fused_steps >= 4
