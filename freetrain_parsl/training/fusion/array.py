@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -195,20 +195,22 @@ class Array:
                 row.copy_(now)
                 module._buffers[name] = buffer
 
-    def collect(self) -> bool:
+    def collect(self) -> None:
         """Move the gradients of a backward pass into the rows' gradients.
 
         What reached a member's own parameters, as from a penalty, is added to what reached the stacked ones.
-
-        Returns
-        -------
-        complete
-            Whether every trainable parameter of every member has a gradient.
         """
         for segment in self.segments:
             if segment.trainable:
                 segment.collect()
-        return not any(segment.missing for segment in self.segments)
+
+    def is_complete(self, optimizers: Collection[int]) -> bool:
+        """Return whether every trainable parameter of these optimizers, by number, has a gradient in the rows."""
+        return not any(
+            segment.missing or segment.gradients is None
+            for segment in self.segments
+            if segment.trainable and segment.place[0] in optimizers
+        )
 
     def show_gradients(self) -> None:
         """Set the parameters' ``.grad`` to views of the rows' gradients; to ``None`` where there is none."""
@@ -216,12 +218,11 @@ class Array:
             if segment.gradients is not None:
                 segment.show_gradients()
 
-    def take_gradients(self) -> bool:
-        """Take the parameters' ``.grad``, after user code may have changed them; return as `collect` does."""
+    def take_gradients(self) -> None:
+        """Take the parameters' ``.grad``, after user code may have changed them."""
         for segment in self.segments:
             if segment.trainable:
                 segment.take_gradients()
-        return not any(segment.missing for segment in self.segments)
 
     def collect_rows(self, rows: Sequence[int]) -> None:
         """Move the gradients of a backward pass of some members into their parameters' ``.grad``."""

@@ -300,12 +300,11 @@ class FusionEngine:
     def _step(self, numbers: tuple[int, ...], strands: Sequence[Strand]) -> None:
         losses: list[_Loss] = [strand.item for strand in strands]
         array = self._array if self._is_everyone(strands) else None
-        complete = False
         if losses[0].loss is not None:
-            complete = self._compute(losses)
+            self._compute(losses)
         elif array is not None:
-            complete = array.take_gradients()
-        if array is not None and complete:
+            array.take_gradients()
+        if array is not None and array.is_complete(numbers):
             for number in numbers:
                 if isinstance(self._optimizers[number], OwnOptimizers):
                     array.show_gradients()
@@ -344,18 +343,18 @@ class FusionEngine:
             if fused is not None:
                 fused.take_over()
 
-    def _compute(self, losses: Sequence[_Loss]) -> bool:
-        """Compute the gradients of some participants; return whether they are complete, in the array's rows."""
+    def _compute(self, losses: Sequence[_Loss]) -> None:
+        """Compute the gradients of some participants: in the array's rows if they are all of its members."""
         members = {loss.participant for loss in losses}
         # What some members compute later may need parts of this graph; those who are gone need none.
         some = not set(self._participants) <= members
         torch.autograd.backward([loss.loss for loss in losses if loss.loss is not None], retain_graph=some)
         if self._array is None:
-            return False
+            return
         if members == set(self._members):
-            return self._array.collect()
-        self._array.collect_rows([self._members.index(member) for member in members if member in self._members])
-        return False
+            self._array.collect()
+        else:
+            self._array.collect_rows([self._members.index(member) for member in members if member in self._members])
 
 
 def _verify(*call: Any, **options: Any) -> None:
