@@ -126,6 +126,28 @@ def test_the_solution_is_near_the_optimum_and_the_bound_is_true(case):
     assert solution.objective >= evaluate(case, case.status_quo) - noise
 
 
+def test_a_solution_that_is_proven_optimal_by_later_prices_is_returned():
+    """There is no room for better columns then, and their costs cannot be scaled by it."""
+    case = WindowInstance(
+        np.array([[0.0, 0.0, 8.0, 0.0], [0.0, 0.0, 1.0, 0.0]]),
+        up=np.array([0.0, 0.0]),
+        down=np.array([1.0, 7.0]),
+        start=np.array([40.0, 0.0]),
+        checkpoint=np.array([1.0, 1.0]),
+        current=np.array([[0, 0], [0, 2]]),
+        sizes=np.array([1, 2]),
+        closings=np.array([100.0, 100.0]),
+        horizon=100.0,
+        shares=np.array([0.0, 0.1]),
+        offered=np.array([True, False]),
+        startup=3.0,
+        min_useful=0.0,
+        max_blocks=0,
+    )
+    solution = maximise_windows(case, time_limit=20, gap=0.0)
+    assert solution.objective == pytest.approx(best_window_value(case))
+
+
 @given(instances(startup=0.0), st.sampled_from([0.0, 0.01, 0.1]))
 @settings(deadline=None, max_examples=100)
 def test_one_class_that_never_closes_is_the_count_model(case, gap):

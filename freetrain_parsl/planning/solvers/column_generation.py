@@ -301,12 +301,15 @@ class _Search:
             return
         spread = np.random.default_rng(0).uniform(*_SPREAD, (_SAMPLES, len(self._prices)))
         self._price(self._prices * spread)
+        room = self._bound - self._objective
+        if room <= 0:  # the new prices have proven the solution optimal
+            return
         losses = self._pool.losses(self._prices, len(self._trainers))
         counts = choose_optimally(
             self._instance,
             self._pool,
             losses,
-            self._bound - self._objective,
+            room,
             self._counts,
             time_limit=max(self._deadline - time.perf_counter(), 0.0),
             target=target,
