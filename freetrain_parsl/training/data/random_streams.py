@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MASK = (1 << 64) - 1
+_WORDS = 624  # of a Mersenne Twister
 
 
 def mix(*parts: int) -> int:
@@ -128,7 +129,7 @@ def host_places() -> tuple[object, ...]:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in numpy's stubs
     if type(generator) is not np.random.MT19937:  # set by the user
         return (object(),)
-    # Both are Mersenne Twisters with 624 words. numpy documents the address of its state: the words, then the place.
+    # Both are Mersenne Twisters. numpy documents the address of its state: the words, then the place.
     words = _words_at(generator.ctypes.state_address)
     return id(generator), words[_WORDS], words[1], words[_WORDS - 1], *_python_place()
 
@@ -171,7 +172,6 @@ def _layout_is_known() -> bool:
         random.setstate(before)
 
 
-_WORDS = 624
 _untouched = _Untouched()
 
 

@@ -106,7 +106,7 @@ class SharedBatches:
 
 
 def _versions(data: Any) -> list[int]:
-    return [leaf._version for leaf in _tensors(data)]  # noqa: SLF001 - counts changes in place; torch documents it
+    return [leaf._version for leaf in _tensors(data)]  # noqa: SLF001 - torch has no public counter of changes in place
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

@@ -74,6 +74,8 @@ class Segment:
     """Shape as `rows`; ``None`` if there are none."""
     missing: set[tuple[int, int]] = field(default_factory=set)
     """(member, parameter) of those that were not part of the last backward pass."""
+    shown: list[list[torch.Tensor | None]] = field(default_factory=list)
+    """For each member: the parameters' ``.grad``, while they are views of `gradients`."""
 
     def __post_init__(self) -> None:
         ends = 0
@@ -85,9 +87,6 @@ class Segment:
             self.stacked(self.rows, number).detach().requires_grad_(parameter.requires_grad)
             for number, parameter in enumerate(self.members[0])
         ]
-
-    shown: list[list[torch.Tensor | None]] = field(default_factory=list)
-    """For each member: the parameters' ``.grad``, while they are views of `gradients`."""
 
     @property
     def trainable(self) -> bool:

@@ -203,7 +203,7 @@ class FusionEngine:
         if self._array is None or self._open:
             return
         for optimizer in self._optimizers:
-            optimizer.hand_over()
+            optimizer.release()
         self._array.dissolve()
         for member in self._members:
             _own_states(member.objects.optimizers)
@@ -253,7 +253,7 @@ class FusionEngine:
     def _forward(self, strands: Sequence[Strand]) -> None:
         for strand in strands:
             strand.result = UNFUSED
-        if self._sizing is not None and not self._sizing.fused:
+        if self._is_alone() or (self._sizing is not None and not self._sizing.fused):  # the others may have left
             return
         if {strand.item.participant for strand in strands} != set(self._participants) or not self._form():
             return

@@ -31,6 +31,8 @@ _ELEMENTWISE = (
 _PER_PARAMETER = ("step", "mu_product", "eta", "mu")
 """States that are one number for each parameter, the same for all parameters of a group."""
 _UNUSUAL = ("maximize", "amsgrad", "differentiable", "capturable")
+_SWITCHES = ("nesterov", "decoupled_weight_decay", "fused")
+"""Options by which the formula or its states differ."""
 
 
 class RowOptimizer(Protocol):
@@ -44,6 +46,9 @@ class RowOptimizer(Protocol):
 
     def take_over(self) -> None:
         """Take the states of the members' optimizers."""
+
+    def release(self) -> None:
+        """Give the members' optimizers their states for good."""
 
 
 def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) -> RowOptimizer:
@@ -65,7 +70,9 @@ def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) 
     if not plain:
         return OwnOptimizers(optimizers)
     formula = _FORMULAS.get(type(optimizers[0]))
-    if formula is not None and not any(group.get(name) for group in groups for name in _UNUSUAL):
+    usual = not any(group.get(name) for group in groups for name in _UNUSUAL)
+    alike = all(len({group.get(name) for group in each}) == 1 for each in _by_place(optimizers) for name in _SWITCHES)
+    if formula is not None and usual and alike:
         return FormulaOptimizer(optimizers, segments, formula)
     if any(group.get("differentiable") or group.get("capturable") for group in groups):
         return OwnOptimizers(optimizers)
@@ -87,6 +94,9 @@ class OwnOptimizers:
         """See `RowOptimizer`: they have them."""
 
     def take_over(self) -> None:
+        """See `RowOptimizer`: they have them."""
+
+    def release(self) -> None:
         """See `RowOptimizer`: they have them."""
 
 
@@ -153,7 +163,10 @@ class _Sgd:
             buffer = states["momentum_buffer"]
             momentum = _column(hyper["momentum"], rows)
             # The buffer begins as the first gradient, whatever the dampening.
-            taken = [1.0 if n == 1 else 1 - d for n, d in zip(steps, hyper["dampening"], strict=True)]
+            taken = [
+                1.0 if n == 1 or not m else 1 - d
+                for n, m, d in zip(steps, hyper["momentum"], hyper["dampening"], strict=True)
+            ]
             buffer.mul_(momentum).addcmul_(gradients, _column(taken, rows))
             gradients = gradients.addcmul(buffer, momentum) if group["nesterov"] else buffer
         rows.addcmul_(gradients, _column(hyper["lr"], rows), value=-1)
@@ -267,6 +280,9 @@ class FormulaOptimizer:
     def hand_over(self) -> None:
         """See `RowOptimizer`: their states are views."""
 
+    def release(self) -> None:
+        """See `RowOptimizer`: their states are views."""
+
     def take_over(self) -> None:
         """See `RowOptimizer`."""
         self._counters = []
@@ -297,8 +313,9 @@ class FormulaOptimizer:
             for row, (optimizer, member) in enumerate(zip(self._optimizers, segment.members, strict=True)):
                 if not counters[row].any():
                     continue
+                names = self._formula.states(optimizer.param_groups[segment.place[1]])
                 for place, parameter in enumerate(member):
-                    own = {name: segment.of(rows, row, place) for name, rows in states.items()}
+                    own = {name: segment.of(states[name], row, place) for name in names}
                     counted = {} if isinstance(optimizer, optim.SGD) else {"step": counters[row, place]}
                     if counted or own:
                         optimizer.state[parameter] = counted | own
@@ -336,6 +353,12 @@ class HiddenOptimizers:
                         for name, value in hidden.state[whole].items()
                     }
 
+    def release(self) -> None:
+        """See `RowOptimizer`."""
+        self.hand_over()
+        for hook in self._hooks:
+            hook.remove()
+
     def take_over(self) -> None:
         """See `RowOptimizer`."""
         self._hidden = []
@@ -347,6 +370,11 @@ class HiddenOptimizers:
                 if all(states):
                     hidden.state[whole] = {name: _joined(name, [state[name] for state in states]) for name in states[0]}
             self._hidden.append(hidden)
+
+
+def _by_place(optimizers: Sequence[Optimizer]) -> list[tuple[dict[str, Any], ...]]:
+    """Return, for each place of a parameter group, those of all members."""
+    return list(zip(*(optimizer.param_groups for optimizer in optimizers), strict=True))
 
 
 def _groups(optimizers: Sequence[Optimizer], segment: Segment) -> list[dict[str, Any]]:

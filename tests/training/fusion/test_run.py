@@ -105,6 +105,15 @@ def test_any_optimizer_makes_the_steps_that_it_makes_alone(
         pytest.param([{"penalty": 0.0}, {"penalty": 0.01}, {"penalty": 0.1}], id="a penalty on the parameters"),
         pytest.param([{"noise": 0.1}, {"noise": 0.3}], id="random numbers in the loop"),
         pytest.param([{"epochs": 1}, {"epochs": 3}, {"epochs": 2}], id="lengths"),
+        pytest.param([{"optimizer": "RMSprop", "epochs": epochs} for epochs in (1, 3, 2)], id="lengths, RMSprop"),
+        pytest.param(
+            [{"optimizer": "SGD", "options": {"momentum": 0.9, "nesterov": nesterov}} for nesterov in (False, True)],
+            id="with and without Nesterov's momentum",
+        ),
+        pytest.param(
+            [{"optimizer": "SGD", "options": {"momentum": momentum, "dampening": 0.5}} for momentum in (0.0, 0.9)],
+            id="with and without momentum",
+        ),
     ],
 )
 def test_what_the_loop_does_for_one_training_is_done_for_that_one(
