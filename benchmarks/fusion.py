@@ -25,9 +25,9 @@ from torch.nn.functional import cross_entropy
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.training.fragment import run_fragment
+from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
 from freetrain_parsl.training.fusion.run import Member, run_members
 from freetrain_parsl.training.fusion.sizing import ArraySizing
-from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 
 if TYPE_CHECKING:
@@ -102,12 +102,10 @@ def plain(net: str, data: TensorDataset, batch: int, watch: Stopwatch) -> None:
 
 def array(points: Sequence[dict[str, Any]], sizing: ArraySizing | None, root: Path) -> FusionEngine:
     """Train an array in this process."""
-    mailbox = ControlMailbox()
     failures: list[BaseException] = []
     engine = run_members(
         [Member(train, SessionOptions(str(number), root), kwargs=point) for number, point in enumerate(points)],
-        GroupMember(Membership("array"), _nobody, mailbox, lambda _report: None),
-        mailbox,
+        ArrayMailbox(),
         sizing=sizing,
         report=lambda _name, _report: None,
         ended=lambda _name, end: failures.append(end) if isinstance(end, BaseException) else None,

@@ -93,7 +93,9 @@ class FusionEngine:
     sizing
         Decides whether fusing pays; ``None``: fuse in any case.
     resized
-        Called when the sizing may have changed the number of members.
+        Called when the sizing has changed the number of members, or decided.
+    stepped
+        Called between the steps of all participants; may add strands to the lockstep.
     clock
         Monotonic clock, in seconds.
     """
@@ -103,12 +105,14 @@ class FusionEngine:
         lockstep: Lockstep,
         sizing: ArraySizing | None = None,
         resized: Callable[[], None] = lambda: None,
+        stepped: Callable[[], None] = lambda: None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self._sizing = sizing
         self._resized = resized
+        self._stepped = stepped
         self._clock = clock
-        self._stepped: float | None = None  # when all participants made a step
+        self._last_step: float | None = None  # when all participants made a step
         self.reason = ""
         """Why the participants are not fused; empty while they are, or before the first attempt."""
         self.fused_steps = 0
@@ -144,13 +148,16 @@ class FusionEngine:
     def join(self, participant: ArrayMember) -> None:
         """Take part from the next step on; wait until all that have begun so far are ready, too."""
         self._participants.append(participant)
-        self._stepped = None
+        self._last_step = None
         self.reason = ""
+        self._wait_for_the_others()
+
+    def _wait_for_the_others(self) -> None:
         self._lockstep.meet(Meeting(_JOIN, "join", lambda _strands: None))
 
     def leave(self, participant: ArrayMember) -> None:
         """Take part no longer; its models and optimizers are ordinary again, after this step of the others."""
-        self._stepped = None
+        self._last_step = None
         self._open.discard(participant)
         if participant in self._participants:
             self._participants.remove(participant)
@@ -194,6 +201,9 @@ class FusionEngine:
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             for number in numbers:
                 participant.objects.optimizers[number].step()
+            self._stepped()
+            if len(self._participants) == 1 and self._lockstep.has_new:
+                self._wait_for_the_others()
             return False
         kind = ("step", loss is not None, numbers)
         return bool(self._lockstep.meet(Meeting(_STEP, kind, partial(self._step, numbers), _Loss(participant, loss))))
@@ -316,6 +326,7 @@ class FusionEngine:
             self._step_one_by_one([loss.participant for loss in losses], numbers)
         if len(strands) == len(self._participants):
             self._time_step()
+            self._stepped()
         for strand in strands:
             strand.result = array is not None
         if self._array is not None:
@@ -326,12 +337,14 @@ class FusionEngine:
         sizing, now = self._sizing, self._clock()
         if sizing is None or sizing.decided:
             return
-        if self._stepped is not None and len(self._participants) == sizing.size:
+        if self._last_step is not None and len(self._participants) == sizing.size:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
-            if sizing.count(now - self._stepped, memory) and not sizing.fused:
+            before = (sizing.size, sizing.fused, sizing.decided)
+            if sizing.count(now - self._last_step, memory) and not sizing.fused:
                 self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
-            self._resized()
-        self._stepped = now
+            if (sizing.size, sizing.fused, sizing.decided) != before:
+                self._resized()
+        self._last_step = now
 
     def _step_one_by_one(self, participants: Sequence[ArrayMember], numbers: tuple[int, ...]) -> None:
         for number in numbers:

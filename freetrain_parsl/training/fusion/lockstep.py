@@ -60,6 +60,11 @@ class Strand:
     _greenlet: greenlet | None = None
 
     @property
+    def is_new(self) -> bool:
+        """Whether it has not begun."""
+        return self._greenlet is not None and not (self._greenlet or self._greenlet.dead)
+
+    @property
     def item(self) -> Any:
         """What it contributes to its meeting."""
         assert self.meeting is not None, "it waits"
@@ -79,6 +84,11 @@ class Lockstep:
     def strands(self) -> Sequence[Strand]:
         """The strands that have not ended."""
         return self._strands
+
+    @property
+    def has_new(self) -> bool:
+        """Whether a strand has not begun."""
+        return any(strand.is_new for strand in self._strands)
 
     def add(self, name: str, function: Callable[[], None]) -> Strand:
         """Start a strand with the next turn; the function must not raise exceptions."""

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.training.fragment import train
 from freetrain_parsl.training.fusion.engine import FusionEngine
 from freetrain_parsl.training.fusion.lockstep import Lockstep
 from freetrain_parsl.training.fusion.member import MemberRuntime
+from freetrain_parsl.training.group.regrouping import GroupMember
+from freetrain_parsl.training.mailbox import Membership, Paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch._C._distributed_c10d import Store
+
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report
+    from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
     from freetrain_parsl.training.fusion.sizing import ArraySizing
-    from freetrain_parsl.training.group.regrouping import GroupMember
-    from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished, Paused
+    from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished
 
 __all__ = ["Member", "run_members"]
 
@@ -46,12 +53,12 @@ class Member:
 
 def run_members(
     members: Sequence[Member],
-    group: GroupMember,
-    mailbox: ControlMailbox,
+    mailbox: ArrayMailbox[Member],
     *,
     report: Callable[[str, Report], None],
     ended: Callable[[str, Finished | Paused | BaseException], None],
     sizing: ArraySizing | None = None,
+    resized: Callable[[ArraySizing], None] = lambda _sizing: None,
     clock: Clock = time.monotonic,
 ) -> FusionEngine:
     """Run trainings in lockstep until all have ended or have been paused.
@@ -59,15 +66,17 @@ def run_members(
     Parameters
     ----------
     members
-        The trainings; those with the same model structure are fused.
-    group, mailbox
-        Of the array.
+        The first trainings; those with the same model structure are fused.
+    mailbox
+        Further trainings, and requests to pause some or all of them.
     report
         Receives the name of a member and its report.
     ended
         Receives the name of a member and how it ended, at once: an exception if it failed.
     sizing
         Decides how many members train at a time; the others follow as these end. ``None``: all at once.
+    resized
+        Called when the sizing has changed its mind.
     clock
         Monotonic clock, in seconds.
 
@@ -79,23 +88,33 @@ def run_members(
 
     def fill(leaving: int = 0) -> None:
         """Start members while there is room."""
-        room = len(members) if sizing is None else sizing.size
-        while waiting and len(lockstep.strands) - leaving < room and not mailbox.pause_requested.is_set():
-            member = waiting.pop(0)
-            lockstep.add(member.options.name, partial(run, member))
+        waiting.extend(mailbox.take())
+        room = math.inf if sizing is None else sizing.size
+        while waiting and len(lockstep.strands) - leaving < room and not mailbox.pausing:
+            member = waiting.popleft()
+            if mailbox.of(member.options.name).pause_requested.is_set():
+                ended(member.options.name, Paused(PauseReason.LEFT))
+            else:
+                lockstep.add(member.options.name, partial(run, member))
+
+    def on_resized() -> None:
+        if sizing is not None:
+            resized(sizing)
+        fill()
 
     lockstep = Lockstep()
-    engine = FusionEngine(lockstep, sizing, fill)
-    waiting = list(members)
+    engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill)
+    waiting = deque(members)
 
     def run(member: Member) -> None:
         name = member.options.name
         try:
-            end = _run(member, engine, group, mailbox, lambda each: report(name, each), clock)
+            end = _run(member, engine, mailbox.of(name), lambda each: report(name, each), clock)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of one member: the others go on
             ended(name, error)
         else:
             ended(name, end)
+        mailbox.forget(name)
         fill(leaving=1)
 
     fill()
@@ -106,7 +125,6 @@ def run_members(
 def _run(
     member: Member,
     engine: FusionEngine,
-    group: GroupMember,
     mailbox: ControlMailbox,
     report: Callable[[Report], None],
     clock: Clock,
@@ -114,8 +132,13 @@ def _run(
     options = member.options
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    group = GroupMember(Membership(options.name), _nobody_to_meet, mailbox, report)
     runtime = MemberRuntime(engine, options, group, mailbox, report, clock)
     try:
         return train(runtime, member.function, member.args, member.kwargs)
     finally:
         runtime.close()
+
+
+def _nobody_to_meet(membership: Membership) -> Store:
+    raise ValueError(f"{membership.trainer} is the only process of its group")

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.fragment import run_fragment
+from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
 from freetrain_parsl.training.fusion.run import Member, run_members
-from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.mailbox import ControlMailbox, Finished, Membership, Paused
 
 if TYPE_CHECKING:
@@ -167,18 +167,17 @@ def together(
     *,
     seeds: Sequence[int] | None = None,
     sizing: ArraySizing | None = None,
-    mailbox: ControlMailbox | None = None,
+    mailbox: ArrayMailbox[Member] | None = None,
     on_report: Callable[[str, Any], None] = lambda _name, _report: None,
 ) -> Outcome:
     """Train all points of a sweep as one array; its trainings are called ``0``, ``1`` and so on."""
-    mailbox = mailbox or ControlMailbox()
+    mailbox = mailbox or ArrayMailbox()
     ends: dict[str, Finished | Paused | BaseException] = {}
     members = [
         Member(function, SessionOptions(str(number), root, seed=0 if seeds is None else seeds[number]), kwargs=point)
         for number, point in enumerate(points)
     ]
-    group = GroupMember(Membership("array"), no_store, mailbox, lambda _report: None)
-    engine = run_members(members, group, mailbox, report=on_report, ended=ends.__setitem__, sizing=sizing)
+    engine = run_members(members, mailbox, report=on_report, ended=ends.__setitem__, sizing=sizing)
     return Outcome(engine, ends)
 
 

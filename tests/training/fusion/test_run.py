@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,13 +11,19 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import NonFiniteLoss
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import PauseReason
+from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
+from freetrain_parsl.training.fusion.run import Member
 from freetrain_parsl.training.fusion.sizing import ArraySizing
-from freetrain_parsl.training.mailbox import ControlMailbox, Paused
+from freetrain_parsl.training.mailbox import Paused
 from tests.training.fusion.sweep_trainings import alone, classify, data, distance, together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from freetrain_parsl.protocol.reports import Report
 
 # Differences of rounding, of sums in another order, after 12 steps in float64. Adaptive optimizers amplify them where a
 # gradient is zero but for rounding, as for biases before a normalization.
@@ -169,7 +177,7 @@ def test_trainings_follow_each_other_when_there_is_room_for_fewer(tmp_path: Path
 @pytest.mark.parametrize("later", ["alone", "in another array"])
 def test_trainings_go_on_from_their_own_checkpoints_alone_or_in_another_array(tmp_path: Path, later: str) -> None:
     points = [{"kind": "cnn", "lr": 0.01 * (number + 1)} for number in range(3)]
-    mailbox = ControlMailbox()
+    mailbox: ArrayMailbox[Member] = ArrayMailbox()
     steps = 0
 
     def interrupted(session: Any, **point: Any) -> Any:
@@ -180,7 +188,7 @@ def test_trainings_go_on_from_their_own_checkpoints_alone_or_in_another_array(tm
             made = original(loss, **options)
             steps += made
             if steps >= 3 * 6:
-                mailbox.pause_requested.set()
+                mailbox.end()
             return bool(made)
 
         session.step = step
@@ -325,3 +333,75 @@ def test_two_models_and_one_training_that_fails_anywhere_in_a_step(tmp_path: Pat
         else:
             assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point, adversaries))
     assert outcome.engine.fused_steps >= 4
+
+
+def test_members_are_added_and_released_while_the_others_train(tmp_path: Path) -> None:
+    """Each trains as it would alone; a released one can go on from its checkpoint."""
+    mailbox: ArrayMailbox[Member] = ArrayMailbox()
+    points = [{"lr": 0.01 * (number + 1), "epochs": 6} for number in range(3)]
+    late = Member(classify, SessionOptions("2", tmp_path / "array"), kwargs=points[2])
+    steps: Counter[str] = Counter()
+
+    def on_report(name: str, report: Report) -> None:
+        steps[name] += 1
+        if name == "0" and steps["0"] == 1:
+            mailbox.add("2", late)
+        if name == "2" and steps["2"] == 1:
+            mailbox.release("1")
+
+    outcome = together(tmp_path / "array", points[:2], mailbox=mailbox, on_report=on_report)
+    released = outcome.ends["1"]
+    assert isinstance(released, Paused)
+    assert released.reason is PauseReason.REQUESTED
+    for number in (0, 2):
+        value = alone(tmp_path / "alone", str(number), points[number])
+        assert_equal(outcome.value(str(number)), value)
+    resumed = alone(tmp_path / "array", "1", points[1])
+    expected = alone(tmp_path / "alone", "1", points[1])
+    assert distance(resumed["model"], expected["model"]) < AMPLIFIED
+
+
+def test_a_member_joins_one_that_trains_alone(tmp_path: Path) -> None:
+    mailbox: ArrayMailbox[Member] = ArrayMailbox()
+    late = Member(classify, SessionOptions("1", tmp_path / "array"), kwargs={"lr": 0.1, "epochs": 4})
+    seen = []
+
+    def on_report(name: str, report: Report) -> None:
+        seen.append(name)
+        if len(seen) == 1:
+            mailbox.add("1", late)
+
+    outcome = together(tmp_path / "array", [{"lr": 0.01, "epochs": 4}], mailbox=mailbox, on_report=on_report)
+    assert outcome.engine.fused_steps > 0
+    assert seen.index("1") < len(seen) - 1 - seen[::-1].index("0"), "it waited until the other had ended"
+    for name, rate in (("0", 0.01), ("1", 0.1)):
+        value = alone(tmp_path / "alone", name, {"lr": rate, "epochs": 4})
+        assert_equal(outcome.value(name), value)
+
+
+def test_members_that_are_released_before_they_begin_are_given_back(tmp_path: Path) -> None:
+    mailbox: ArrayMailbox[Member] = ArrayMailbox()
+    points = [{"lr": 0.01, "epochs": 2}, {"lr": 0.1, "epochs": 2}]
+
+    def on_report(name: str, report: Report) -> None:
+        mailbox.release("1")
+
+    mailbox.of("1")
+    outcome = together(tmp_path, points, mailbox=mailbox, on_report=on_report, sizing=ArraySizing(1))
+    released = outcome.ends["1"]
+    assert isinstance(released, Paused)
+    assert released.reason is PauseReason.LEFT
+    assert outcome.value("0")["losses"]
+
+
+def test_the_mailbox_of_an_array_passes_on_when_the_node_closes() -> None:
+    now = [0.0]
+    mailbox: ArrayMailbox[Member] = ArrayMailbox(lambda: now[0])
+    early = mailbox.of("early")
+    mailbox.close_after(timedelta(seconds=30))
+    now[0] = 10.0
+    assert early.closes_in() == 20.0
+    assert mailbox.of("late").closes_in() == 20.0
+    mailbox.end()
+    assert early.pause_requested.is_set()
+    assert mailbox.of("later").pause_requested.is_set()
