@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
-from freetrain_parsl.training.fusion.run import Member, run_members
+from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.training.fusion.run import run_members
 from freetrain_parsl.training.fusion.sizing import ArraySizing
 from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 
@@ -104,7 +104,10 @@ def array(points: Sequence[dict[str, Any]], sizing: ArraySizing | None, root: Pa
     """Train an array in this process."""
     failures: list[BaseException] = []
     engine = run_members(
-        [Member(train, SessionOptions(str(number), root), kwargs=point) for number, point in enumerate(points)],
+        [
+            Member(SessionOptions(str(number), root), lambda point=point: (train, (), point))  # type: ignore[misc]
+            for number, point in enumerate(points)
+        ],
         ArrayMailbox(),
         sizing=sizing,
         report=lambda _name, _report: None,

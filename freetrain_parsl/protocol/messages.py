@@ -12,30 +12,36 @@ from typing import Annotated, Literal, TypeAlias
 from freetrain_parsl.protocol.codec import by_type
 from freetrain_parsl.protocol.fields import Count, Duration, Integer, Limit, Name, Names, Text, Time
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import Report, RunEnd
+from freetrain_parsl.protocol.reports import ArraySized, Progress, Report, RunEnd
 
 __all__ = [
     "TO_DRIVER",
     "TO_SLOT",
+    "AddMember",
     "ChangeGroup",
     "Closing",
     "DriverHeartbeat",
     "Exit",
     "Hello",
     "Invalid",
+    "MemberEnded",
+    "MemberReport",
     "PauseRun",
     "Place",
     "Probe",
     "Reconnected",
+    "ReleaseMember",
     "RunEnded",
     "RunReport",
     "SlotHeartbeat",
+    "StartArray",
     "StartRun",
     "StartTask",
     "StoreReply",
     "StoreRequest",
     "TaskEnded",
     "ToDriver",
+    "ToRun",
     "ToSlot",
     "Welcome",
 ]
@@ -134,7 +140,7 @@ class RunReport:
 
     training: Name
     run: Count
-    report: Report
+    report: Report | ArraySized
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,45 @@ class RunEnded:
 
     training: Name
     run: Count
+    end: RunEnd
+    payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class MemberReport:
+    """The progress of a member of an array.
+
+    Parameters
+    ----------
+    training, run
+        Of the array, as in `StartArray`.
+    member
+        Name of the training.
+    report
+        The report.
+    """
+
+    training: Name
+    run: Count
+    member: Name
+    report: Progress
+
+
+@dataclass(frozen=True)
+class MemberEnded:
+    """A member has left its array; the others continue.
+
+    Parameters
+    ----------
+    training, run, member
+        As in `MemberReport`.
+    end, payload
+        As in `RunEnded`.
+    """
+
+    training: Name
+    run: Count
+    member: Name
     end: RunEnd
     payload: bytes = b""
 
@@ -290,13 +335,71 @@ class ChangeGroup:
 
 
 @dataclass(frozen=True)
-class PauseRun:
-    """Stop at the next boundary, after a checkpoint; a newcomer stops at once.
+class StartArray:
+    """Run an array of trainings in one process; an `AddMember` for each of the first members follows.
 
     Parameters
     ----------
     training, run
+        Name that the planner gave to these trainings, and the number of this command.
+    members
+        Names of the first members.
+    limit
+        Maximum number of members; ``None``: no limit but the device's memory.
+    size
+        Number of members that is known to be best; ``None``: it is to be found by timing steps.
+    """
+
+    training: Name
+    run: Count
+    members: Keys
+    limit: Count | None = None
+    size: Count | None = None
+
+
+@dataclass(frozen=True)
+class AddMember:
+    """Train one more training in an array.
+
+    Parameters
+    ----------
+    training, run
+        As in `StartArray`.
+    options, payload
         As in `StartRun`.
+    """
+
+    training: Name
+    run: Count
+    options: SessionOptions
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class ReleaseMember:
+    """A member pauses at its next boundary, after a checkpoint; the others continue.
+
+    Parameters
+    ----------
+    training, run
+        As in `StartArray`.
+    member
+        Its name.
+    """
+
+    training: Name
+    run: Count
+    member: Name
+
+
+@dataclass(frozen=True)
+class PauseRun:
+    """Stop at the next boundary, after a checkpoint; a newcomer stops at once; in an array, all members stop.
+
+    Parameters
+    ----------
+    training, run
+        As in `StartRun` or `StartArray`.
     """
 
     training: Name
@@ -349,16 +452,66 @@ class Exit:
 
 
 ToDriver: TypeAlias = (
-    Hello | SlotHeartbeat | Closing | RunReport | RunEnded | TaskEnded | StoreRequest | Reconnected | Probe | Invalid
+    Hello
+    | SlotHeartbeat
+    | Closing
+    | RunReport
+    | RunEnded
+    | MemberReport
+    | MemberEnded
+    | TaskEnded
+    | StoreRequest
+    | Reconnected
+    | Probe
+    | Invalid
 )
 ToSlot: TypeAlias = (
-    Welcome | DriverHeartbeat | StartRun | ChangeGroup | PauseRun | StartTask | StoreReply | Exit | Reconnected | Probe
+    Welcome
+    | DriverHeartbeat
+    | StartRun
+    | StartArray
+    | AddMember
+    | ReleaseMember
+    | ChangeGroup
+    | PauseRun
+    | StartTask
+    | StoreReply
+    | Exit
+    | Reconnected
+    | Probe
 )
 
-TO_DRIVER = by_type(Hello, SlotHeartbeat, Closing, RunReport, RunEnded, TaskEnded, StoreRequest, Reconnected, Probe)
+ToRun: TypeAlias = AddMember | ReleaseMember | ChangeGroup | PauseRun | StoreReply
+"""Commands to a run, which its slot may not have started yet."""
+
+TO_DRIVER = by_type(
+    Hello,
+    SlotHeartbeat,
+    Closing,
+    RunReport,
+    RunEnded,
+    MemberReport,
+    MemberEnded,
+    TaskEnded,
+    StoreRequest,
+    Reconnected,
+    Probe,
+)
 """Messages that a slot may send."""
 
 TO_SLOT = by_type(
-    Welcome, DriverHeartbeat, StartRun, ChangeGroup, PauseRun, StartTask, StoreReply, Exit, Reconnected, Probe
+    Welcome,
+    DriverHeartbeat,
+    StartRun,
+    StartArray,
+    AddMember,
+    ReleaseMember,
+    ChangeGroup,
+    PauseRun,
+    StartTask,
+    StoreReply,
+    Exit,
+    Reconnected,
+    Probe,
 )
 """Messages that the driver may send."""

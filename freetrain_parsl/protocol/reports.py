@@ -9,6 +9,7 @@ from typing import TypeAlias
 from freetrain_parsl.protocol.fields import Count, Duration, Number, Text
 
 __all__ = [
+    "ArraySized",
     "GroupFailed",
     "Joined",
     "PauseReason",
@@ -144,6 +145,34 @@ class Joined:
     generation: Count
     paused: Duration
     transferred: Duration
+
+
+@dataclass(frozen=True)
+class ArraySized:
+    """An array has timed its steps, or found that its members cannot be fused.
+
+    Parameters
+    ----------
+    size
+        Number of members that it can train now.
+    fused
+        Whether it fuses them.
+    gain
+        Steps per second of all members, relative to one by one; 1.0 before fused steps were timed.
+    gain_size
+        Number of members with which `gain` was measured.
+    decided
+        Whether the size stays.
+    reason
+        Why the members are not fused; empty if they are, or may be.
+    """
+
+    size: Count
+    fused: bool = False
+    gain: Duration = 1.0
+    gain_size: Count = 1
+    decided: bool = False
+    reason: Text = ""
 
 
 Report: TypeAlias = Progress | Ready | GroupFailed | Joined

@@ -28,21 +28,27 @@ from parsl.serialize import serialize
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
+from freetrain_parsl.executor.slot.array_run import ArrayRun
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node, set_process_title
+from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.signals import SignalSocket
-from freetrain_parsl.executor.slot.training_run import TrainingRun, serialized_exception
+from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.protocol.messages import (
+    AddMember,
     ChangeGroup,
     Closing,
     Exit,
     Hello,
     PauseRun,
+    ReleaseMember,
     SlotHeartbeat,
+    StartArray,
     StartRun,
     StartTask,
     StoreReply,
     TaskEnded,
+    ToRun,
     Welcome,
 )
 
@@ -61,9 +67,6 @@ _EARLIEST_WARNING = 120.0
 
 # Seconds for which a slot without a driver may save.
 _LONGEST_SAVE = 600.0
-
-# Commands to a run, which the main thread may not have started yet.
-_TO_RUN = (PauseRun, ChangeGroup, StoreReply)
 
 # Set by Globus Compute endpoints; hidden from user code.
 _SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
@@ -110,9 +113,9 @@ class _Slot:
         self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
         self._name = f"{self._node}/{os.environ.get('PARSL_WORKER_RANK', '0')}/{uuid.uuid4().hex[:8]}"
         self._inbox: queue.SimpleQueue[ToSlot | None] = queue.SimpleQueue()  # ``None`` wakes the main thread
-        self._assigned: StartRun | StartTask | None = None  # received and not ended
+        self._assigned: StartRun | StartArray | StartTask | None = None  # received and not ended
         self._lock = threading.Lock()  # guards `_run`; held while commands for it are taken out of the inbox
-        self._run: TrainingRun | None = None
+        self._run: TrainingRun | ArrayRun | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
         self._signals = SignalSocket((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
@@ -168,20 +171,27 @@ class _Slot:
         match message:
             case Welcome(closes_in=closes_in):
                 self._closes = None if closes_in is None else time.monotonic() + closes_in
-            case StartRun() | StartTask() | PauseRun() | ChangeGroup() | StoreReply():
-                if isinstance(message, (StartRun, StartTask)):
-                    self._assigned = message
-                # A command may arrive before the main thread has started its run. It is passed on by whichever
-                # comes later: this thread with the command, or the main thread with the run.
-                self._inbox.put(message)
-                if self._run is not None:
-                    self._pass_on()
             case Exit():
                 if message.node:
                     end_node(self._pilot)
                 if message.now:
                     os._exit(1)
                 self._leave()
+            case StartRun() | StartArray() | StartTask():
+                self._assigned = message
+                self._put(message)
+            case AddMember() | ReleaseMember() | ChangeGroup() | PauseRun() | StoreReply():
+                self._put(message)
+
+    def _put(self, message: ToSlot) -> None:
+        """Leave a message to the main thread.
+
+        A command may arrive before the main thread has started its run. It is passed on by whichever comes later: this
+        thread with the command, or the main thread with the run.
+        """
+        self._inbox.put(message)
+        if self._run is not None:
+            self._pass_on()
 
     def _driver_lost(self) -> None:
         """Save, then end the whole block: no driver is left to assign work."""
@@ -199,7 +209,7 @@ class _Slot:
     def _heartbeat(self) -> SlotHeartbeat:
         run, assigned = self._run, self._assigned
         return SlotHeartbeat(
-            run=assigned.run if isinstance(assigned, StartRun) else None,
+            run=assigned.run if isinstance(assigned, (StartRun, StartArray)) else None,
             task=assigned.task if isinstance(assigned, StartTask) else None,
             waited=0.0 if run is None else run.mailbox.waited(),
         )
@@ -226,7 +236,7 @@ class _Slot:
             run.mailbox.end()
         self._leave_after(run)
 
-    def _leave_after(self, run: TrainingRun | None) -> None:
+    def _leave_after(self, run: TrainingRun | ArrayRun | None) -> None:
         """End this process once a run has saved its work; at once if there is none or nothing would be lost."""
         self._leaving = True
         self._inbox.put(None)
@@ -243,9 +253,7 @@ class _Slot:
                 return  # it has just ended: the main thread reads the inbox again
             for _ in range(self._inbox.qsize()):
                 message = self._inbox.get_nowait()
-                if not isinstance(message, _TO_RUN) or (
-                    not isinstance(message, StoreReply) and message.run > run.number
-                ):
+                if not isinstance(message, ToRun) or (not isinstance(message, StoreReply) and message.run > run.number):
                     self._inbox.put(message)
                 elif not run.handle(message):
                     logger.debug("a command for a run that is over: %s", message)
@@ -259,7 +267,7 @@ class _Slot:
         initial = ProcessState()
         while not self._leaving:
             message = self._inbox.get()
-            if isinstance(message, StartRun):
+            if isinstance(message, (StartRun, StartArray)):
                 initial.restore()
                 self._train(message)
             elif isinstance(message, StartTask):
@@ -267,9 +275,13 @@ class _Slot:
             elif message is not None:
                 logger.debug("a command for a run that is over: %s", message)
 
-    def _train(self, message: StartRun) -> None:
-        interface, address = interface_for(self._settings.interface, self._channel.url)
-        run = TrainingRun(message, interface=interface, address=address, send=self._channel.send)
+    def _train(self, message: StartRun | StartArray) -> None:
+        run: TrainingRun | ArrayRun
+        if isinstance(message, StartArray):
+            run = ArrayRun(message, send=self._channel.send)
+        else:
+            interface, address = interface_for(self._settings.interface, self._channel.url)
+            run = TrainingRun(message, interface=interface, address=address, send=self._channel.send)
         if self._closes is not None:
             run.mailbox.close_after(timedelta(seconds=self._closes - time.monotonic()))
         self._run = run

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import PeerFailed, StorageUnavailable, UsageError
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
-from freetrain_parsl.protocol.messages import ChangeGroup, RunEnded, RunReport, StoreReply
+from freetrain_parsl.executor.slot.run_end import end_by
+from freetrain_parsl.protocol.messages import AddMember, ChangeGroup, ReleaseMember, RunEnded, RunReport, StoreReply
 from freetrain_parsl.protocol.reports import (
     GroupFailed,
     Joined,
-    PeersFailed,
-    RunFailed,
     RunFinished,
     RunPaused,
-    StorageFailed,
 )
 from freetrain_parsl.training.mailbox import ControlMailbox, Finished, Membership, Regroup
 
@@ -33,15 +28,13 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from freetrain_parsl.protocol.messages import PauseRun, Place, StartRun, ToDriver
+    from freetrain_parsl.protocol.messages import Place, StartRun, ToDriver, ToRun
     from freetrain_parsl.protocol.reports import Report, RunEnd
 
-__all__ = ["TrainingRun", "serialized_exception"]
+__all__ = ["TrainingRun"]
 
 # A newcomer joins the rendezvous at once, the members after their current step or validation.
 _WHILE_OTHERS_TRAIN = timedelta(minutes=30)
-
-_LONGEST_REASON = 500  # characters
 
 
 class TrainingRun:
@@ -110,19 +103,11 @@ class TrainingRun:
                 payload = serialize(ended.value) if is_first else b""
             else:
                 end = RunPaused(ended.reason, ended.progress)
-        except PeerFailed as error:
-            end = PeersFailed(self._generation, str(error), error.unreachable)
-        except StorageUnavailable as error:  # not the training's fault: it waits
-            end = StorageFailed(str(error), error.condition)
-        except SystemExit as error:
-            # Not passed on as it is: it would end the driver's program, too.
-            ended_by = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
-            end, payload = _failed(ended_by.with_traceback(error.__traceback__))
-        except Exception as error:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
-            end, payload = _failed(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's function: passed to the user's future
+            end, payload = end_by(error, self._generation)
         return RunEnded(self._training, self.number, end, payload)
 
-    def handle(self, message: ChangeGroup | PauseRun | StoreReply) -> bool:
+    def handle(self, message: ToRun) -> bool:
         """Handle a message from the driver; return false if it is for another run, or for a group already left."""
         if isinstance(message, StoreReply):
             with self._lock:
@@ -130,7 +115,7 @@ class TrainingRun:
             if store is None:
                 return False
             store.deliver(message)
-        elif message.run != self.number:
+        elif message.run != self.number or isinstance(message, (AddMember, ReleaseMember)):
             return False
         elif isinstance(message, ChangeGroup):
             self._change_group(message)
@@ -206,17 +191,3 @@ class TrainingRun:
             store.close()
         self._generation = report.generation
         self._is_member, self._group_failed = True, False
-
-
-def _failed(error: Exception) -> tuple[RunFailed, bytes]:
-    return RunFailed(shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON)), serialized_exception(error)
-
-
-def serialized_exception(error: Exception) -> bytes:
-    """Serialize an exception, with its traceback."""
-    kind, traceback = type(error), error.__traceback__
-    try:
-        return bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
-    except Exception as refusal:  # noqa: BLE001 - pickling an object may raise any exception
-        stand_in = RuntimeError(f"{kind.__name__}: {error} (the exception itself cannot be pickled: {refusal})")
-        return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))

@@ -5,20 +5,39 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.training.mailbox import ControlMailbox
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.mailbox import Clock
 
-__all__ = ["ArrayMailbox"]
-
-_Member = TypeVar("_Member")
+__all__ = ["ArrayMailbox", "Member"]
 
 
-class ArrayMailbox(Generic[_Member]):
+@dataclass(frozen=True)
+class Member:
+    """One training of an array.
+
+    Parameters
+    ----------
+    options
+        Its options.
+    load
+        Returns the user's function, its arguments and its keyword arguments: called as
+        ``function(session, *args, **kwargs)``.
+    """
+
+    options: SessionOptions
+    load: Callable[[], tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]]
+
+
+class ArrayMailbox:
     """Commands of the slot for an array: further members, pauses, and the time at which the node closes.
 
     Thread-safe; the array reads it between steps, and each member its own part.
@@ -35,7 +54,7 @@ class ArrayMailbox(Generic[_Member]):
         self._mailboxes: dict[str, ControlMailbox] = {}
         self._closes: timedelta | None = None
         self._closes_set = 0.0
-        self._added: deque[_Member] = deque()
+        self._added: deque[Member] = deque()
         self._pause = threading.Event()
 
     @property
@@ -66,12 +85,12 @@ class ArrayMailbox(Generic[_Member]):
         with self._lock:
             self._mailboxes.pop(name, None)
 
-    def add(self, name: str, member: _Member) -> None:
+    def add(self, member: Member) -> None:
         """Add a member."""
-        self.of(name)
+        self.of(member.options.name)
         self._added.append(member)
 
-    def take(self) -> list[_Member]:
+    def take(self) -> list[Member]:
         """Take the members that were added."""
         if not self._added:
             return []

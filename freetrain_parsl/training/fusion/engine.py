@@ -96,6 +96,8 @@ class FusionEngine:
         Called when the sizing has changed the number of members, or decided.
     stepped
         Called between the steps of all participants; may add strands to the lockstep.
+    refused
+        Called with the reason when the participants cannot be fused, or if that does not pay.
     clock
         Monotonic clock, in seconds.
     """
@@ -106,11 +108,13 @@ class FusionEngine:
         sizing: ArraySizing | None = None,
         resized: Callable[[], None] = lambda: None,
         stepped: Callable[[], None] = lambda: None,
+        refused: Callable[[str], None] = lambda _reason: None,
         clock: Clock = time.perf_counter,
     ) -> None:
         self._sizing = sizing
         self._resized = resized
         self._stepped = stepped
+        self._refused = refused
         self._clock = clock
         self._last_step: float | None = None  # when all participants made a step
         self.reason = ""
@@ -224,6 +228,9 @@ class FusionEngine:
     def _is_alone(self) -> bool:
         return len(self._participants) < 2 or bool(self.reason)
 
+    def _pays(self) -> bool:
+        return self._sizing is None or self._sizing.fuses(len(self._participants))
+
     def _form(self) -> bool:
         """Stack the participants, unless they are; return whether they can be fused."""
         if self._array is not None and self._members == self._participants:
@@ -253,6 +260,7 @@ class FusionEngine:
         self._dissolve()
         self.reason = str(error)
         logger.warning("%d trainings go on one by one: %s", len(self._participants), error)
+        self._refused(self.reason)
 
     def _is_everyone(self, strands: Sequence[Strand]) -> bool:
         return self._array is not None and {strand.item.participant for strand in strands} == set(self._members)
@@ -263,7 +271,7 @@ class FusionEngine:
     def _forward(self, strands: Sequence[Strand]) -> None:
         for strand in strands:
             strand.result = UNFUSED
-        if self._is_alone() or (self._sizing is not None and not self._sizing.fused):  # the others may have left
+        if self._is_alone() or not self._pays():  # the others may have left
             return
         if {strand.item.participant for strand in strands} != set(self._participants) or not self._form():
             return

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,45 +19,27 @@ from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.mailbox import Membership, Paused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch._C._distributed_c10d import Store
 
-    from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report
-    from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
+    from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
     from freetrain_parsl.training.fusion.sizing import ArraySizing
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished
 
-__all__ = ["Member", "run_members"]
-
-
-@dataclass(frozen=True)
-class Member:
-    """One training of an array.
-
-    Parameters
-    ----------
-    function, args, kwargs
-        The user's function, called as ``function(session, *args, **kwargs)``.
-    options
-        Its options.
-    """
-
-    function: Callable[..., Any]
-    options: SessionOptions
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+__all__ = ["run_members"]
 
 
 def run_members(
     members: Sequence[Member],
-    mailbox: ArrayMailbox[Member],
+    mailbox: ArrayMailbox,
     *,
     report: Callable[[str, Report], None],
     ended: Callable[[str, Finished | Paused | BaseException], None],
     sizing: ArraySizing | None = None,
     resized: Callable[[ArraySizing], None] = lambda _sizing: None,
+    refused: Callable[[str], None] = lambda _reason: None,
     clock: Clock = time.monotonic,
 ) -> FusionEngine:
     """Run trainings in lockstep until all have ended or have been paused.
@@ -76,7 +57,9 @@ def run_members(
     sizing
         Decides how many members train at a time; the others follow as these end. ``None``: all at once.
     resized
-        Called when the sizing has changed its mind.
+        Called when the sizing has changed the number of members, or decided.
+    refused
+        Called with the reason when the members cannot be fused.
     clock
         Monotonic clock, in seconds.
 
@@ -103,7 +86,7 @@ def run_members(
         fill()
 
     lockstep = Lockstep()
-    engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill)
+    engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill, refused=refused)
     waiting = deque(members)
 
     def run(member: Member) -> None:
@@ -132,10 +115,11 @@ def _run(
     options = member.options
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    function, args, kwargs = member.load()
     group = GroupMember(Membership(options.name), _nobody_to_meet, mailbox, report)
     runtime = MemberRuntime(engine, options, group, mailbox, report, clock)
     try:
-        return train(runtime, member.function, member.args, member.kwargs)
+        return train(runtime, function, args, kwargs)
     finally:
         runtime.close()
 

@@ -22,16 +22,18 @@ class ArraySizing:
     ----------
     limit
         Maximum number of members.
+    size
+        Number of members that is known to be best when fused; ``None``: it is to be found.
     memory
         Memory of the device in bytes, if it is limited.
     """
 
-    def __init__(self, limit: int, memory: float = math.inf) -> None:
-        self.size = min(2, limit)
+    def __init__(self, limit: int, size: int | None = None, *, memory: float = math.inf) -> None:
+        self.size = min(2 if size is None else size, limit)
         """Number of members to train together now."""
-        self.fused = False
-        """Whether to fuse them now."""
-        self.decided = limit < 2
+        self.fused = size is not None
+        """Whether to fuse as many."""
+        self.decided = size is not None or limit < 2
         """Whether size and mode stay."""
         self._limit = limit
         self._memory = memory
@@ -45,6 +47,17 @@ class ArraySizing:
     def gain(self) -> float:
         """Speed at the best size measured, relative to one by one; 1.0 before fused steps were timed."""
         return self._alone / min(self._times.values()) if self._times else 1.0
+
+    @property
+    def gain_size(self) -> int:
+        """The size with this gain."""
+        return min(self._times, key=lambda size: self._times[size], default=1)
+
+    def fuses(self, members: int) -> bool:
+        """Return whether to fuse this number of members; while fewer than `size` are there, nothing is timed."""
+        if self.decided or members == self.size:
+            return self.fused
+        return self.gain >= _GAIN
 
     def count(self, seconds: float, memory: float = 0.0) -> bool:
         """Count a step of `size` members.
@@ -90,4 +103,4 @@ class ArraySizing:
     def _decide(self) -> None:
         self.decided = True
         self.fused = self.gain >= _GAIN
-        self.size = min(self._times, key=lambda size: self._times[size])
+        self.size = self.gain_size

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
-from freetrain_parsl.training.fusion.run import Member, run_members
+from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.training.fusion.run import run_members
 from freetrain_parsl.training.mailbox import ControlMailbox, Finished, Membership, Paused
 
 if TYPE_CHECKING:
@@ -160,6 +160,11 @@ class Outcome:
         return end.value
 
 
+def member(function: Callable[..., Any], options: SessionOptions, **arguments: Any) -> Member:
+    """Return a member of an array."""
+    return Member(options, lambda: (function, (), arguments))
+
+
 def together(
     root: Path,
     points: Sequence[Mapping[str, Any]],
@@ -167,14 +172,14 @@ def together(
     *,
     seeds: Sequence[int] | None = None,
     sizing: ArraySizing | None = None,
-    mailbox: ArrayMailbox[Member] | None = None,
+    mailbox: ArrayMailbox | None = None,
     on_report: Callable[[str, Any], None] = lambda _name, _report: None,
 ) -> Outcome:
     """Train all points of a sweep as one array; its trainings are called ``0``, ``1`` and so on."""
     mailbox = mailbox or ArrayMailbox()
     ends: dict[str, Finished | Paused | BaseException] = {}
     members = [
-        Member(function, SessionOptions(str(number), root, seed=0 if seeds is None else seeds[number]), kwargs=point)
+        member(function, SessionOptions(str(number), root, seed=0 if seeds is None else seeds[number]), **point)
         for number, point in enumerate(points)
     ]
     engine = run_members(members, mailbox, report=on_report, ended=ends.__setitem__, sizing=sizing)

@@ -14,10 +14,9 @@ from freetrain_parsl.errors import NonFiniteLoss
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
-from freetrain_parsl.training.fusion.run import Member
 from freetrain_parsl.training.fusion.sizing import ArraySizing
 from freetrain_parsl.training.mailbox import Paused
-from tests.training.fusion.sweep_trainings import alone, classify, data, distance, together
+from tests.training.fusion.sweep_trainings import alone, classify, data, distance, member, together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -160,9 +159,7 @@ def test_trainings_that_stop_fail_or_diverge_leave_the_others_undisturbed(tmp_pa
 
 def always(size: int) -> ArraySizing:
     """Return a sizing that fuses that many in any case."""
-    sizing = ArraySizing(size)
-    sizing.size, sizing.fused, sizing.decided = size, True, True
-    return sizing
+    return ArraySizing(size, size)
 
 
 def test_trainings_follow_each_other_when_there_is_room_for_fewer(tmp_path: Path) -> None:
@@ -177,7 +174,7 @@ def test_trainings_follow_each_other_when_there_is_room_for_fewer(tmp_path: Path
 @pytest.mark.parametrize("later", ["alone", "in another array"])
 def test_trainings_go_on_from_their_own_checkpoints_alone_or_in_another_array(tmp_path: Path, later: str) -> None:
     points = [{"kind": "cnn", "lr": 0.01 * (number + 1)} for number in range(3)]
-    mailbox: ArrayMailbox[Member] = ArrayMailbox()
+    mailbox: ArrayMailbox = ArrayMailbox()
     steps = 0
 
     def interrupted(session: Any, **point: Any) -> Any:
@@ -337,15 +334,15 @@ def test_two_models_and_one_training_that_fails_anywhere_in_a_step(tmp_path: Pat
 
 def test_members_are_added_and_released_while_the_others_train(tmp_path: Path) -> None:
     """Each trains as it would alone; a released one can go on from its checkpoint."""
-    mailbox: ArrayMailbox[Member] = ArrayMailbox()
+    mailbox: ArrayMailbox = ArrayMailbox()
     points = [{"lr": 0.01 * (number + 1), "epochs": 6} for number in range(3)]
-    late = Member(classify, SessionOptions("2", tmp_path / "array"), kwargs=points[2])
+    late = member(classify, SessionOptions("2", tmp_path / "array"), **points[2])
     steps: Counter[str] = Counter()
 
     def on_report(name: str, report: Report) -> None:
         steps[name] += 1
         if name == "0" and steps["0"] == 1:
-            mailbox.add("2", late)
+            mailbox.add(late)
         if name == "2" and steps["2"] == 1:
             mailbox.release("1")
 
@@ -362,14 +359,14 @@ def test_members_are_added_and_released_while_the_others_train(tmp_path: Path) -
 
 
 def test_a_member_joins_one_that_trains_alone(tmp_path: Path) -> None:
-    mailbox: ArrayMailbox[Member] = ArrayMailbox()
-    late = Member(classify, SessionOptions("1", tmp_path / "array"), kwargs={"lr": 0.1, "epochs": 4})
+    mailbox: ArrayMailbox = ArrayMailbox()
+    late = member(classify, SessionOptions("1", tmp_path / "array"), lr=0.1, epochs=4)
     seen = []
 
     def on_report(name: str, report: Report) -> None:
         seen.append(name)
         if len(seen) == 1:
-            mailbox.add("1", late)
+            mailbox.add(late)
 
     outcome = together(tmp_path / "array", [{"lr": 0.01, "epochs": 4}], mailbox=mailbox, on_report=on_report)
     assert outcome.engine.fused_steps > 0
@@ -380,7 +377,7 @@ def test_a_member_joins_one_that_trains_alone(tmp_path: Path) -> None:
 
 
 def test_members_that_are_released_before_they_begin_are_given_back(tmp_path: Path) -> None:
-    mailbox: ArrayMailbox[Member] = ArrayMailbox()
+    mailbox: ArrayMailbox = ArrayMailbox()
     points = [{"lr": 0.01, "epochs": 2}, {"lr": 0.1, "epochs": 2}]
 
     def on_report(name: str, report: Report) -> None:
@@ -396,7 +393,7 @@ def test_members_that_are_released_before_they_begin_are_given_back(tmp_path: Pa
 
 def test_the_mailbox_of_an_array_passes_on_when_the_node_closes() -> None:
     now = [0.0]
-    mailbox: ArrayMailbox[Member] = ArrayMailbox(lambda: now[0])
+    mailbox: ArrayMailbox = ArrayMailbox(lambda: now[0])
     early = mailbox.of("early")
     mailbox.close_after(timedelta(seconds=30))
     now[0] = 10.0

@@ -1,0 +1,159 @@
+"""An array's run in a slot: translates the driver's messages for its members, and their reports for the driver.
+
+The main thread is in `ArrayRun.perform`; `ArrayRun.handle` is called by the channel's thread meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from parsl.serialize import serialize
+
+from freetrain_parsl.executor.payloads import unpack_training
+from freetrain_parsl.executor.slot.run_end import end_by
+from freetrain_parsl.protocol.messages import (
+    AddMember,
+    ChangeGroup,
+    MemberEnded,
+    MemberReport,
+    PauseRun,
+    ReleaseMember,
+    RunEnded,
+    RunReport,
+    StoreReply,
+)
+from freetrain_parsl.protocol.reports import ArraySized, PauseReason, Progress, RunFinished, RunPaused
+from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.training.mailbox import Finished, Paused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
+    from freetrain_parsl.protocol.reports import Report, RunEnd
+    from freetrain_parsl.training.fusion.sizing import ArraySizing
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["ArrayRun"]
+
+_MOST_MEMBERS = 1024
+_REPORTS_PER_SECOND = 8.0  # of all members
+_LONGEST_WAIT = 60.0  # seconds, for the first members
+
+
+class ArrayRun:
+    """The execution of one `StartArray` command.
+
+    Parameters
+    ----------
+    command
+        The command.
+    send
+        Sends a message to the driver; may be called from any thread.
+    """
+
+    def __init__(self, command: StartArray, *, send: Callable[[ToDriver], None]) -> None:
+        self.mailbox: ArrayMailbox = ArrayMailbox()
+        self.number = command.run
+        self._command = command
+        self._send = send
+        self._training = command.training
+        self._missing = set(command.members)
+        self._complete = threading.Event()
+        self._reported: dict[str, tuple[float, int | None]] = {}  # time and step of the checkpoint
+
+    @property
+    def expendable(self) -> bool:
+        """Whether no work would be lost if this process ended now."""
+        return not self.mailbox.underway
+
+    def handle(self, message: ToRun) -> bool:
+        """Handle a message from the driver; return false if it is for another run."""
+        match message:
+            case StoreReply() | ChangeGroup():
+                return False
+            case _ if message.run != self.number:
+                return False
+            case AddMember():
+                self.mailbox.add(Member(message.options, partial(unpack_training, message.payload)))
+                self._missing.discard(message.options.name)
+                if not self._missing:
+                    self._complete.set()
+            case ReleaseMember():
+                self.mailbox.release(message.member)
+            case PauseRun():
+                self.mailbox.end()
+                self._complete.set()
+        return True
+
+    def close(self) -> None:
+        """Wait for nothing more: the driver has failed, or the run is over."""
+        self._complete.set()
+
+    # The main thread.
+
+    def perform(self) -> RunEnded:
+        """Run the array until all members have ended; return the message that reports it."""
+        self._complete.wait(_LONGEST_WAIT)
+        end: RunEnd = RunPaused(PauseReason.REQUESTED)
+        payload = b""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 - of the engine; the members' own are theirs
+            end, payload = end_by(error)
+        return RunEnded(self._training, self.number, end, payload)
+
+    def _run(self) -> None:
+        import torch
+
+        from freetrain_parsl.training.fusion.run import run_members
+        from freetrain_parsl.training.fusion.sizing import ArraySizing
+
+        memory = math.inf
+        if torch.cuda.is_available():
+            memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        engine = run_members(
+            (),
+            self.mailbox,
+            report=self._report,
+            ended=self._ended,
+            sizing=ArraySizing(self._command.limit or _MOST_MEMBERS, self._command.size, memory=memory),
+            resized=self._resized,
+            refused=self._refused,
+        )
+        logger.info("array %s: %d fused steps", self._training, engine.fused_steps)
+
+    def _report(self, member: str, report: Report) -> None:
+        if not isinstance(report, Progress):
+            return  # of a change of the group, which a member of an array has to itself
+        now, checkpoint = time.monotonic(), report.checkpoint_step
+        before, known = self._reported.get(member, (-math.inf, None))
+        if now - before < len(self._reported) / _REPORTS_PER_SECOND and checkpoint == known:
+            return
+        self._reported[member] = now, checkpoint
+        self._send(MemberReport(self._training, self.number, member, report))
+
+    def _ended(self, member: str, ended: Finished | Paused | BaseException) -> None:
+        self._reported.pop(member, None)
+        end: RunEnd
+        payload = b""
+        if isinstance(ended, Finished):
+            end, payload = RunFinished(ended.progress), serialize(ended.value)
+        elif isinstance(ended, Paused):
+            end = RunPaused(ended.reason, ended.progress)
+        else:
+            end, payload = end_by(ended)
+        self._send(MemberEnded(self._training, self.number, member, end, payload))
+
+    def _resized(self, sizing: ArraySizing) -> None:
+        sized = ArraySized(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided)
+        self._send(RunReport(self._training, self.number, sized))
+
+    def _refused(self, reason: str) -> None:
+        self._send(RunReport(self._training, self.number, ArraySized(1, decided=True, reason=reason)))

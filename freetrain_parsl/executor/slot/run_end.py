@@ -1,0 +1,52 @@
+"""How a run ends by an exception."""
+
+from __future__ import annotations
+
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+from parsl.app.errors import RemoteExceptionWrapper
+from parsl.serialize import serialize
+
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable, UsageError
+from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
+
+if TYPE_CHECKING:
+    from freetrain_parsl.protocol.reports import RunEnd
+
+__all__ = ["end_by", "serialized_exception"]
+
+_LONGEST_REASON = 500  # characters
+
+
+def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
+    """Return the end of a training whose function, or session, has raised an exception, with its payload.
+
+    Parameters
+    ----------
+    error
+        The exception.
+    generation
+        Number of the training's group.
+    """
+    match error:
+        case PeerFailed():
+            return PeersFailed(generation, str(error), error.unreachable), b""
+        case StorageUnavailable():  # not the training's fault: it waits
+            return StorageFailed(str(error), error.condition), b""
+        case SystemExit():
+            # Not passed on as it is: it would end the driver's program, too.
+            usage = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
+            error = usage.with_traceback(error.__traceback__)
+    reason = shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON)
+    return RunFailed(reason), serialized_exception(error)
+
+
+def serialized_exception(error: BaseException) -> bytes:
+    """Serialize an exception, with its traceback."""
+    kind, traceback = type(error), error.__traceback__
+    try:
+        return bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
+    except Exception as refusal:  # noqa: BLE001 - pickling an object may raise any exception
+        stand_in = RuntimeError(f"{kind.__name__}: {error} (the exception itself cannot be pickled: {refusal})")
+        return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
