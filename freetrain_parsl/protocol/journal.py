@@ -10,6 +10,9 @@ from freetrain_parsl.protocol.codec import by_type
 
 __all__ = [
     "KINDS",
+    "ArrayEnded",
+    "ArrayMeasured",
+    "ArrayStarted",
     "Assign",
     "BlockEnded",
     "BlockReleased",
@@ -20,6 +23,7 @@ __all__ = [
     "Checkpoint",
     "ClockStepped",
     "CodeChanged",
+    "CohortJoined",
     "Decision",
     "EnvironmentDiffers",
     "FragmentEnded",
@@ -49,6 +53,7 @@ __all__ = [
     "TrainingSubmitted",
     "TrainingTriesAgain",
     "TrainingWaits",
+    "TrainsAlone",
     "record_of",
 ]
 
@@ -292,12 +297,15 @@ class FragmentStarted(Record):
         Its processes continue from the previous group, without a checkpoint.
     paused
         Seconds without progress before that.
+    array
+        The array in which it trains, fused with others; empty: by itself.
     """
 
     generation: int
     nodes: list[str]
     in_place: bool
     paused: float
+    array: str = ""
 
 
 @dataclass(frozen=True)
@@ -309,12 +317,53 @@ class FragmentResumed(Record):
 
 @dataclass(frozen=True)
 class FragmentEnded(Record):
-    """A group ended; `failure`: because a member failed."""
+    """A group ended; `failure`: because a member failed; `array` as in `FragmentStarted`."""
 
     generation: int
     nodes: list[str]
     failure: bool
     seconds: float = 0.0
+    array: str = ""
+
+
+@dataclass(frozen=True)
+class CohortJoined(Record):
+    """These trainings of one function may run fused; the planner knows them by the cohort's name, the subject."""
+
+    trainings: list[str]
+
+
+@dataclass(frozen=True)
+class ArrayStarted(Record):
+    """An array of a cohort starts on a node."""
+
+    array: str
+    node: str
+
+
+@dataclass(frozen=True)
+class ArrayMeasured(Record):
+    """An array of `members` is `gain` times as fast as its members one by one."""
+
+    members: int
+    gain: float
+
+
+@dataclass(frozen=True)
+class ArrayEnded(Record):
+    """An array ended after `seconds`; `failure`: because its process failed."""
+
+    array: str
+    node: str
+    failure: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainsAlone(Record):
+    """A training that could have been fused trains by itself, for `reason`."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as planner
@@ -50,6 +51,7 @@ class CurveLearning:
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
+        self._stated: dict[str, ScalingCurve] = {}
 
     def completed(self, event: planner.Event) -> planner.Event:
         """Return an event about a training with the curve measured so far."""
@@ -57,7 +59,7 @@ class CurveLearning:
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
                 if trainer.name not in self._known:
                     self._known[trainer.name] = known = _Known(trainer)
-                    known.sent = as_learned(trainer, known.profile, self._best_rate())
+                    known.sent = as_learned(trainer, known.profile, self.best_rate())
                 known = self._known[trainer.name]
                 known.trainer = trainer
                 return replace(event, trainer=known.described())
@@ -66,6 +68,14 @@ class CurveLearning:
             case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
                 self._known.pop(name, None)
         return event
+
+    def take_stated(self, event: planner.Event) -> None:
+        """Take an event about a cohort, which measures its own curve."""
+        match event:
+            case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
+                self._stated[trainer.name] = trainer.curve
+            case planner.TrainerFinished(trainer=name):
+                self._stated.pop(name, None)
 
     def observe(
         self, now: float, name: str, *, group: int, nodes: int, slots: int, progress: Progress
@@ -96,11 +106,13 @@ class CurveLearning:
             return []
         known.profile.observe(nodes, samples, seconds)
         unknown = [other for other in self._known.values() if not other.profile.known]
-        best = self._best_rate() if unknown else 1.0  # used for unknown trainings only
+        best = self.best_rate() if unknown else 1.0  # used for unknown trainings only
         return [planner.TrainerLearned(now, one.described()) for one in (known, *unknown) if self._update(one, best)]
 
-    def _best_rate(self) -> float:
-        return best_rate_per_node(known.profile.curve for known in self._known.values())
+    def best_rate(self) -> float:
+        """Return the largest rate per node that was measured, samples per second; 1 if there is none."""
+        measured = (known.profile.curve for known in self._known.values())
+        return best_rate_per_node(chain(measured, self._stated.values()))
 
     @staticmethod
     def _update(known: _Known, best_rate: float) -> bool:

@@ -44,6 +44,8 @@ from freetrain_parsl.protocol.messages import (
     Exit,
     Hello,
     Invalid,
+    MemberEnded,
+    MemberReport,
     RunEnded,
     RunReport,
     SlotHeartbeat,
@@ -237,7 +239,8 @@ class ControlLoop(threading.Thread):
         self._tasks.serve()
         self._blocks.leave_in_time()
         self._end_if_closed()
-        self._submitter.rest(not (self._planner.trainers or self._tasks.waiting or self._registry.blocks))
+        busy = self._planner.trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
+        self._submitter.rest(not busy)
         self._journal.commit()
 
     def _listen(self, wait: float) -> None:
@@ -374,6 +377,8 @@ class ControlLoop(threading.Thread):
                 self._manager.on_report(slot, message)
             case RunEnded():
                 self._manager.on_run_ended(slot, message)
+            case MemberReport() | MemberEnded():
+                self._manager.on_member_message(slot, message)
             case TaskEnded():
                 self._tasks.on_ended(slot, message)
         if slot.leaving and isinstance(message, (RunEnded, TaskEnded)):

@@ -105,7 +105,7 @@ class SlotRegistry:
     """
 
     def __init__(self, slots_per_node: int) -> None:
-        self._slots_per_node = slots_per_node
+        self.slots_per_node = slots_per_node
         self.slots: dict[str, Slot] = {}
         self.blocks: dict[str, Block] = {}
         self.tasks_queued = 0
@@ -135,7 +135,7 @@ class SlotRegistry:
 
     def completes(self, slot: Slot) -> bool:
         """Return whether this new slot completes its node."""
-        if slot.node in self._complete or slot.node in self._aside or len(self._on(slot.node)) < self._slots_per_node:
+        if slot.node in self._complete or slot.node in self._aside or len(self._on(slot.node)) < self.slots_per_node:
             return False
         self._complete.add(slot.node)
         return True
@@ -188,7 +188,7 @@ class SlotRegistry:
         return count
 
     def _lacking(self, block: Block) -> int:
-        return max(0, len(block.nodes) * self._slots_per_node - len(self.of_block(block.name)))
+        return max(0, len(block.nodes) * self.slots_per_node - len(self.of_block(block.name)))
 
     def _on(self, node: str) -> list[Slot]:
         return sorted((slot for slot in self.slots.values() if slot.node == node), key=lambda slot: slot.name)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.control.command_runner import CommandRunner
 from freetrain_parsl.executor.control.curve_learning import CurveLearning
+from freetrain_parsl.executor.control.fusion.cohort_manager import CohortManager
 from freetrain_parsl.executor.control.rendezvous import RendezvousServer
 from freetrain_parsl.executor.control.storage_watch import StorageWatch
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
-from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
 from freetrain_parsl.executor.control.training.machine import TrainingMachine
 from freetrain_parsl.executor.control.training.states import Running
-from freetrain_parsl.executor.payloads import error_in, settle_with_payload
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import StartRun
 from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.storage.root import probe_root
 
@@ -33,8 +30,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.trainings import SharedSettings, Training
     from freetrain_parsl.planning import events as planner
-    from freetrain_parsl.protocol.messages import RunEnded, RunReport, StoreRequest, ToSlot
-    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.protocol.messages import MemberEnded, MemberReport, RunEnded, RunReport, StoreRequest, ToSlot
 
 logger = logging.getLogger(__name__)
 
@@ -86,26 +82,52 @@ class TrainingManager:
     ) -> None:
         self._settings = settings
         self._registry = registry
-        self._send = send
-        self._kill = kill
-        self._set_aside = set_aside
         self._inform = inform
-        self._journal = journal
         self._clock = clock
+        self._runner = CommandRunner(
+            settings,
+            registry=registry,
+            send=send,
+            kill=kill,
+            set_aside=set_aside,
+            inform=inform,
+            journal=journal,
+            clock=clock,
+        )
         self._storage = StorageWatch(
             lambda: probe_root(settings.options.checkpoint_root, settings.options.root_identity), clock
         )
         self._managed: list[_Managed] = []
         self._numbers = count(1)
         self._machine_nodes: int | None = None
-        self._failure_rate = FailureRate()
         self._curves = CurveLearning()
         self.rendezvous = RendezvousServer(send)
+        self._cohorts = CohortManager(
+            settings,
+            registry=registry,
+            runner=self._runner,
+            storage=self._storage,
+            train_alone=self._train_alone,
+            curves=self._curves,
+            numbers=self._numbers,
+            clock=clock,
+        )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether there are trainings that the planner does not know yet."""
+        return self._cohorts.gathers
 
     # Requests of the user, the planner and the control loop.
 
     def submit(self, training: Training) -> None:
         """Add a new training, which waits for nodes."""
+        request = training.request
+        self._runner.log(record.TrainingSubmitted(training.name, request.min_nodes, request.max_nodes, request.samples))
+        if not self._cohorts.submit(training):
+            self._train_alone(training)
+
+    def _train_alone(self, training: Training) -> None:
         settings = self._settings
         machine = TrainingMachine(training.request, settings.limits, settings.costs, self._numbers, self._clock())
         managed = _Managed(training, machine)
@@ -124,29 +146,34 @@ class TrainingManager:
 
     def cancel(self, future: Future[Any]) -> None:
         """End a training with a checkpoint, if it is not over, and take its nodes away."""
+        self._cohorts.cancel(future)
         for managed in self._managed:
             if managed.training.future is future:
                 self._handle(managed, on.Cancelled())
 
     def assign(self, name: str, nodes: frozenset[str]) -> None:
-        """Set the nodes on which a training should run."""
+        """Set the nodes on which a training, or a cohort, should run."""
+        self._cohorts.assign(name, nodes)
         for managed in self._managed:
             if managed.machine.name == name:
                 self._handle(managed, on.Assigned(nodes))
 
     def fail_waiting(self, error: Exception) -> None:
         """Fail the trainings that are not running and have no nodes assigned."""
+        self._cohorts.fail_waiting(error)
         for managed in self._managed:
             if not (managed.machine.participants or managed.machine.desired):
                 self._handle(managed, on.Failed(error))
 
     def fail_all(self, error: Exception) -> None:
         """Fail every training."""
+        self._cohorts.fail_all(error)
         self._handle_all(on.Failed(error))
 
     def advance(self) -> None:
         """Advance every training one step towards its assignment."""
         self._watch_storage()
+        self._cohorts.advance()
         for managed in list(self._managed):
             group = managed.machine.next_group
             key = None if group is None else self._store(managed, group.number)
@@ -157,6 +184,8 @@ class TrainingManager:
 
     def on_report(self, slot: Slot, message: RunReport) -> None:
         """Handle a report of a run."""
+        if self._cohorts.on_message(slot, message):
+            return
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.Reported(slot.name, message.run, message.report))
             if isinstance(message.report, Progress) and managed.machine.progress is message.report:
@@ -164,8 +193,14 @@ class TrainingManager:
 
     def on_run_ended(self, slot: Slot, message: RunEnded) -> None:
         """Handle the end of a run."""
+        if self._cohorts.on_message(slot, message):
+            return
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.RunOver(slot.name, message.run, message.end, message.payload))
+
+    def on_member_message(self, slot: Slot, message: MemberReport | MemberEnded) -> None:
+        """Handle a message about a member of an array."""
+        self._cohorts.on_message(slot, message)
 
     def on_heartbeat(self, slot: Slot, waited: float) -> None:
         """Record how long a member has been waiting for the others."""
@@ -180,13 +215,15 @@ class TrainingManager:
 
     def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Handle the failure of a slot; a `crash` is a failure that the batch system did not cause."""
+        if self._cohorts.on_lost(slot, reason, crash=crash):
+            return
         if (managed := self._of(slot.name)) is not None:
             self._handle(managed, on.SlotLost(slot.name, reason, crash))
 
     def run_of(self, slot: Slot) -> int | None:
         """Return the number of a slot's current run."""
         managed = self._of(slot.name)
-        return None if managed is None else managed.machine.participants[slot.name].run
+        return self._cohorts.runs_in(slot) if managed is None else managed.machine.participants[slot.name].run
 
     def _learn(self, managed: _Managed, progress: Progress) -> None:
         """Add a report of a group that trains undisturbed to the training's scaling curve."""
@@ -215,11 +252,9 @@ class TrainingManager:
     def _handle(self, managed: _Managed, event: Event) -> None:
         self._carry_out(managed, managed.machine.handle(event, self._registry, self._clock()))
 
-    def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:  # noqa: C901 - a case for each command
+    def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:
         for command in commands:
             match command:
-                case do.Start() | do.Send() | do.Release() | do.Kill() | do.SetAside():
-                    self._do_to_slot(managed, command)
                 case do.OpenStore(group):
                     self.rendezvous.open(self._store(managed, group))
                 case do.CloseStore(group):
@@ -229,98 +264,10 @@ class TrainingManager:
                     self._handle(managed, on.StoragePostponed(condition, until))
                 case do.ForgetStorage():
                     self._storage.drop(managed.machine.name)
-                case do.CountRestart():
-                    self._failure_rate.failures += 1
                 case do.Inform(event):
                     self._inform(self._curves.completed(event))
-                case do.KeepProgress(progress):
-                    self._journal.keep_progress(self._clock(), managed.machine.name, progress)
-                case do.Log(entry):
-                    self._log(entry)
-                case do.Resolve(payload):
-                    self._journal.commit()  # before code that waits for the future reads the journal
-                    settle_with_payload(managed.training.future, payload)
-                case do.Fail(error):
-                    self._fail(managed, error_in(error) if isinstance(error, bytes) else error)
-
-    def _do_to_slot(self, managed: _Managed, command: do.Start | do.Send | do.Release | do.Kill | do.SetAside) -> None:
-        slot = self._registry.slots.get(command.slot)
-        if slot is None:
-            return  # dropped by an earlier command
-        match command:
-            case do.Start():
-                self._start(managed, slot, command)
-            case do.Send(message=message):
-                self._send(slot.name, message)
-            case do.Release():
-                slot.busy = None
-            case do.Kill(reason=reason):
-                self._kill(slot, reason)
-            case do.SetAside(reason=reason):
-                self._set_aside(slot, reason)
-
-    def _start(self, managed: _Managed, slot: Slot, command: do.Start) -> None:
-        training = managed.training
-        slot.busy = training.name
-        self._send(
-            slot.name,
-            StartRun(
-                training.name,
-                command.run,
-                self._options(training),
-                command.place,
-                self._settings.limits.meeting_timeout,
-                training.payload,
-            ),
-        )
-
-    def _options(self, training: Training) -> SessionOptions:
-        own = training.request.options
-        shared = self._settings.options
-        interval = own.checkpoint_interval
-        return replace(
-            own,
-            checkpoint_root=shared.checkpoint_root,
-            root_identity=shared.root_identity,
-            checkpoint_interval=shared.checkpoint_interval if interval is None else interval,
-            keep=shared.keep,
-            save_margin=shared.save_margin,
-            threads=shared.threads,
-            mean_time_between_failures=timedelta(seconds=self._failure_rate.mean_time_between),
-        )
-
-    def _fail(self, managed: _Managed, error: BaseException) -> None:
-        if not isinstance(error, TrainingCancelled):  # recorded when it was requested
-            self._log(record.TrainingFailed(managed.machine.name, f"{type(error).__name__}: {error}"))
-        self._journal.commit()
-        if not managed.training.future.done():
-            managed.training.future.set_exception(error)
-
-    def _log(self, entry: record.Record) -> None:
-        self._journal.write(self._clock(), entry)
-        name = entry.subject
-        match entry:
-            case record.FragmentEnded(seconds=seconds):
-                self._failure_rate.seconds += seconds
-            case record.TrainingStalled(reason=reason) if reason:
-                logger.warning("training %s %s", name, reason)
-            case record.CodeChanged(note=note):
-                logger.warning("training %s: %s", name, note)
-            case record.TrainingWaits(reason=reason, until=until):
-                logger.warning("training %s waits: %s, next attempt in %.0f s", name, reason, until - self._clock())
-            case record.TrainingTriesAgain():
-                logger.info("training %s tries again: the checkpoint directory can be used again", name)
-            case record.SavingFails(reason=reason):
-                logger.warning("training %s cannot save: %s", name, reason)
-            case record.SavingWorks():
-                logger.info("training %s saves again", name)
-            case record.TrainingFinished(trained=False, step=step):
-                logger.warning(
-                    "training %s: its result is that of an earlier run, whose checkpoint of step %d was complete: "
-                    "nothing was trained; to train again, give it another name or remove its checkpoints",
-                    name,
-                    step,
-                )
+                case _:
+                    self._runner.run(managed.machine.name, managed.training, command)
 
     @staticmethod
     def _store(managed: _Managed, group: int) -> str:
@@ -329,6 +276,7 @@ class TrainingManager:
     def _watch_storage(self) -> None:
         """Let the trainings that wait for the checkpoint directory retry once it can be used."""
         ready, postponed = self._storage.turn()
+        self._cohorts.on_storage(ready, postponed)
         for managed in self._managed:
             if managed.machine.name in postponed:
                 condition, until = postponed[managed.machine.name]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from freetrain_parsl.planning import events as planner
     from freetrain_parsl.protocol.journal import Record
-    from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place
+    from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, ReleaseMember
     from freetrain_parsl.protocol.reports import Progress
 
 __all__ = [
+    "Add",
     "AwaitStorage",
     "CloseStore",
     "Command",
@@ -28,6 +29,8 @@ __all__ = [
     "Send",
     "SetAside",
     "Start",
+    "StartArray",
+    "TrainAlone",
 ]
 
 
@@ -41,11 +44,39 @@ class Start:
 
 
 @dataclass(frozen=True)
+class StartArray:
+    """Run an array in a slot, as run number `run`; an `Add` for each of the `members` follows.
+
+    Parameters
+    ----------
+    slot, run
+        Where, and the number.
+    members, limit, size
+        As in the message.
+    """
+
+    slot: str
+    run: int
+    members: tuple[str, ...]
+    limit: int | None
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Add:
+    """Add the training to the array that is run number `run` in a slot; `array` is the name in its messages."""
+
+    slot: str
+    array: str
+    run: int
+
+
+@dataclass(frozen=True)
 class Send:
     """Send a message to a slot."""
 
     slot: str
-    message: ChangeGroup | PauseRun
+    message: ChangeGroup | PauseRun | ReleaseMember
 
 
 @dataclass(frozen=True)
@@ -131,6 +162,13 @@ class Resolve:
 
 
 @dataclass(frozen=True)
+class TrainAlone:
+    """Train the training by itself from now on, for this reason; empty: because there are enough nodes."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Fail:
     """Fail the training's future; `error` is an exception, or one that a slot serialized."""
 
@@ -139,6 +177,8 @@ class Fail:
 
 Command: TypeAlias = (
     Start
+    | StartArray
+    | Add
     | Send
     | Release
     | Kill
@@ -152,5 +192,6 @@ Command: TypeAlias = (
     | KeepProgress
     | Log
     | Resolve
+    | TrainAlone
     | Fail
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from freetrain_parsl.protocol.reports import Report, RunEnd
+    from freetrain_parsl.protocol.reports import ArraySized, Progress, Report, RunEnd
 
 __all__ = [
     "Assigned",
@@ -15,6 +15,8 @@ __all__ = [
     "Failed",
     "Heartbeat",
     "MachineSized",
+    "MemberOver",
+    "MemberReported",
     "Reported",
     "RunOver",
     "SlotLost",
@@ -56,7 +58,7 @@ class Reported:
 
     slot: str
     run: int
-    report: Report
+    report: Report | ArraySized
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,27 @@ class RunOver:
 
     slot: str
     run: int
+    end: RunEnd
+    payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class MemberReported:
+    """A member of the array that is run number `run` in a slot has reported its progress."""
+
+    slot: str
+    run: int
+    member: str
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class MemberOver:
+    """A member has left the array that is run number `run` in a slot; `payload` as in `RunOver`."""
+
+    slot: str
+    run: int
+    member: str
     end: RunEnd
     payload: bytes = b""
 
@@ -113,6 +136,8 @@ Event: TypeAlias = (
     | MachineSized
     | Reported
     | RunOver
+    | MemberReported
+    | MemberOver
     | Heartbeat
     | SlotLost
     | StoragePostponed

@@ -137,9 +137,7 @@ class TrainingMachine:
 
     def submit(self) -> list[Command]:
         """Return the commands for a new training."""
-        request = self.request
         self._planner.submit()
-        self._log(record.TrainingSubmitted(self.name, request.min_nodes, request.max_nodes, request.samples))
         return self._response.take()
 
     def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Command]:  # noqa: C901 - a case for each event

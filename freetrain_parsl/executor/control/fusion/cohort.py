@@ -1,0 +1,492 @@
+"""The state machine of a cohort: trainings of one function that may run fused, in arrays.
+
+The planner knows a cohort as one trainer. An array runs in each slot of the nodes that it assigns; its members are
+chosen when it starts, and further ones follow as it finds out how many it can train, or as members end. A member that
+leaves an array, because it is paused or its process has failed, goes back to the queue, and on from its checkpoint in
+another array. Pure, as `TrainingMachine`: events in, commands out; each command concerns one member, or all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.control.fusion.cohort_trainer import CohortTrainer
+from freetrain_parsl.executor.control.fusion.members import Array, CohortMember, MemberGoal
+from freetrain_parsl.executor.control.training import commands as do
+from freetrain_parsl.executor.control.training import events as on
+from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
+from freetrain_parsl.executor.control.training.response import Response
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.messages import PauseRun, ReleaseMember
+from freetrain_parsl.protocol.reports import (
+    ArraySized,
+    PauseReason,
+    PeersFailed,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+    StorageFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.executor.control.training.commands import Command
+    from freetrain_parsl.executor.control.training.events import Event
+    from freetrain_parsl.executor.trainings import Limits, TrainingRequest
+    from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.protocol.reports import Progress
+
+__all__ = ["Addressed", "Cohort"]
+
+Addressed: TypeAlias = "tuple[str | None, Command]"
+"""A command with the name of the member that it concerns; ``None``: all."""
+
+_MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the cause
+_FIRST_SIZE = 2  # members of an array that does not know yet how many it can train
+
+
+class Cohort:
+    """Trainings that may run fused, until the last of them has ended or left.
+
+    Parameters
+    ----------
+    name
+        Its name for the planner.
+    limits
+        See `Limits`.
+    costs
+        Rescale costs of members that do not state them, until they are measured.
+    slots_per_node
+        Number of slots of a node.
+    numbers
+        Yields numbers that are unique within the driver.
+    best_rate
+        Returns the samples per second of a node assumed for trainings that have not been measured.
+    now
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        requests: Sequence[TrainingRequest],
+        *,
+        limits: Limits,
+        costs: CostsInSeconds,
+        slots_per_node: int,
+        numbers: Iterator[int],
+        best_rate: Callable[[], float],
+        now: float,
+    ) -> None:
+        self.name = name
+        self._limits = limits
+        self._slots_per_node = slots_per_node
+        self._numbers = numbers
+        self._limit = _fusion_limit(requests)
+        self._response = Response(now)
+        self._trainer = CohortTrainer(name, self._limit, costs, slots_per_node, best_rate, self._response)
+        self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
+        self._queue: list[CohortMember] = []
+        self._arrays: dict[str, Array] = {}  # by slot
+        self._desired: frozenset[str] = frozenset()
+        self._holds = False  # the checkpoint directory cannot be used
+        self._size: int | None = None  # the best size of an array, once it is known
+        self._refusal = ""
+        self._commands: list[Addressed] = []
+        self._registry: SlotRegistry
+        self.add(requests, now)
+        self._trainer.submit(self._members.values())
+
+    # ── what others see ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def over(self) -> bool:
+        """Whether no member is left."""
+        return not self._members
+
+    @property
+    def ended(self) -> bool:
+        """Whether, in addition, no array runs."""
+        return self.over and not self._arrays
+
+    @property
+    def refusal(self) -> str:
+        """Why its trainings are not fused; empty as long as they may be."""
+        return self._refusal
+
+    @property
+    def runs(self) -> Mapping[str, int]:
+        """Slot -> number of the run in it."""
+        return {slot: array.run for slot, array in self._arrays.items()}
+
+    @property
+    def members(self) -> Sequence[str]:
+        """Names of the members that are not over."""
+        return list(self._members)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it neither runs nor has nodes assigned."""
+        return not (self._arrays or self._desired)
+
+    def take(self) -> list[Addressed]:
+        """Return the commands so far, and start with none again."""
+        self._collect()
+        commands, self._commands = self._commands, []
+        return commands
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, requests: Iterable[TrainingRequest], now: float) -> None:
+        """Add trainings; they wait until an array has room for them."""
+        self._response.now = now
+        for request in requests:
+            response = Response(now)
+            member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
+            self._members[member.name] = member
+            self._queue.append(member)
+        self._log(record.CohortJoined(self.name, [request.name for request in requests]))
+        self._trainer.update(self._members.values())
+
+    def cancel(self, name: str, now: float) -> None:
+        """End a member, with its state saved."""
+        self._response.now = now
+        member = self._members[name]
+        if member.goal is MemberGoal.CANCEL:
+            return
+        member.goal = MemberGoal.CANCEL
+        member.response.log(record.TrainingCancelled(name))
+        self._dismiss(member)
+
+    def handle(self, event: Event, registry: SlotRegistry, now: float) -> None:  # noqa: C901 - a case for each event
+        """Handle an event; `take` returns the resulting commands.
+
+        Parameters
+        ----------
+        event
+            The event.
+        registry
+            The connected slots; only read.
+        now
+            Seconds.
+        """
+        self._registry, self._response.now = registry, now
+        for member in self._members.values():
+            member.response.now = now
+        match event:
+            case on.TimePassed():
+                self._tick()
+            case on.Assigned():
+                if not self._holds:
+                    self._desired = event.nodes
+            case on.MemberReported():
+                self._member_reported(event)
+            case on.MemberOver():
+                self._member_over(event)
+            case on.Reported(report=ArraySized() as sized):
+                if (array := self._array(event.slot, event.run)) is not None:
+                    self._sized(array, sized)
+            case on.RunOver():
+                self._run_over(event)
+            case on.SlotLost():
+                self._slot_lost(event)
+            case on.Failed():
+                self._fail(event.error)
+            case on.StoragePostponed():
+                for member in self._members.values():
+                    member.response.log(record.TrainingWaits(member.name, event.condition, event.until))
+            case on.StorageBack():
+                self._try_again()
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _tick(self) -> None:
+        leaving = {slot.node for slot in self._registry.slots.values() if slot.leaving}
+        wanted = frozenset() if self._holds or self.over else self._desired - leaving
+        for array in self._arrays.values():
+            if array.node not in wanted:
+                self._pause(array)
+            if array.deadline is not None and self._response.now > array.deadline:
+                self._do(do.Kill(array.slot, "it did not exit in time"))
+        if wanted:
+            if len(self._members) <= len(wanted):
+                self._use_all_nodes()
+            self._place(self._free(wanted))
+        if self._members:
+            self._trainer.update(self._members.values())
+
+    def _use_all_nodes(self) -> None:
+        """Let members train alone on whole nodes if each can have one or more, and could use more than one slot."""
+        for member in list(self._members.values()):
+            if self._slots_per_node > 1 or member.request.max_nodes > 1:
+                self._leave(member, "")
+
+    def _free(self, nodes: Iterable[str]) -> list[Slot]:
+        """Return the idle slots of these nodes."""
+        slots = [self._registry.complete_slots([node]) or [] for node in sorted(nodes)]
+        return [slot for each in slots for slot in each if slot.busy is None and not slot.leaving]
+
+    def _place(self, free: Sequence[Slot]) -> None:
+        """Fill the arrays from the queue, start arrays in free slots, and divide arrays if the queue is empty."""
+        arrays = [array for array in self._arrays.values() if not array.pausing]
+        count = sum(member.goal is MemberGoal.TRAIN for member in self._members.values())
+        if count == 0 or not (arrays or free):
+            return
+        sizes = self._trainer.sizes(count, len(arrays) + len(free), self._size)
+        self._start_arrays(free, sizes, len(arrays))
+        moving = any(array.releasing for array in arrays)
+        divides = bool(free) and not self._queue and not moving  # slots remain for which there is no member
+        for array in arrays:
+            self._release_beyond(array, min(array.size, max(sizes)) if divides else array.size)
+        for array in sorted(arrays, key=lambda each: each.staying):
+            for member in self._next(min(array.size, max(sizes)) - array.staying):
+                self._add(array, member)
+
+    def _start_arrays(self, free: Sequence[Slot], sizes: Sequence[int], running: int) -> None:
+        room = max(0, len(sizes) - running)
+        first = max(sizes) if self._size is not None else _FIRST_SIZE
+        share = -(-len(self._queue) // max(1, min(room, len(free))))
+        for slot in free[:room]:
+            members = self._next(min(first, share, max(sizes)))
+            if not members:
+                return
+            array = Array(slot.name, slot.node, next(self._numbers), len(members), self._response.now)
+            array.size = self._size or _FIRST_SIZE
+            self._arrays[slot.name] = array
+            names = tuple(member.name for member in members)
+            self._do(do.StartArray(slot.name, array.run, names, self._limit, self._size))
+            self._log(record.ArrayStarted(self.name, array.name, array.node))
+            for member in members:
+                self._add(array, member)
+
+    def _next(self, count: int) -> list[CohortMember]:
+        """Take members out of the queue."""
+        taken = self._queue[: max(0, count)]
+        del self._queue[: len(taken)]
+        return taken
+
+    def _add(self, array: Array, member: CohortMember) -> None:
+        array.members[member.name] = member
+        member.response.do(do.Add(array.slot, self.name, array.run))
+
+    def _release_beyond(self, array: Array, size: int) -> None:
+        """Make members leave an array that has more than `size`: the last that joined, which have done least."""
+        surplus = array.staying - max(1, size)
+        for name in reversed(array.members):
+            if surplus <= 0:
+                return
+            if name not in array.releasing:
+                self._release(array, name)
+                surplus -= 1
+
+    def _release(self, array: Array, name: str) -> None:
+        if name not in array.releasing and not array.pausing:
+            array.releasing.add(name)
+            self._do(do.Send(array.slot, ReleaseMember(self.name, array.run, name)))
+
+    def _pause(self, array: Array) -> None:
+        if not array.pausing:
+            array.pausing = True
+            self._do(do.Send(array.slot, PauseRun(self.name, array.run)))
+
+    # ── reports ───────────────────────────────────────────────────────────────────────────────────
+
+    def _array(self, slot: str, run: int) -> Array | None:
+        array = self._arrays.get(slot)
+        return array if array is not None and array.run == run else None
+
+    def _member_reported(self, event: on.MemberReported) -> None:
+        array = self._array(event.slot, event.run)
+        if array is None or (member := array.members.get(event.member)) is None:
+            return
+        if not array.trains:
+            array.trains = True
+            self._trainer.started(self._response.now - array.started)
+            self._do(do.ForgetStorage())
+        self._take_progress(array, member, event.progress)
+        if event.progress.rate is not None:
+            self._trainer.measured_rate(len(array.members), event.progress.rate)
+
+    def _take_progress(self, array: Array, member: CohortMember, progress: Progress) -> None:
+        if member.began is None:
+            member.began = self._response.now
+            started = record.FragmentStarted(member.name, array.run, [array.node], False, 0.0, array.name)  # noqa: FBT003
+            member.response.log(started)
+            if progress.resumed_from is not None:
+                member.response.log(record.FragmentResumed(member.name, progress.resumed_from))
+        member.tracker.take(progress)
+
+    def _sized(self, array: Array, sized: ArraySized) -> None:
+        array.size = sized.size
+        if sized.gain_size > 1:
+            self._trainer.measured_gain(sized.gain_size, sized.gain)
+        if not sized.decided:
+            return
+        if sized.fused:
+            self._size = sized.size
+            self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
+        elif sized.reason:
+            self._refuse(sized.reason)
+
+    def _refuse(self, reason: str) -> None:
+        """Let all members train alone."""
+        self._refusal = reason
+        for member in list(self._members.values()):
+            self._leave(member, reason)
+
+    def _leave(self, member: CohortMember, reason: str) -> None:
+        """Let a member train alone, once it has left its array."""
+        if member.goal is MemberGoal.TRAIN:
+            member.goal, member.alone_because = MemberGoal.ALONE, reason
+            self._dismiss(member)
+
+    def _dismiss(self, member: CohortMember) -> None:
+        """Make a member leave its array, or the queue."""
+        array = next((array for array in self._arrays.values() if member.name in array.members), None)
+        if array is not None:
+            self._release(array, member.name)
+        else:
+            self._back(member)
+
+    # ── the ends ──────────────────────────────────────────────────────────────────────────────────
+
+    def _member_over(self, event: on.MemberOver) -> None:
+        array = self._array(event.slot, event.run)
+        if array is None or (member := array.members.get(event.member)) is None:
+            return
+        end = event.end
+        if isinstance(end, RunFinished) or (isinstance(end, RunPaused) and end.reason is not PauseReason.LEFT):
+            self._take_progress(array, member, end.progress)
+        self._part(array, member, failure=False)
+        match end:
+            case RunFinished():
+                member.tracker.finish()
+                member.response.do(do.Resolve(event.payload))
+                self._forget(member)
+            case RunFailed():
+                member.response.do(do.Fail(event.payload))
+                self._forget(member)
+            case StorageFailed():
+                self._back(member)
+                self._hold(end.condition)
+            case RunPaused() | PeersFailed():
+                self._back(member)
+
+    def _run_over(self, event: on.RunOver) -> None:
+        array = self._array(event.slot, event.run)
+        if array is None:
+            return
+        self._do(do.Release(event.slot))
+        self._end(array, failure=False)
+        for member in list(array.members.values()):
+            self._part(array, member, failure=False)
+            if isinstance(event.end, RunFailed) and member.goal is MemberGoal.TRAIN:
+                member.goal, member.alone_because = MemberGoal.ALONE, event.end.reason
+            self._back(member)
+
+    def _slot_lost(self, event: on.SlotLost) -> None:
+        array = self._arrays.get(event.slot)
+        if array is None:
+            return
+        self._end(array, failure=True)
+        if event.crash:
+            self._do(do.CountRestart())
+        for member in list(array.members.values()):
+            self._part(array, member, failure=True)
+            if event.crash:
+                member.crashes += 1
+            if member.crashes >= _MOST_CRASHES and member.goal is MemberGoal.TRAIN:
+                member.goal = MemberGoal.ALONE
+                member.alone_because = f"{member.crashes} arrays crashed in which it trained, the last: {event.reason}"
+            self._back(member)
+
+    def _end(self, array: Array, *, failure: bool) -> None:
+        del self._arrays[array.slot]
+        seconds = max(0.0, self._response.now - array.started)
+        self._log(record.ArrayEnded(self.name, array.name, array.node, failure, seconds))
+
+    def _part(self, array: Array, member: CohortMember, *, failure: bool) -> None:
+        """Take a member out of its array."""
+        del array.members[member.name]
+        array.releasing.discard(member.name)
+        if member.began is not None:
+            seconds = max(0.0, self._response.now - member.began)
+            member.response.log(
+                record.FragmentEnded(member.name, array.run, [array.node], failure, seconds, array.name)
+            )
+            member.began = None
+
+    def _back(self, member: CohortMember) -> None:
+        """Do what a member that is in no array is to do next."""
+        if member in self._queue:
+            self._queue.remove(member)
+        match member.goal:
+            case MemberGoal.TRAIN:
+                begun = sum(each.tracker.latest is not None for each in self._queue)
+                self._queue.insert(begun if member.tracker.latest is not None else len(self._queue), member)
+            case MemberGoal.ALONE:
+                member.response.do(do.TrainAlone(member.alone_because))
+                self._forget(member)
+            case MemberGoal.CANCEL:
+                member.response.do(do.Fail(TrainingCancelled(f"training {member.name!r} was cancelled")))
+                self._forget(member)
+
+    def _forget(self, member: CohortMember) -> None:
+        self._collect()  # its last commands
+        del self._members[member.name]
+        if not self._members:
+            self._trainer.finish()
+            for array in self._arrays.values():
+                self._pause(array)
+
+    def _fail(self, error: BaseException) -> None:
+        for member in list(self._members.values()):
+            array = next((each for each in self._arrays.values() if member.name in each.members), None)
+            if array is not None:
+                self._part(array, member, failure=False)
+            if member in self._queue:
+                self._queue.remove(member)
+            member.response.do(do.Fail(error))
+            self._forget(member)
+        for array in self._arrays.values():
+            array.deadline = self._response.now + self._limits.peer_timeout
+
+    # ── the checkpoint directory ──────────────────────────────────────────────────────────────────
+
+    def _hold(self, condition: str) -> None:
+        """Take the cohort off its nodes: it cannot start or continue without the checkpoint directory."""
+        if self._holds or self.over:
+            return
+        self._holds, self._desired = True, frozenset()
+        self._trainer.withhold()
+        self._do(do.AwaitStorage(condition))
+
+    def _try_again(self) -> None:
+        if self._holds and not self.over:
+            self._holds = False
+            for member in self._members.values():
+                member.response.log(record.TrainingTriesAgain(member.name))
+            self._trainer.submit(self._members.values())
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────
+
+    def _collect(self) -> None:
+        """Take the commands so far: those to slots in order, which a member's follow."""
+        self._commands += [(None, command) for command in self._response.take()]
+        for member in self._members.values():
+            self._commands += [(member.name, command) for command in member.response.take()]
+
+    def _log(self, entry: record.Record) -> None:
+        self._response.log(entry)
+
+    def _do(self, command: Command) -> None:
+        self._response.do(command)
+
+
+def _fusion_limit(requests: Iterable[TrainingRequest]) -> int | None:
+    """Return the smallest limit that the users have set; ``None`` if there is none."""
+    limits = [each.fusion.limit for each in requests if each.fusion is not None and each.fusion.limit is not None]
+    return min(limits, default=None)

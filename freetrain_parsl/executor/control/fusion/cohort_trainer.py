@@ -1,0 +1,172 @@
+"""A cohort as the planner knows it: one trainer, whose throughput on some nodes is that of the best arrays there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.executor.control.training.cost_estimates import changed_significantly, learned_costs
+from freetrain_parsl.planning import events as planner
+from freetrain_parsl.planning.curves.fusion import FusionCurve
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
+from freetrain_parsl.planning.model import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from freetrain_parsl.executor.control.fusion.members import CohortMember
+    from freetrain_parsl.executor.control.training.response import Response
+    from freetrain_parsl.planning.model import CostsInSeconds
+
+__all__ = ["CohortTrainer"]
+
+_SIGNIFICANT = 0.05  # relative change of a rate below which the planner keeps the curve that it has
+_POINTS = 16  # of a curve
+_WEIGHT = 0.2  # of the newest measurement of a rate
+
+
+class CohortTrainer:
+    """Informs the planner of a cohort.
+
+    Parameters
+    ----------
+    name
+        The cohort's.
+    limit
+        Maximum number of members of an array; ``None``: no limit.
+    costs
+        Rescale costs of its members, if these do not state them.
+    slots_per_node
+        Number of slots of a node; an array runs in each.
+    best_rate
+        Returns the samples per second of a node assumed for trainings that have not been measured.
+    response
+        Receives the planner's events.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limit: int | None,
+        costs: CostsInSeconds,
+        slots_per_node: int,
+        best_rate: Callable[[], float],
+        response: Response,
+    ) -> None:
+        self.fusion = FusionCurve()
+        """Throughput of an array by its number of members, as far as it was measured."""
+        self._name = name
+        self._limit = limit
+        self._costs = costs
+        self._slots = slots_per_node
+        self._best_rate = best_rate
+        self._response = response
+        self._rate: float | None = None  # of one member alone, samples per second
+        self._sent: Trainer | None = None
+        self._left = math.inf
+
+    def submit(self, members: Collection[CohortMember]) -> None:
+        """Let the planner assign nodes to the cohort."""
+        self._sent = self._described(members)
+        self._response.inform(planner.TrainerSubmitted(self._response.now, self._sent))
+
+    def withhold(self) -> None:
+        """Let the planner assign it no nodes until it is submitted again."""
+        if self._sent is not None:
+            self._response.inform(planner.TrainerWithheld(self._response.now, self._name))
+            self._sent = None
+
+    def finish(self) -> None:
+        """Report that all members have left the cohort."""
+        if self._sent is not None:
+            self._response.inform(planner.TrainerFinished(self._response.now, self._name))
+            self._sent = None
+
+    def update(self, members: Collection[CohortMember]) -> None:
+        """Report significant changes of its members, of their throughput and of their remaining work."""
+        if (sent := self._sent) is None:
+            return
+        now = self._described(members)
+        if (
+            now.max_nodes != sent.max_nodes
+            or _differ(now.curve, sent.curve)
+            or changed_significantly(sent.costs, now.costs)
+        ):
+            self._sent = now
+            self._response.inform(planner.TrainerLearned(self._response.now, now))
+        elif abs(now.work_left - sent.work_left) > _SIGNIFICANT * sent.work_left:
+            self._sent = replace(sent, work_left=now.work_left)
+            self._response.inform(planner.TrainerProgressed(self._response.now, self._name, now.work_left))
+
+    def started(self, seconds: float) -> None:
+        """Take the time from the start of an array to its first step."""
+        self._costs = learned_costs(self._costs, "start", seconds)
+
+    def measured_gain(self, members: int, gain: float) -> None:
+        """Take the throughput of an array relative to one member alone."""
+        if members > 1 and math.isfinite(gain) and gain > 0:
+            self.fusion = FusionCurve(
+                [point for point in self.fusion.points if 1 < point[0] < members] + [(members, gain)]
+            )
+
+    def measured_rate(self, members: int, rate: float) -> None:
+        """Take the samples per second of one of the members of an array."""
+        alone = members * rate / self.fusion(members)
+        if math.isfinite(alone) and alone > 0:
+            self._rate = alone if self._rate is None else (1 - _WEIGHT) * self._rate + _WEIGHT * alone
+
+    def sizes(self, members: int, slots: int, known: int | None) -> tuple[int, ...]:
+        """Return the sizes of the arrays for this number of members and slots, largest first.
+
+        Parameters
+        ----------
+        members, slots
+            Their numbers.
+        known
+            The best size of an array, if it is known; ``None``: members are spread evenly, and the arrays find out.
+        """
+        if known is None:
+            share, more = divmod(members, min(slots, members))
+            even = [share + 1] * more + [share] * (min(slots, members) - more)
+            return tuple(size if self._limit is None else min(size, self._limit) for size in even)
+        return self.fusion.grouping(members, slots, known)
+
+    def _described(self, members: Collection[CohortMember]) -> Trainer:
+        first = next(iter(members)).request
+        trainers = [member.request.trainer(self._costs, submitted=self._response.now) for member in members]
+        left = [member.samples_left for member in members]
+        max_nodes = max(1, math.ceil(len(members) / self._slots))
+        curve = self._curve(first.scaling, len(members), max_nodes)
+        return Trainer(
+            name=self._name,
+            min_nodes=1,
+            max_nodes=max_nodes,
+            curve=curve,
+            costs=first.costs or self._costs,
+            work_left=math.inf if None in left else math.fsum(each for each in left if each is not None),
+            priority=first.priority,
+            deadline=min((each.deadline for each in trainers if each.deadline is not None), default=None),
+            submitted=self._sent.submitted if self._sent is not None else self._response.now,
+        )
+
+    def _curve(self, scaling: ScalingCurve, members: int, max_nodes: int) -> ScalingCurve:
+        """Return the throughput of the best arrays on 1, 2, … nodes."""
+        rate = self._rate
+        if rate is None:
+            rate = self._best_rate() if scaling.relative else scaling(1)
+        best = self.fusion.best_size(self._limit)
+        step = max(1.0, max_nodes ** (1 / _POINTS))
+        counts = {1, max_nodes} | {min(max_nodes, math.ceil(step**power)) for power in range(_POINTS + 1)}
+        throughput = {
+            nodes: rate * math.fsum(map(self.fusion, self.fusion.grouping(members, nodes * self._slots, best)))
+            for nodes in sorted(counts)
+        }
+        return ScalingCurve(throughput, relative=self._rate is None and scaling.relative)
+
+
+def _differ(one: ScalingCurve, other: ScalingCurve) -> bool:
+    before, after = dict(one.points), dict(other.points)
+    if one.relative != other.relative or before.keys() != after.keys():
+        return True
+    return any(abs(after[nodes] - rate) > _SIGNIFICANT * rate for nodes, rate in before.items())

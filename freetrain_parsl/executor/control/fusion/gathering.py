@@ -1,0 +1,74 @@
+"""Gathering trainings that may run fused: a sweep is submitted one training after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from freetrain_parsl.executor.trainings import Training, TrainingRequest
+
+__all__ = ["CohortKey", "Gathering", "cohort_key"]
+
+CohortKey: TypeAlias = "Hashable"
+"""Equal for trainings that may be in one cohort."""
+
+_QUIET = 0.5  # seconds without another training of the same key
+_LONGEST = 3.0  # seconds
+
+
+def cohort_key(request: TrainingRequest) -> CohortKey | None:
+    """Return the key of a training: what its planner's trainer cannot have twice; ``None`` if it trains alone.
+
+    A training that needs several nodes at the same time trains alone.
+    """
+    if request.fusion is None or request.min_nodes > 1:
+        return None
+    return (request.fusion, request.priority, request.deadline, request.costs, request.scaling, request.max_nodes)
+
+
+@dataclass
+class _Group:
+    first: float
+    last: float
+    trainings: list[Training] = field(default_factory=list)
+
+
+class Gathering:
+    """Trainings that were submitted a moment ago, by key."""
+
+    def __init__(self) -> None:
+        self._groups: dict[CohortKey, _Group] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._groups)
+
+    def add(self, key: CohortKey, training: Training, now: float) -> None:
+        """Add a training."""
+        group = self._groups.setdefault(key, _Group(now, now))
+        group.last = now
+        group.trainings.append(training)
+
+    def remove(self, training: Training) -> bool:
+        """Remove a training; return whether it was there."""
+        for key, group in self._groups.items():
+            if training in group.trainings:
+                group.trainings.remove(training)
+                if not group.trainings:
+                    del self._groups[key]
+                return True
+        return False
+
+    def ready(self, now: float) -> list[tuple[CohortKey, list[Training]]]:
+        """Take the trainings to which no further ones have been added for a moment."""
+        keys = [
+            key for key, group in self._groups.items() if now - group.last >= _QUIET or now - group.first >= _LONGEST
+        ]
+        return [(key, self._groups.pop(key).trainings) for key in keys]
+
+    def all(self) -> list[Training]:
+        """Return all trainings."""
+        return [training for group in self._groups.values() for training in group.trainings]

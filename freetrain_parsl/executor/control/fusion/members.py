@@ -1,0 +1,113 @@
+"""The members of a cohort, and the arrays in which they train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
+    from freetrain_parsl.executor.control.training.response import Response
+    from freetrain_parsl.executor.trainings import TrainingRequest
+
+__all__ = ["Array", "CohortMember", "MemberGoal"]
+
+
+class MemberGoal(Enum):
+    """What a member is to do when it leaves its array without having finished."""
+
+    TRAIN = "train in another array"
+    ALONE = "train alone, outside the cohort"
+    CANCEL = "end"
+
+
+@dataclass
+class CohortMember:
+    """A training of a cohort that is not over.
+
+    Parameters
+    ----------
+    request
+        The submitted request.
+    response
+        Receives the commands that concern this training.
+    tracker
+        Its progress.
+    goal
+        See `MemberGoal`.
+    alone_because
+        Why it is to train alone; empty: because there are enough nodes.
+    began
+        When its current fragment began, seconds; ``None``: it does not train.
+    crashes
+        Number of arrays that crashed while it trained in them.
+    """
+
+    request: TrainingRequest
+    response: Response
+    tracker: ProgressTracker
+    goal: MemberGoal = MemberGoal.TRAIN
+    alone_because: str = ""
+    began: float | None = None
+    crashes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The training's name."""
+        return self.request.name
+
+    @property
+    def samples_left(self) -> float | None:
+        """Samples left to process, if their total is known."""
+        progress = self.tracker.latest
+        total = self.request.samples if progress is None else progress.samples_total or self.request.samples
+        return None if total is None else max(0.0, total - (0 if progress is None else progress.samples))
+
+
+@dataclass
+class Array:
+    """Members that train fused, in one process.
+
+    Parameters
+    ----------
+    slot, node
+        Where it runs.
+    run
+        Number of its run, unique within the driver.
+    size
+        Number of members that it can train, as far as it has found out.
+    started
+        When it was commanded, seconds.
+    members
+        The members that have not left it.
+    releasing
+        Those of them that were commanded to leave.
+    pausing
+        Whether all were commanded to leave.
+    trains
+        Whether a member has reported.
+    deadline
+        When its process is killed unless it has ended, seconds.
+    """
+
+    slot: str
+    node: str
+    run: int
+    size: int
+    started: float
+    members: dict[str, CohortMember] = field(default_factory=dict)
+    releasing: set[str] = field(default_factory=set)
+    pausing: bool = False
+    trains: bool = False
+    deadline: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name, for people."""
+        return f"array-{self.run}"
+
+    @property
+    def staying(self) -> int:
+        """Number of members that were not commanded to leave."""
+        return 0 if self.pausing else len(self.members) - len(self.releasing)
