@@ -257,7 +257,7 @@ class Walk(World, RuleBasedStateMachine):
     @invariant()
     def no_work_is_given_up_while_a_process_has_it(self) -> None:
         """Check that no live process is ahead of the checkpoint to which its training falls back."""
-        before, self.restarts = self.restarts, self.manager._failure_rate.failures
+        before, self.restarts = self.restarts, self.manager._runner._failure_rate.failures
         if self.restarts == before:
             return
         for process in self.processes.values():

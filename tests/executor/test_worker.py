@@ -12,8 +12,8 @@ import torch
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.payloads import error_in, pack_training, settle_with_payload, unpack_training
+from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.slot import _flush
-from freetrain_parsl.executor.slot.training_run import serialized_exception
 
 
 class _Unsendable(Exception):

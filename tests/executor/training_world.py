@@ -85,7 +85,7 @@ class _NoJournal:
     keep_progress = commit = write
 
 
-class _StorageModel:
+class StorageModel:
     """A storage watch without threads; all attempts fail until `works`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -149,8 +149,8 @@ class World:
             journal=_NoJournal(),  # type: ignore[arg-type]
             clock=lambda: self.now,
         )
-        self.storage = _StorageModel(lambda: self.now)
-        self.manager._storage = self.storage  # type: ignore[assignment]
+        self.storage = StorageModel(lambda: self.now)
+        self.manager._storage = self.manager._cohorts._storage = self.storage  # type: ignore[assignment]
         self.restarts = 0
         self.futures: dict[str, Future[Any]] = {}
         for name, nodes in LEAST_NODES.items():

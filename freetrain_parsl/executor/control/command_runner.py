@@ -88,7 +88,7 @@ class CommandRunner:
             The command; those about stores and the checkpoint directory are the caller's.
         """
         match command:
-            case do.Start() | do.StartArray() | do.Add() | do.Send() | do.Release() | do.Kill() | do.SetAside():
+            case do.Start() | do.FormArray() | do.Add() | do.Send() | do.Release() | do.Kill() | do.SetAside():
                 slot = self._registry.slots.get(command.slot)
                 if slot is not None:  # else it was dropped by an earlier command
                     self._do_to_slot(name, training, slot, command)
@@ -113,7 +113,7 @@ class CommandRunner:
         name: str,
         training: Training | None,
         slot: Slot,
-        command: do.Start | do.StartArray | do.Add | do.Send | do.Release | do.Kill | do.SetAside,
+        command: do.Start | do.FormArray | do.Add | do.Send | do.Release | do.Kill | do.SetAside,
     ) -> None:
         match command:
             case do.Start(run=run, place=place):
@@ -122,7 +122,7 @@ class CommandRunner:
                 meeting = self._settings.limits.meeting_timeout
                 options = self._options(training)
                 self._send(slot.name, StartRun(name, run, options, place, meeting, training.payload))
-            case do.StartArray(run=run, members=members, limit=limit, size=size):
+            case do.FormArray(run=run, members=members, limit=limit, size=size):
                 slot.busy = name
                 self._send(slot.name, StartArray(name, run, members, limit, size))
             case do.Add(array=array, run=run):

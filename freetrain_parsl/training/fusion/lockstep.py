@@ -93,7 +93,7 @@ class Lockstep:
     def add(self, name: str, function: Callable[[], None]) -> Strand:
         """Start a strand with the next turn; the function must not raise exceptions."""
         strand = Strand(name)
-        strand._greenlet = greenlet(function)
+        strand._greenlet = greenlet(function, parent=self._hub)  # it may be added by another strand
         self._strands.append(strand)
         return strand
 

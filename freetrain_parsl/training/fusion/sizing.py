@@ -10,7 +10,7 @@ import math
 
 __all__ = ["ArraySizing"]
 
-_SKIPPED, _TIMED = 3, 10  # steps of each size: without the first, which allocate memory; the fastest of the others
+_SKIPPED, _TIMED = 3, 20  # steps of each size: without the first, which allocate memory; the fastest of the others
 _GAIN = 1.1
 _MEMORY_SHARE = 0.8
 

@@ -160,9 +160,9 @@ class Outcome:
         return end.value
 
 
-def member(function: Callable[..., Any], options: SessionOptions, **arguments: Any) -> Member:
+def member(function: Callable[..., Any], options: SessionOptions, point: Mapping[str, Any]) -> Member:
     """Return a member of an array."""
-    return Member(options, lambda: (function, (), arguments))
+    return Member(options, lambda: (function, (), point))
 
 
 def together(
@@ -179,7 +179,7 @@ def together(
     mailbox = mailbox or ArrayMailbox()
     ends: dict[str, Finished | Paused | BaseException] = {}
     members = [
-        member(function, SessionOptions(str(number), root, seed=0 if seeds is None else seeds[number]), **point)
+        member(function, SessionOptions(str(number), root, seed=0 if seeds is None else seeds[number]), point)
         for number, point in enumerate(points)
     ]
     engine = run_members(members, mailbox, report=on_report, ended=ends.__setitem__, sizing=sizing)

@@ -336,7 +336,7 @@ def test_members_are_added_and_released_while_the_others_train(tmp_path: Path) -
     """Each trains as it would alone; a released one can go on from its checkpoint."""
     mailbox: ArrayMailbox = ArrayMailbox()
     points = [{"lr": 0.01 * (number + 1), "epochs": 6} for number in range(3)]
-    late = member(classify, SessionOptions("2", tmp_path / "array"), **points[2])
+    late = member(classify, SessionOptions("2", tmp_path / "array"), points[2])
     steps: Counter[str] = Counter()
 
     def on_report(name: str, report: Report) -> None:
@@ -360,7 +360,7 @@ def test_members_are_added_and_released_while_the_others_train(tmp_path: Path) -
 
 def test_a_member_joins_one_that_trains_alone(tmp_path: Path) -> None:
     mailbox: ArrayMailbox = ArrayMailbox()
-    late = member(classify, SessionOptions("1", tmp_path / "array"), lr=0.1, epochs=4)
+    late = member(classify, SessionOptions("1", tmp_path / "array"), {"lr": 0.1, "epochs": 4})
     seen = []
 
     def on_report(name: str, report: Report) -> None:

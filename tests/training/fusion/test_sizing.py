@@ -49,9 +49,9 @@ def test_one_slow_start_does_not_decide() -> None:
 
 def test_slow_steps_among_fast_ones_do_not_count() -> None:
     sizing = ArraySizing(2)
-    for step in range(13):
+    for step in range(23):
         sizing.count(2.0 if step != 7 else 1.0)
-    for step in range(13):
+    for step in range(23):
         sizing.count(5.0 if step != 9 else 0.5)
     assert sizing.decided
     assert sizing.gain == 2.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.control.fusion.cohort_trainer import CohortTrainer
-from freetrain_parsl.executor.control.fusion.members import Array, CohortMember, MemberGoal
+from freetrain_parsl.executor.control.fusion.members import CohortMember, MemberGoal, RunningArray
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
 from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
@@ -90,10 +90,11 @@ class Cohort:
         self._trainer = CohortTrainer(name, self._limit, costs, slots_per_node, best_rate, self._response)
         self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
         self._queue: list[CohortMember] = []
-        self._arrays: dict[str, Array] = {}  # by slot
+        self._arrays: dict[str, RunningArray] = {}  # by slot
         self._desired: frozenset[str] = frozenset()
         self._holds = False  # the checkpoint directory cannot be used
         self._size: int | None = None  # the best size of an array, once it is known
+        self._gain = 0.0  # at this size
         self._refusal = ""
         self._commands: list[Addressed] = []
         self._registry: SlotRegistry
@@ -253,11 +254,11 @@ class Cohort:
             members = self._next(min(first, share, max(sizes)))
             if not members:
                 return
-            array = Array(slot.name, slot.node, next(self._numbers), len(members), self._response.now)
+            array = RunningArray(slot.name, slot.node, next(self._numbers), len(members), self._response.now)
             array.size = self._size or _FIRST_SIZE
             self._arrays[slot.name] = array
             names = tuple(member.name for member in members)
-            self._do(do.StartArray(slot.name, array.run, names, self._limit, self._size))
+            self._do(do.FormArray(slot.name, array.run, names, self._limit, self._size))
             self._log(record.ArrayStarted(self.name, array.name, array.node))
             for member in members:
                 self._add(array, member)
@@ -268,11 +269,11 @@ class Cohort:
         del self._queue[: len(taken)]
         return taken
 
-    def _add(self, array: Array, member: CohortMember) -> None:
+    def _add(self, array: RunningArray, member: CohortMember) -> None:
         array.members[member.name] = member
         member.response.do(do.Add(array.slot, self.name, array.run))
 
-    def _release_beyond(self, array: Array, size: int) -> None:
+    def _release_beyond(self, array: RunningArray, size: int) -> None:
         """Make members leave an array that has more than `size`: the last that joined, which have done least."""
         surplus = array.staying - max(1, size)
         for name in reversed(array.members):
@@ -282,19 +283,19 @@ class Cohort:
                 self._release(array, name)
                 surplus -= 1
 
-    def _release(self, array: Array, name: str) -> None:
+    def _release(self, array: RunningArray, name: str) -> None:
         if name not in array.releasing and not array.pausing:
             array.releasing.add(name)
             self._do(do.Send(array.slot, ReleaseMember(self.name, array.run, name)))
 
-    def _pause(self, array: Array) -> None:
+    def _pause(self, array: RunningArray) -> None:
         if not array.pausing:
             array.pausing = True
             self._do(do.Send(array.slot, PauseRun(self.name, array.run)))
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
-    def _array(self, slot: str, run: int) -> Array | None:
+    def _array(self, slot: str, run: int) -> RunningArray | None:
         array = self._arrays.get(slot)
         return array if array is not None and array.run == run else None
 
@@ -305,12 +306,13 @@ class Cohort:
         if not array.trains:
             array.trains = True
             self._trainer.started(self._response.now - array.started)
-            self._do(do.ForgetStorage())
+            if not self._holds:  # else it was sent before the directory failed
+                self._do(do.ForgetStorage())
         self._take_progress(array, member, event.progress)
         if event.progress.rate is not None:
             self._trainer.measured_rate(len(array.members), event.progress.rate)
 
-    def _take_progress(self, array: Array, member: CohortMember, progress: Progress) -> None:
+    def _take_progress(self, array: RunningArray, member: CohortMember, progress: Progress) -> None:
         if member.began is None:
             member.began = self._response.now
             started = record.FragmentStarted(member.name, array.run, [array.node], False, 0.0, array.name)  # noqa: FBT003
@@ -319,14 +321,15 @@ class Cohort:
                 member.response.log(record.FragmentResumed(member.name, progress.resumed_from))
         member.tracker.take(progress)
 
-    def _sized(self, array: Array, sized: ArraySized) -> None:
+    def _sized(self, array: RunningArray, sized: ArraySized) -> None:
         array.size = sized.size
         if sized.gain_size > 1:
             self._trainer.measured_gain(sized.gain_size, sized.gain)
         if not sized.decided:
             return
         if sized.fused:
-            self._size = sized.size
+            if sized.gain > self._gain:  # else another array has found a better size
+                self._size, self._gain = sized.size, sized.gain
             self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
         elif sized.reason:
             self._refuse(sized.reason)
@@ -403,12 +406,12 @@ class Cohort:
                 member.alone_because = f"{member.crashes} arrays crashed in which it trained, the last: {event.reason}"
             self._back(member)
 
-    def _end(self, array: Array, *, failure: bool) -> None:
+    def _end(self, array: RunningArray, *, failure: bool) -> None:
         del self._arrays[array.slot]
         seconds = max(0.0, self._response.now - array.started)
         self._log(record.ArrayEnded(self.name, array.name, array.node, failure, seconds))
 
-    def _part(self, array: Array, member: CohortMember, *, failure: bool) -> None:
+    def _part(self, array: RunningArray, member: CohortMember, *, failure: bool) -> None:
         """Take a member out of its array."""
         del array.members[member.name]
         array.releasing.discard(member.name)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.response import Response
     from freetrain_parsl.executor.trainings import TrainingRequest
 
-__all__ = ["Array", "CohortMember", "MemberGoal"]
+__all__ = ["CohortMember", "MemberGoal", "RunningArray"]
 
 
 class MemberGoal(Enum):
@@ -66,7 +66,7 @@ class CohortMember:
 
 
 @dataclass
-class Array:
+class RunningArray:
     """Members that train fused, in one process.
 
     Parameters

@@ -19,6 +19,7 @@ __all__ = [
     "CountRestart",
     "Fail",
     "ForgetStorage",
+    "FormArray",
     "Inform",
     "KeepProgress",
     "Kill",
@@ -29,7 +30,6 @@ __all__ = [
     "Send",
     "SetAside",
     "Start",
-    "StartArray",
     "TrainAlone",
 ]
 
@@ -44,7 +44,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class StartArray:
+class FormArray:
     """Run an array in a slot, as run number `run`; an `Add` for each of the `members` follows.
 
     Parameters
@@ -177,7 +177,7 @@ class Fail:
 
 Command: TypeAlias = (
     Start
-    | StartArray
+    | FormArray
     | Add
     | Send
     | Release
