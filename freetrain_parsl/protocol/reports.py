@@ -164,7 +164,7 @@ class ArraySized:
     decided
         Whether the size stays.
     reason
-        Why the members are not fused; empty if they are, or may be.
+        Why the members are not fused, or, if they are, why they are no more; empty if nothing is known against it.
     """
 
     size: Count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["live_view", "remarks", "training_table"]
 
+_MEMBERS_SHOWN = 4  # of an array
 _STATE_STYLES = {"waiting": "dim", "running": "bold", "finished": "green", "failed": "bold red", "cancelled": "dim"}
 
 
@@ -60,15 +62,20 @@ def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableTy
 def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float) -> Table:
     """Draw one row per node: its name, its holder, and when its window closes."""
     names = list(run.trainings)
-    trainer_of = {node: t.name for t in run.trainings.values() for node in t.nodes}
+    trainers = defaultdict(list)
+    for training in run.trainings.values():
+        for node in training.nodes:
+            trainers[node].append(training.name)
     closes = {node: window["closes"] for window in run.windows for node in window["nodes"]}
     table = Table(box=None, padding=(0, 2), expand=True)
     for column in ("node", "held by", "window"):
         table.add_column(column, header_style="dim")
     for node, holder in nodes.items():
-        if node in trainer_of:
-            name = trainer_of[node]
-            who = Text(f"■ {name}", style=colour_of(names.index(name)))
+        if node in trainers:
+            shown = trainers[node][:_MEMBERS_SHOWN]
+            who = Text(" ").join(Text(f"■ {name}", style=colour_of(names.index(name))) for name in shown)
+            if more := len(trainers[node]) - len(shown):
+                who.append(f" and {more} more, fused", style="dim")
         elif holder["kind"] == "main":
             who = Text(f"■ main job {holder['job']}", style="grey50")
         elif holder["kind"] == "preemptible":

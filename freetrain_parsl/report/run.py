@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import read_journal, read_progress
@@ -30,6 +32,10 @@ class Fragment:
     """Whether it continues the previous fragment without a checkpoint."""
     paused: float = 0.0
     """Seconds without progress before it, if it continues in place."""
+    array: str = ""
+    """The array in which it trains, fused with others."""
+    lane: int = 0
+    """Its place among the members of the array, from 0: free ones are taken first."""
 
 
 @dataclass
@@ -69,9 +75,15 @@ class TrainingState:
     """Whether a step was made in this run; otherwise its result is from an earlier run."""
     code_note: str = ""
     """Remark for the user on a change of its code."""
+    array: str = ""
+    """The array in which it trains now, fused with others."""
+    fused_with: int = 0
+    """Number of other trainings in this array."""
+    alone_because: str = ""
+    """Why it is not fused with others, although it may be."""
 
     def remark(self, now: float | None = None) -> str:
-        """Return a remark for the user: why it cannot start or save, or that its result is from an earlier run.
+        """Return a remark for the user: why it cannot start or save, whether it is fused, or where its result is from.
 
         Parameters
         ----------
@@ -82,10 +94,16 @@ class TrainingState:
             return "result of an earlier run: nothing was trained"
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            return self.stalled or self.code_note
+            return self.stalled or self.code_note or self._fusion_remark()
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
         head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
+
+    def _fusion_remark(self) -> str:
+        if self.state == "running" and self.array:
+            others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
+            return f"in {self.array} {others}" if self.fused_with else f"in {self.array}"
+        return f"not fused: {self.alone_because}" if self.alone_because else ""
 
     @property
     def share_done(self) -> float | None:
@@ -138,6 +156,8 @@ class RunState:
         self.fragments: list[Fragment] = []
         self.checkpoints: list[tuple[float, str]] = []
         self.windows: list[dict[str, Any]] = []
+        self.gains: dict[str, tuple[int, float]] = {}
+        """Cohort -> size of an array, and its speed relative to one by one."""
         self.blocks_requested = 0
         self.blocks_ended: list[str] = []
         self.failed_starts: FailedStarts | None = None
@@ -156,7 +176,13 @@ class RunState:
             for name, progress in read_progress(self._journal).items():
                 if name in self.trainings:
                     self.trainings[name].progress = progress
+            self._count_members()
         return self
+
+    def _count_members(self) -> None:
+        sizes = Counter(training.array for training in self.trainings.values())
+        for training in self.trainings.values():
+            training.fused_with = sizes[training.array] - 1 if training.array else 0
 
     @property
     def completed(self) -> int:
@@ -176,6 +202,9 @@ class RunState:
             case record.StartsFailed():
                 failed = FailedStarts(entry.count, entry.most, entry.next_attempt, entry.reason)
                 self.failed_starts = failed if entry.count else None
+            case record.ArrayMeasured(subject=cohort):
+                if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
+                    self.gains[cohort] = (entry.members, entry.gain)
             case record.Decision():
                 self.solve_seconds.append(entry.seconds)
                 self.solves_proven += entry.proven
@@ -186,6 +215,8 @@ class RunState:
                 self._on_fragment_record(training, time, entry)
             case record.CodeChanged():
                 training.code_note = entry.note
+            case record.TrainsAlone():
+                training.alone_because = entry.reason
             case record.TrainingWaits():
                 training.waits_for, training.next_attempt = entry.reason, entry.until
             case record.TrainingTriesAgain():
@@ -212,7 +243,16 @@ class RunState:
                 training.rescales += last is not None and last.nodes != nodes
                 training.state, training.nodes = "running", nodes
                 training.fragments += 1
-                fragment = Fragment(training.name, nodes, time, in_place=entry.in_place, paused=entry.paused)
+                training.array = entry.array
+                fragment = Fragment(
+                    training.name,
+                    nodes,
+                    time,
+                    in_place=entry.in_place,
+                    paused=entry.paused,
+                    array=entry.array,
+                    lane=self._free_lane(entry.array),
+                )
                 self.fragments.append(fragment)
             case record.FragmentResumed():
                 if last is not None:
@@ -221,12 +261,18 @@ class RunState:
             case record.FragmentEnded():
                 if last is not None:
                     last.end, last.failure = time, entry.failure
-                training.nodes = ()
+                training.nodes, training.array = (), ""
                 if training.state == "running":
                     training.state = "waiting"
             case record.Checkpoint():
                 training.checkpoints += 1
                 self.checkpoints.append((time, training.name))
+
+    def _free_lane(self, array: str) -> int:
+        if not array:
+            return 0
+        taken = {fragment.lane for fragment in self.fragments if fragment.array == array and fragment.end is None}
+        return next(lane for lane in count() if lane not in taken)
 
     def _last_fragment(self, training: str) -> Fragment | None:
         return next((f for f in reversed(self.fragments) if f.training == training), None)

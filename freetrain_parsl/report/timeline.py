@@ -64,14 +64,16 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
                 linewidth=0.5,
                 alpha=0.45,
             )
+    lanes = _lanes(run)
     for fragment in run.fragments:
         colour = colour_of(names.index(fragment.training))
         length = (fragment.end or finish) - fragment.start
+        height = 0.72 / lanes.get(fragment.array, 1)  # the members of an array share the row of its node
         for node in fragment.nodes:
             if node in row:
                 axes.broken_barh(
                     [(fragment.start - begin, length)],
-                    (row[node] - 0.36, 0.72),
+                    (row[node] - 0.36 + fragment.lane * height, height),
                     facecolor=colour,
                     linewidth=0,
                 )
@@ -115,6 +117,15 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     write_figure(path, figure)
+
+
+def _lanes(run: RunState) -> dict[str, int]:
+    """Return the number of members that each array has had at a time."""
+    lanes: dict[str, int] = {}
+    for fragment in run.fragments:
+        if fragment.array:
+            lanes[fragment.array] = max(lanes.get(fragment.array, 1), fragment.lane + 1)
+    return lanes
 
 
 def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: float) -> None:

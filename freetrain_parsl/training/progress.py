@@ -48,6 +48,8 @@ class ProgressReporter:
         self.pace = Pace()
         self.total_epochs: int | None = None
         """Epochs of the whole training, once the user's loop has begun."""
+        self.trainings = 1
+        """Number of trainings that share this process, and the time of each step, as members of an array."""
         self._state = state
         self._checkpoint_manager = checkpoint_manager
         self._members = members
@@ -75,7 +77,7 @@ class ProgressReporter:
             return False
         seconds = self._clock() - self._counted_until
         self.pace.add(metrics.samples - self._counted_samples, seconds)
-        metrics.slot_seconds += seconds * self._members.group.size
+        metrics.slot_seconds += seconds * self._members.group.size / self.trainings
         self._counted_samples = metrics.samples
         return True
 

@@ -66,6 +66,8 @@ class ArrayRun:
         self._training = command.training
         self._missing = set(command.members)
         self._complete = threading.Event()
+        self._sizing: ArraySizing | None = None
+        self._too_large = False
         self._reported: dict[str, tuple[float, int | None]] = {}  # time and step of the checkpoint
 
     @property
@@ -118,12 +120,13 @@ class ArrayRun:
         memory = math.inf
         if torch.cuda.is_available():
             memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        self._sizing = ArraySizing(self._command.limit or _MOST_MEMBERS, self._command.size, memory=memory)
         engine = run_members(
             (),
             self.mailbox,
             report=self._report,
             ended=self._ended,
-            sizing=ArraySizing(self._command.limit or _MOST_MEMBERS, self._command.size, memory=memory),
+            sizing=self._sizing,
             resized=self._resized,
             refused=self._refused,
         )
@@ -147,9 +150,25 @@ class ArrayRun:
             end, payload = RunFinished(ended.progress), serialize(ended.value)
         elif isinstance(ended, Paused):
             end = RunPaused(ended.reason, ended.progress)
+        elif self._is_too_large(ended):  # it goes on from its checkpoint, in a smaller array
+            end = RunPaused(PauseReason.LEFT)
         else:
             end, payload = end_by(ended)
         self._send(MemberEnded(self._training, self.number, member, end, payload))
+
+    def _is_too_large(self, error: BaseException) -> bool:
+        """Return whether an array, and not one of its members, has run out of memory; the next one is half as large."""
+        import torch
+
+        sizing = self._sizing
+        if not isinstance(error, torch.OutOfMemoryError) or sizing is None or not sizing.fused or sizing.size < 2:
+            return False
+        if not self._too_large:
+            self._too_large = True
+            reason = f"{sizing.size} members need more memory than the device has"
+            sized = ArraySized(sizing.size // 2, fused=True, decided=True, reason=reason)
+            self._send(RunReport(self._training, self.number, sized))
+        return True
 
     def _resized(self, sizing: ArraySizing) -> None:
         sized = ArraySized(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided)

@@ -136,6 +136,11 @@ class FusionEngine:
         """The strand that runs; ``None`` during the work for several."""
         return self._lockstep.current
 
+    @property
+    def participants(self) -> int:
+        """Number of those that train."""
+        return len(self._participants)
+
     def shared_batches(self, source: DataSource) -> SharedBatches | None:
         """Return the batches of this source, or of one that certainly is the same."""
         if not source.can_be_shared:

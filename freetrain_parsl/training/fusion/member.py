@@ -116,6 +116,7 @@ class MemberRuntime(Runtime):
         """See `Runtime.boundary`."""
         if self._participant is not None:
             self._engine.end_batch(self._participant)
+            self.reporter.trainings = max(1, self._engine.participants)
         super().boundary(seed=seed)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -323,11 +323,13 @@ class Cohort:
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
         array.size = sized.size
-        if sized.gain_size > 1:
+        if sized.gain_size > 1:  # else nothing was timed
             self._trainer.measured_gain(sized.gain_size, sized.gain)
         if not sized.decided:
             return
-        if sized.fused:
+        if sized.fused and sized.reason:  # it was too large
+            self._size = self._limit = sized.size
+        elif sized.fused:
             if sized.gain > self._gain:  # else another array has found a better size
                 self._size, self._gain = sized.size, sized.gain
             self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
