@@ -17,12 +17,12 @@ from freetrain_parsl.planning.solvers.multiple_choice import fits
 if TYPE_CHECKING:
     from freetrain_parsl.planning.resources.utility import Utility
 
-__all__ = ["MOST", "Combination", "Combinations", "Completion", "ResourceJob", "ResourceProblem"]
+__all__ = ["MOST_OF_EACH", "Combination", "Combinations", "Completion", "ResourceJob", "ResourceProblem"]
 
 Table = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
-MOST = 40
+MOST_OF_EACH = 40
 """Most workers, and most servers, of a combination."""
 
 Completion = Callable[[Counts, Counts], Table]
@@ -135,21 +135,21 @@ class ResourceJob:
 
     @cached_property
     def combinations(self) -> Combinations:
-        """All combinations within the job's limit, with 1 to `MOST` workers and as many servers.
+        """All combinations within the job's limit, with 1 to `MOST_OF_EACH` workers and as many servers.
 
         Raises
         ------
         InvalidTrainer
-            A completion time that is not positive, or a utility that is not finite.
+            A completion time that is missing or not positive, or a utility that is not finite.
         """
-        each = np.arange(1, MOST + 1)
+        each = np.arange(1, MOST_OF_EACH + 1)
         workers, servers = (grid.ravel() for grid in np.meshgrid(each, each, indexing="ij"))
         demands = np.outer(workers, self.worker) + np.outer(servers, self.server)
         allowed = fits(demands, np.array(self.limit))
         workers, servers, demands = workers[allowed], servers[allowed], demands[allowed]
-        seconds = self.completion(workers, servers)
-        if not np.all(seconds > 0):
-            raise InvalidTrainer(f"job {self.name!r}: completion times must be positive seconds")
+        seconds = np.asarray(self.completion(workers, servers), dtype=np.float64)
+        if seconds.shape != workers.shape or not np.all(np.isfinite(seconds) & (seconds > 0)):
+            raise InvalidTrainer(f"job {self.name!r}: needs one completion time for each combination, positive seconds")
         utilities = np.array([self.utility(value) for value in seconds.tolist()], dtype=np.float64)
         if not np.isfinite(utilities).all():
             raise InvalidTrainer(f"job {self.name!r}: the utility of a completion time must be finite")
@@ -202,7 +202,9 @@ class ResourceProblem:
     @property
     def load(self) -> float:
         """What all jobs may have together, as a multiple of the capacity, of the resource in which it is largest."""
-        limits = np.sum([job.limit for job in self.jobs], axis=0) if self.jobs else np.zeros(len(self.capacity))
-        wanted = limits > 0
-        with np.errstate(divide="ignore"):
-            return float(np.max(limits[wanted] / np.array(self.capacity)[wanted], initial=0.0))
+        loads = (
+            sum(job.limit[resource] for job in self.jobs) / there
+            for resource, there in enumerate(self.capacity)
+            if there > 0
+        )
+        return max(loads, default=0.0)

@@ -31,7 +31,7 @@ def reasons_for_nothing(problem: ResourceProblem, decision: ResourceDecision) ->
             reasons[job.name] = "one worker and one server exceed its own limit"
         elif not len(useful):
             hours = considered.seconds.min() / 3600
-            reasons[job.name] = f"worth nothing so late: it needs {hours:.1f} h at least"
+            reasons[job.name] = f"worth nothing so late: it needs {hours:.3g} h at least"
         elif not fits(useful.demands, capacity).any():
             reasons[job.name] = _shortage(problem, useful, capacity, "the cluster has")
         elif not fits(useful.demands, left).any():
@@ -45,7 +45,8 @@ def _shortage(
     problem: ResourceProblem, combinations: Combinations, available: npt.NDArray[np.float64], whose: str
 ) -> str:
     """Name the combination that comes closest to fitting, and the resource that it lacks most of."""
-    lacking = (combinations.demands - available) / np.maximum(np.array(problem.capacity), 1e-9)
+    capacity = np.array(problem.capacity)
+    lacking = (combinations.demands - available) / np.where(capacity > 0, capacity, 1.0)
     row = int(np.argmin(lacking.max(axis=1)))
     resource = int(np.argmax(lacking[row]))
     nearest = combinations[row]

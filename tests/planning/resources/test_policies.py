@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.planning.resources.demands import MOST, ResourceJob, ResourceProblem
+from freetrain_parsl.planning.resources.demands import MOST_OF_EACH, ResourceJob, ResourceProblem
 from freetrain_parsl.planning.resources.explain import reasons_for_nothing
 from freetrain_parsl.planning.resources.policies import RESOURCE_POLICIES
 from freetrain_parsl.planning.resources.policies.base import ResourceDecision
@@ -97,6 +97,10 @@ def test_at_load_three_deciding_together_is_a_quarter_better_than_in_two_stages(
     assert math.prod(ratios) ** (1 / len(ratios)) > 1.25
 
 
+def test_fifty_jobs_at_load_six_are_decided_to_a_thousandth():
+    assert SmdPolicy(gap=1e-3, time_limit=timedelta(minutes=1)).allocate(generated(50, 6.0, 1)).gap <= 1e-3
+
+
 def test_smd_shares_what_the_two_stages_give_to_one():
     """Two jobs may each have the whole cluster, and the second half of it gains them little."""
     both = problem(job("a"), job("b"))
@@ -132,7 +136,7 @@ def test_a_resource_that_nobody_needs_may_be_missing():
     free = job("free", worker=(0.0, 0.0), server=(0.0, 0.0))
     for policy in RESOURCE_POLICIES.values():
         decision = policy().allocate(problem(free, capacity=(0.0, 0.0)))
-        assert decision.chosen["free"].workers == MOST
+        assert decision.chosen["free"].workers == MOST_OF_EACH
 
 
 def test_combinations_are_within_the_limit_and_forty():
@@ -152,6 +156,7 @@ def test_of_equally_fast_combinations_the_smallest_is_the_fastest():
 
 def test_the_load_is_that_of_the_resource_in_which_it_is_largest():
     assert problem(job("a"), job("b"), capacity=(5.0, 20.0)).load == 4.0
+    assert problem(job("a"), capacity=(0.0, 20.0)).load == 1.0, "nobody can use what is not there"
     assert problem(capacity=(5.0, 20.0)).load == 0.0
 
 
@@ -167,7 +172,7 @@ def test_why_a_job_gets_nothing():
     decision = SmdPolicy().allocate(jobs)
     assert reasons_for_nothing(jobs, decision) == {
         "tight": "one worker and one server exceed its own limit",
-        "late": "worth nothing so late: it needs 0.0 h at least",
+        "late": "worth nothing so late: it needs 0.00306 h at least",
         "large": "1 worker and 1 server need 20 gpu, the cluster has 1",
         "waits": "1 worker and 1 server need 1 gpu, the other jobs leave 0",
     }
@@ -199,7 +204,9 @@ def test_a_sigmoid_halves_at_its_critical_time_and_never_overflows():
         (lambda: problem(capacity=(1.0,)), "one capacity each"),
         (lambda: problem(capacity=(1.0, math.inf)), "capacities must be zero or more"),
         (lambda: ResourceProblem(("gpu",), (1.0,), (job("a"),)), "needs one limit for each of gpu"),
-        (lambda: job("a", seconds=lambda w, s: 0.0 * w).combinations, "completion times must be positive"),
+        (lambda: job("a", seconds=lambda w, s: 0.0 * w).combinations, "one completion time for each .* positive"),
+        (lambda: job("a", seconds=lambda w, s: math.inf * w).combinations, "one completion time for each .* positive"),
+        (lambda: job("a", seconds=lambda w, s: 5.0).combinations, "needs one completion time for each"),
         (lambda: job("a", utility=lambda _: math.nan).combinations, "must be finite"),
     ],
 )
