@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ WORKER_MBPS = 1250.0
 """Megabytes per second of a worker's network, unless a job states another rate: 10 Gbit/s."""
 
 _HOUR = 3600.0
+_SMALLEST, _LARGEST = 1e-12, 1e15  # numbers in a file other than zero: their products are finite
 _SHOWN = 60  # characters of a wrong value in a message
 
 
@@ -158,8 +158,10 @@ class _Object:
             raise InvalidInput(f"{source}: {path or 'the document'}: expected an object, got {_brief(value)}")
         self.fields: Mapping[str, Any] = value
         known = (*required, *optional)
-        for name in value.keys() - set(known):
-            raise self.refusal(name, f"unknown field{did_you_mean(name, known)}")
+        for name in value:
+            if name not in known:
+                shown_name = name if name.isprintable() and len(name) <= _SHOWN else _brief(name)
+                raise self.refusal(shown_name, f"unknown field{did_you_mean(name, known)}")
         for name in required:
             if name not in value:
                 raise self.refusal(name, "missing")
@@ -207,8 +209,10 @@ class _Object:
     def _number(self, name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(name, f"expected a number, got {_brief(value)}")
-        if not 0 <= value <= sys.float_info.max:
+        if value < 0:
             raise self.refusal(name, f"must be zero or more, got {_brief(value)}")
+        if value != 0 and not _SMALLEST <= value <= _LARGEST:
+            raise self.refusal(name, f"must be zero, or from {_SMALLEST:g} to {_LARGEST:g}, got {_brief(value)}")
         return float(value)
 
 

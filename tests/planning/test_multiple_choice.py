@@ -58,7 +58,7 @@ def hard_problem(jobs=40, combinations=60, resources=4, seed=0):
     return values, demands, np.sum([table.mean(axis=0) for table in demands], axis=0) / 3
 
 
-@given(problems(), st.sampled_from([1e-9, 1.0, 1e9]))
+@given(problems(), st.sampled_from([1e-290, 1e-9, 1.0, 1e9]))
 @settings(max_examples=200, deadline=None)
 def test_the_choices_are_optimal_and_the_bound_is_valid(problem, unit):
     values, demands, capacity = problem
@@ -173,6 +173,11 @@ def test_sums_that_equal_the_capacity_except_for_rounding_fit():
     values = [np.array([1.0])] * 3
     solution = maximise_choices(values, tenths, np.array([0.3]))
     assert solution.choices.tolist() == [0, 0, NOTHING]
+
+
+def test_values_that_vanish_are_worth_nothing():
+    values, demands = [np.array([5e-324])] * 2, [np.array([[1.0]])] * 2
+    assert maximise_choices(values, demands, np.array([1.0])).objective == 0.0
 
 
 def test_no_jobs_and_no_combinations_are_worth_nothing():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.planning.resources.policies import RESOURCE_POLICIES
@@ -36,6 +38,7 @@ GOOD = {
     ],
 }
 MISSING = object()
+EXTREMES = st.sampled_from([1e-12, 1, 1e15])
 
 
 def changed(path, value):
@@ -93,7 +96,10 @@ def test_the_network_of_workers_can_be_given():
         (("jobs", 0, "size", 1), True, "jobs[0].size[1]: expected a number, got True"),
         (("jobs", 0, "batch"), 0, "jobs[0].batch: must be more than zero"),
         (("jobs", 0, "iterations"), -5, "jobs[0].iterations: must be zero or more, got -5"),
-        (("jobs", 0, "iterations"), 10**400, "jobs[0].iterations: must be zero or more, got 1000"),
+        (("jobs", 0, "iterations"), 10**400, "jobs[0].iterations: must be zero, or from 1e-12 to 1e+15, got 1000"),
+        (("jobs", 0, "server_MBps"), 1e-300, "jobs[0].server_MBps: must be zero, or from 1e-12 to 1e+15, got 1e-300"),
+        (("jobs", 0, "x\ny"), 1, r"jobs[0].'x\ny': unknown field"),
+        (("jobs", 0, "x" * 1000), 1, "jobs[0].'xxx"),
         (("jobs", 0, "t3"), MISSING, "jobs[0].t3: missing"),
         (("jobs", 0, "forwards"), [], "jobs[0].forwards: unknown field (did you mean 'forward'?)"),
         (("jobs", 0, "worker"), [5, 2], "jobs[0].limit: one worker and one server need [5.0, 3.0] together, its limit"),
@@ -137,6 +143,18 @@ def test_files_that_are_no_instance_are_refused(text, problem, tmp_path):
         read_instance(file)
     assert f"bad.json{problem}" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@given(
+    st.fixed_dictionaries({name: st.lists(EXTREMES, min_size=2, max_size=2) for name in ("forward", "size")}),
+    st.fixed_dictionaries(dict.fromkeys(("batch", "iterations", "server_MBps", "t1", "t2", "t3"), EXTREMES)),
+)
+@settings(max_examples=200, deadline=None)
+def test_jobs_of_extreme_numbers_can_be_decided(layers, numbers):
+    """The products of accepted numbers neither overflow nor vanish."""
+    problem = parse_instance({**GOOD, "jobs": [{**GOOD["jobs"][0], **layers, **numbers}]}, "extreme").problem
+    decision = RESOURCE_POLICIES["smd"]().allocate(problem)
+    assert 0 <= decision.utility <= decision.bound * (1 + 1e-9)
 
 
 def test_a_missing_file_is_refused(tmp_path):

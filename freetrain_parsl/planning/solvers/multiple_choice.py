@@ -46,6 +46,7 @@ NOTHING = -1
 
 _TOLERANCE = 1e-9  # of a capacity: sums of fractional demands are rounded
 _CLOSED = 1e-12  # of the bound: a smaller gap counts as zero
+_WORTHLESS = 1e-300  # smaller values count as zero: they cannot be scaled
 _LARGEST = 1000.0  # value of a combination in the solver's objective: its tolerances are absolute
 
 
@@ -219,7 +220,7 @@ class _Columns:
         """Take the combinations that fit alone, are worth something, and are not dominated."""
         rows = []
         for values, demands in zip(problem.values, problem.demands, strict=True):
-            some = np.flatnonzero((values > 0) & fits(demands, problem.capacity))
+            some = np.flatnonzero((values > _WORTHLESS) & fits(demands, problem.capacity))
             rows.append(some[undominated(values[some], demands[some])])
         kept = list(zip(problem.values, problem.demands, rows, strict=True))
         return cls(
