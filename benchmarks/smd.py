@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from _report import report
 
+from freetrain_parsl.errors import UsageError
 from freetrain_parsl.planning.resources.policies.esw import EqualServersPolicy
 from freetrain_parsl.planning.resources.policies.optimus import MarginalGainPolicy
 from freetrain_parsl.planning.resources.policies.smd import SmdPolicy
@@ -87,7 +88,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    rows = [measure(instance, timedelta(seconds=options.time_limit)) for instance in instances(options)]
+    try:
+        rows = [measure(instance, timedelta(seconds=options.time_limit)) for instance in instances(options)]
+    except UsageError as error:
+        parser.error(str(error))
     if not rows:
         parser.error("no instances: give --instances DIR with JSON files, or --generate JOBS")
     report("Several resources: utility, baselines relative to joint", list(map(relative, rows)), ["highspy", "numpy"])
