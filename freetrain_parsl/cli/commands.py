@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from freetrain_parsl import __version__
+from freetrain_parsl.cli.allocate import allocate
 from freetrain_parsl.cli.cancel import cancel
 from freetrain_parsl.cli.checkpoints import checkpoints
 from freetrain_parsl.cli.clean import clean
@@ -38,6 +39,7 @@ app.command()(replay)
 app.command()(windows)
 app.command()(plan)
 app.command()(explain)
+app.command()(allocate)
 app.add_typer(checkpoints, name="checkpoints")
 
 

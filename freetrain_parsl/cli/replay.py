@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 import math
-import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
@@ -18,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from freetrain_parsl.errors import InvalidSettings, UsageError, did_you_mean
+from freetrain_parsl.cli.arguments import check_output_files, known_name, split_names
+from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.planning.settings import PlannerSettings
@@ -109,7 +109,7 @@ def replay(
         contestants = _contestants(policy, knowledge, objective or chosen.objective, horizon)
         settings = replace(_settings(cost, curves, start_seconds, concurrent), blocks=_blocks(blocks, nodes_per_block))
         _check_price(node_hour_price)
-        _check_targets([log, Path(trainers)], {"--json": json, "--report": report})
+        check_output_files([log, Path(trainers)], {"--json": json, "--report": report})
         with _progress() as progress:
             tell = _teller(progress)
             tell(f"reading {log.name}", 0.0)
@@ -156,9 +156,9 @@ def _trainers(spec: str, rescale_seconds: str | None) -> TrainerSet:
 
 def _contestants(policies: str, knowledge: str, objective: str, horizon: str) -> list[Contestant]:
     """List all combinations of policy and knowledge."""
-    _known("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
-    names = [_known("--policy", name, POLICIES) for name in _split("--policy", policies)]
-    told = [_choice("--knowledge", name, Knowledge) for name in _split("--knowledge", knowledge)]
+    known_name("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
+    names = [known_name("--policy", name, POLICIES) for name in split_names("--policy", policies)]
+    told = [_choice("--knowledge", name, Knowledge) for name in split_names("--knowledge", knowledge)]
     ahead = None if horizon == "adaptive" else _seconds("--horizon", horizon)
     contestants = [Contestant(name, item, objective, ahead) for name in names for item in told]
     for one in contestants:
@@ -191,39 +191,8 @@ def _check_price(price: float | None) -> None:
         raise InvalidSettings(f"--node-hour-price must be zero or more, got {price:g}")
 
 
-def _check_targets(inputs: Sequence[Path], targets: Mapping[str, Path | None]) -> None:
-    """Reject output files that cannot be written, before the work starts."""
-    taken = {file.resolve(): "an input" for file in inputs}
-    for option, file in targets.items():
-        if file is None:
-            continue
-        folder = file.absolute().parent
-        if not folder.is_dir():
-            raise UsageError(f"{option} {file}: there is no directory {folder}; create it, or choose another")
-        if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-            raise UsageError(f"{option} {file}: cannot be written; choose another file")
-        if (other := taken.setdefault(file.resolve(), option)) != option:
-            raise UsageError(f"{option} {file}: this is {other} already; choose another file")
-
-
-def _split(option: str, text: str) -> list[str]:
-    """Split a list of names, without duplicates."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise InvalidSettings(f"{option}: no name in {text!r}")
-    return list(dict.fromkeys(names))
-
-
-def _known(option: str, name: str, known: Iterable[str]) -> str:
-    """Return a valid name; otherwise raise an error that lists the valid ones."""
-    names = sorted(known)
-    if name not in names:
-        raise InvalidSettings(f"{option}: unknown {name!r}{did_you_mean(name, names)}; available: {', '.join(names)}")
-    return name
-
-
 def _choice(option: str, name: str, kind: type[_Choice]) -> _Choice:
-    return kind(_known(option, name, (str(item.value) for item in kind)))
+    return kind(known_name(option, name, (str(item.value) for item in kind)))
 
 
 def _seconds(option: str, text: str) -> float:

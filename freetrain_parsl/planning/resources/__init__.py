@@ -1,0 +1,1 @@
+"""Jobs that need several kinds of resources, in combinations of workers and parameter servers."""
