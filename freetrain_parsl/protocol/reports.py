@@ -83,6 +83,8 @@ class Progress:
         Seconds until the next periodic save, if saving fails.
     code_note
         Note for the user about a change of the training's code; empty if there is none.
+    structure
+        Equal for trainings that may be fused; empty if it is not a member of an array.
     """
 
     step: Count = 0
@@ -102,6 +104,7 @@ class Progress:
     storage_problem: Text = ""
     next_save: Duration = 0.0
     code_note: Text = ""
+    structure: Text = ""
 
 
 @dataclass(frozen=True)

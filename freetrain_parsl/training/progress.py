@@ -50,6 +50,8 @@ class ProgressReporter:
         """Epochs of the whole training, once the user's loop has begun."""
         self.trainings = 1
         """Number of trainings that share this process, and the time of each step, as members of an array."""
+        self.structure = ""
+        """Equal for trainings that may be fused."""
         self._state = state
         self._checkpoint_manager = checkpoint_manager
         self._members = members
@@ -120,6 +122,7 @@ class ProgressReporter:
             refused_checkpoints=self._refused,
             in_place=not manager.sharded,
             code_note=manager.code_note,
+            structure=self.structure,
             storage_problem=manager.storage_problem,
             next_save=manager.due_in(self._clock()) if manager.storage_problem else 0.0,
         )

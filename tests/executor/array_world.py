@@ -92,6 +92,8 @@ class ArrayWorld:
         self.assigned: dict[str, frozenset[str]] = {}
         self.best_size = 4
         self.fuses = True
+        self.structures: dict[str, str] = {}
+        """Training -> its structure, if it is not that of most."""
         self.registry = SlotRegistry(slots_per_node)
         self._slots = 0
         for node in range(nodes):
@@ -263,7 +265,9 @@ class ArrayWorld:
         if not (process.members or (process.waiting and not process.pausing)):
             process.outbox.append(msg.RunEnded(process.name, process.run, RunPaused(PauseReason.REQUESTED)))
             process.end()
-        elif not self.fuses and len(process.members) > 1:
+        elif len(process.members) > 1 and (
+            not self.fuses or len({self.structures.get(name, "common") for name in process.members}) > 1
+        ):
             sized = ArraySized(1, decided=True, reason="they differ")
             process.outbox.append(msg.RunReport(process.name, process.run, sized))
         elif len(process.members) == process.size > process.measured:
@@ -297,7 +301,14 @@ class ArrayWorld:
     def _progress(self, process: Process, name: str) -> Progress:
         step = process.members[name]
         saved = self.saved.get(name)
-        return Progress(step, samples=10 * step, samples_total=10 * STEPS, rate=10.0, checkpoint_step=saved)
+        return Progress(
+            step,
+            samples=10 * step,
+            samples_total=10 * STEPS,
+            rate=10.0,
+            checkpoint_step=saved,
+            structure=self.structures.get(name, "common") if process.is_array else "",
+        )
 
     def _member_ended(self, process: Process, name: str, end: Any, payload: bytes = b"") -> None:
         assert process.run is not None

@@ -122,6 +122,26 @@ def test_trainings_that_differ_are_reported_with_the_reason(tmp_path: Path) -> N
     assert all(isinstance(slot.end_of(name).end, RunFinished) for name in "01")
 
 
+def test_the_others_are_fused_once_the_one_that_differs_has_left(tmp_path: Path) -> None:
+    points = [{"kind": kind, "epochs": 6} for kind in ("mlp", "cnn", "mlp")]
+    slot = Slot(tmp_path, points, size=3)
+
+    def release(message: Any) -> None:
+        structures.update({message.member: message.report.structure} if type(message) is MemberReport else {})
+        if structures.get("1") not in (None, structures.get("0")):
+            slot.run.handle(ReleaseMember("cohort-1", 7, "1"))
+
+    structures: dict[str, str] = {}
+    slot.on_message = release
+    slot.perform()
+    assert structures["0"] == structures["2"] != structures["1"]
+    assert isinstance(slot.end_of("1").end, RunPaused)
+    for name in "02":
+        value = deserialize(slot.end_of(name).payload)
+        assert distance(value["losses"], alone(tmp_path / "alone", name, points[0])["losses"]) < 1e-10
+    assert slot.run.fused_steps > 0
+
+
 def test_a_released_member_pauses_and_the_others_end(tmp_path: Path) -> None:
     slot = Slot(tmp_path, POINTS[:2], size=2)
     slot.on_message = lambda m: slot.run.handle(ReleaseMember("cohort-1", 7, "1")) if type(m) is MemberReport else None

@@ -169,6 +169,23 @@ def test_trainings_that_cannot_be_fused_train_alone_and_so_do_later_ones(make) -
     assert all(future.result(0) for future in world.futures.values())
 
 
+def test_trainings_of_different_structures_are_fused_with_their_own(make) -> None:
+    world = make(nodes=1)
+    submit(world, 6)
+    world.structures = {"t1": "wide", "t3": "wide", "t5": "wide"}
+    world.advance(1.0)
+    world.assign_all()
+    together = set()
+    for _ in range(60):
+        world.settle()
+        for process in world.processes.values():
+            if len(process.members) > 1 and len({world.structures.get(name, "") for name in process.members}) == 1:
+                together.add(frozenset(process.members))
+    assert all(future.result(0) for future in world.futures.values())
+    assert not records(world, record.TrainsAlone)
+    assert {len(names & {"t1", "t3", "t5"}) > 0 for names in together} == {True, False}
+
+
 def test_few_trainings_with_many_nodes_train_alone_on_several(make) -> None:
     world = make(nodes=3)
     submit(world, 2, max_nodes=4)
@@ -361,6 +378,7 @@ def test_whatever_happens_every_training_ends_once(tmp_path_factory, seed, count
     world.best_size = chance.choice([2, 4, 8])
     world.fuses = chance.random() < 0.8
     submit(world, count)
+    world.structures = {f"t{number}": chance.choice(["common", "wide"]) for number in range(count)}
     cancelled: set[str] = set()
     for _ in range(150):
         anything(world, chance, cancelled)

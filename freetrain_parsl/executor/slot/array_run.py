@@ -5,7 +5,6 @@ The main thread is in `ArrayRun.perform`; `ArrayRun.handle` is called by the cha
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.reports import Report, RunEnd
     from freetrain_parsl.training.fusion.sizing import ArraySizing
 
-logger = logging.getLogger(__name__)
-
 __all__ = ["ArrayRun"]
 
 _MOST_MEMBERS = 1024
@@ -61,6 +58,8 @@ class ArrayRun:
     def __init__(self, command: StartArray, *, send: Callable[[ToDriver], None]) -> None:
         self.mailbox: ArrayMailbox = ArrayMailbox()
         self.number = command.run
+        self.fused_steps = 0
+        """Number of steps that were made for several members at once, after the end."""
         self._command = command
         self._send = send
         self._training = command.training
@@ -130,7 +129,7 @@ class ArrayRun:
             resized=self._resized,
             refused=self._refused,
         )
-        logger.info("array %s: %d fused steps", self._training, engine.fused_steps)
+        self.fused_steps = engine.fused_steps
 
     def _report(self, member: str, report: Report) -> None:
         if not isinstance(report, Progress):

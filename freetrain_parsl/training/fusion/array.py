@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from freetrain_parsl.protocol.options import digest_of
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
@@ -47,6 +49,16 @@ class MemberObjects:
             for parameter in model.parameters():
                 found.setdefault(parameter, (-1, -1))
         return [(place, parameter) for parameter, place in found.items()]
+
+    def structure(self, batch_size: int) -> str:
+        """Return a digest of what all members of an array have in common: classes, shapes, optimizers, batch size."""
+        modules = [[(path, type(each).__qualname__) for path, each in model.named_modules()] for model in self.models]
+        parameters = [
+            (place, tuple(each.shape), str(each.dtype), each.requires_grad) for place, each in self.parameters()
+        ]
+        buffers = [[(name, tuple(each.shape)) for name, each in model.named_buffers()] for model in self.models]
+        optimizers = [type(optimizer).__qualname__ for optimizer in self.optimizers]
+        return digest_of([repr((modules, parameters, buffers, optimizers, batch_size))])
 
 
 @dataclass(eq=False)

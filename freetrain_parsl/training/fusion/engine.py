@@ -170,6 +170,9 @@ class FusionEngine:
         self._open.discard(participant)
         if participant in self._participants:
             self._participants.remove(participant)
+            too_slow = self._sizing is not None and self._sizing.decided and not self._sizing.fused
+            if len(self._participants) > 1 and not too_slow:
+                self.reason = ""  # it may have been the one that differs
         if participant in self._members:
             self._dissolve()
 
@@ -211,7 +214,9 @@ class FusionEngine:
             for number in numbers:
                 participant.objects.optimizers[number].step()
             self._stepped()
-            if len(self._participants) == 1 and self._lockstep.has_new:
+            if len(self._participants) > 1:
+                self._lockstep.meet(Meeting(_STEP, "turn", lambda _strands: None))  # else one would run to its end
+            elif self._lockstep.has_new:
                 self._wait_for_the_others()
             return False
         kind = ("step", loss is not None, numbers)

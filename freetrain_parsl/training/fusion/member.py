@@ -108,6 +108,8 @@ class MemberRuntime(Runtime):
     def start(self, total_epochs: int) -> None:
         """See `Runtime.start`."""
         first = not self.started
+        if self._participant is not None and self.state.order is not None:
+            self.reporter.structure = self._participant.objects.structure(self.state.order.batch_size)
         super().start(total_epochs)
         if first and self._participant is not None:
             self._engine.join(self._participant)

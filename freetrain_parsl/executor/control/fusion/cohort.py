@@ -85,7 +85,7 @@ class Cohort:
         self._limits = limits
         self._slots_per_node = slots_per_node
         self._numbers = numbers
-        self._limit = _fusion_limit(requests)
+        self._limit = None if requests[0].fusion is None else requests[0].fusion.limit  # the same for all
         self._response = Response(now)
         self._trainer = CohortTrainer(name, self._limit, costs, slots_per_node, best_rate, self._response)
         self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
@@ -243,7 +243,7 @@ class Cohort:
         for array in arrays:
             self._release_beyond(array, min(array.size, max(sizes)) if divides else array.size)
         for array in sorted(arrays, key=lambda each: each.staying):
-            for member in self._next(min(array.size, max(sizes)) - array.staying):
+            for member in self._next(min(array.size, max(sizes)) - array.staying, array.structure):
                 self._add(array, member)
 
     def _start_arrays(self, free: Sequence[Slot], sizes: Sequence[int], running: int) -> None:
@@ -263,10 +263,15 @@ class Cohort:
             for member in members:
                 self._add(array, member)
 
-    def _next(self, count: int) -> list[CohortMember]:
-        """Take members out of the queue."""
-        taken = self._queue[: max(0, count)]
-        del self._queue[: len(taken)]
+    def _next(self, count: int, structure: str = "") -> list[CohortMember]:
+        """Take members out of the queue: those of a structure, and those whose structure is not known yet."""
+        taken: list[CohortMember] = []
+        for member in self._queue:
+            if len(taken) < count and (member.structure in ("", structure) or not structure):
+                taken.append(member)
+                structure = structure or member.structure
+        for member in taken:
+            self._queue.remove(member)
         return taken
 
     def _add(self, array: RunningArray, member: CohortMember) -> None:
@@ -309,6 +314,8 @@ class Cohort:
             if not self._holds:  # else it was sent before the directory failed
                 self._do(do.ForgetStorage())
         self._take_progress(array, member, event.progress)
+        if member.structure != array.structure:
+            self._release(array, member.name)
         if event.progress.rate is not None:
             self._trainer.measured_rate(len(array.members), event.progress.rate)
 
@@ -322,19 +329,20 @@ class Cohort:
         member.tracker.take(progress)
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
+        if sized.reason and not sized.fused:
+            if len({member.structure for member in array.members.values()}) == 1:
+                self._refuse(sized.reason)  # else those of another structure leave
+            return
         array.size = sized.size
+        if sized.reason:  # the array was too large
+            self._size = self._limit = sized.size
+            return
         if sized.gain_size > 1:  # else nothing was timed
             self._trainer.measured_gain(sized.gain_size, sized.gain)
-        if not sized.decided:
-            return
-        if sized.fused and sized.reason:  # it was too large
-            self._size = self._limit = sized.size
-        elif sized.fused:
+        if sized.decided and sized.fused:
             if sized.gain > self._gain:  # else another array has found a better size
                 self._size, self._gain = sized.size, sized.gain
             self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
-        elif sized.reason:
-            self._refuse(sized.reason)
 
     def _refuse(self, reason: str) -> None:
         """Let all members train alone."""
@@ -489,9 +497,3 @@ class Cohort:
 
     def _do(self, command: Command) -> None:
         self._response.do(command)
-
-
-def _fusion_limit(requests: Iterable[TrainingRequest]) -> int | None:
-    """Return the smallest limit that the users have set; ``None`` if there is none."""
-    limits = [each.fusion.limit for each in requests if each.fusion is not None and each.fusion.limit is not None]
-    return min(limits, default=None)

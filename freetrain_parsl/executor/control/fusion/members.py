@@ -58,6 +58,11 @@ class CohortMember:
         return self.request.name
 
     @property
+    def structure(self) -> str:
+        """Equal for trainings that may be fused; empty if it is not known yet."""
+        return "" if self.tracker.latest is None else self.tracker.latest.structure
+
+    @property
     def samples_left(self) -> float | None:
         """Samples left to process, if their total is known."""
         progress = self.tracker.latest
@@ -106,6 +111,11 @@ class RunningArray:
     def name(self) -> str:
         """Its name, for people."""
         return f"array-{self.run}"
+
+    @property
+    def structure(self) -> str:
+        """That of the member that began first; empty if it is not known yet."""
+        return next((member.structure for member in self.members.values() if member.structure), "")
 
     @property
     def staying(self) -> int:
