@@ -439,8 +439,8 @@ def training_app(
         What to do if the newest checkpoint was written by different code: ``"refuse"`` raises `CodeChanged`,
         ``"resume"`` resumes from it, ``"restart"`` sets the old checkpoints aside and starts over.
     fuse
-        Reserved; has no effect yet: whether the training may run fused with others of the same function and code, in
-        one process. ``"auto"``, False, or the maximum number of trainings that run fused.
+        Whether the training may run fused with others of the same function and code, in one process, with the results
+        that it has alone: ``"auto"`` where that is faster, False, or the maximum number of trainings in one process.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 
