@@ -26,7 +26,9 @@ from freetrain_parsl.protocol.messages import (
 )
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import ArraySized, PauseReason, RunFailed, RunFinished, RunPaused
+from freetrain_parsl.storage.array_sizes import MeasuredSize, read_array_size, write_array_size
 from freetrain_parsl.training.fusion.engine import FusionEngine
+from freetrain_parsl.training.fusion.sizing import ArraySizing
 from tests.training.fusion.sweep_trainings import alone, classify, distance
 
 if TYPE_CHECKING:
@@ -105,6 +107,26 @@ def test_the_driver_learns_how_many_members_an_array_can_have(tmp_path: Path) ->
     assert [(sized.size, sized.fused, sized.decided) for sized in sizes[:1]] == [(2, True, False)]
     assert sizes[1].gain_size == 2
     assert sizes[1].gain > 0
+
+
+def test_the_next_run_uses_the_size_that_an_earlier_one_has_measured(tmp_path: Path) -> None:
+    first = Slot(tmp_path, POINTS[:1])
+    write_array_size(tmp_path, first.run._key(), MeasuredSize(4, 2.5))
+    slot = Slot(tmp_path, [{**point, "epochs": 8} for point in POINTS])
+    slot.perform()
+    assert slot.sizes() == [ArraySized(4, fused=True, gain=2.5, gain_size=4, decided=True)]
+
+
+def test_a_decided_size_is_kept_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ArraySizing, "count", lambda sizing, *_: _decide(sizing))
+    slot = Slot(tmp_path, POINTS[:2])
+    slot.perform()
+    assert read_array_size(tmp_path, slot.run._key()) == MeasuredSize(2, 1.0)
+
+
+def _decide(sizing: ArraySizing) -> bool:
+    sizing.decided = sizing.fused = True
+    return True
 
 
 def test_an_array_whose_size_is_known_does_not_try_others(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The main thread is in `ArrayRun.perform`; `ArrayRun.handle` is called by the cha
 from __future__ import annotations
 
 import math
+import platform
 import threading
 import time
 from functools import partial
@@ -26,7 +27,9 @@ from freetrain_parsl.protocol.messages import (
     RunReport,
     StoreReply,
 )
+from freetrain_parsl.protocol.options import digest_of
 from freetrain_parsl.protocol.reports import ArraySized, PauseReason, Progress, RunFinished, RunPaused
+from freetrain_parsl.storage.array_sizes import MeasuredSize, read_array_size, write_array_size
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.training.mailbox import Finished, Paused
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
+    from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report, RunEnd
     from freetrain_parsl.training.fusion.sizing import ArraySizing
 
@@ -65,6 +69,7 @@ class ArrayRun:
         self._training = command.training
         self._missing = set(command.members)
         self._complete = threading.Event()
+        self._options: SessionOptions | None = None  # of the first member
         self._sizing: ArraySizing | None = None
         self._too_large = False
         self._reported: dict[str, tuple[float, int | None]] = {}  # time and step of the checkpoint
@@ -82,6 +87,7 @@ class ArrayRun:
             case _ if message.run != self.number:
                 return False
             case AddMember():
+                self._options = self._options or message.options
                 self.mailbox.add(Member(message.options, partial(unpack_training, message.payload)))
                 self._missing.discard(message.options.name)
                 if not self._missing:
@@ -119,7 +125,11 @@ class ArrayRun:
         memory = math.inf
         if torch.cuda.is_available():
             memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        self._sizing = ArraySizing(self._command.limit or _MOST_MEMBERS, self._command.size, memory=memory)
+        size = self._command.size
+        if size is None and (known := self._known_size()) is not None:
+            size = known.size
+            self._send_size(ArraySized(size, fused=True, gain=known.gain, gain_size=size, decided=True))
+        self._sizing = ArraySizing(self._command.limit or _MOST_MEMBERS, size, memory=memory)
         engine = run_members(
             (),
             self.mailbox,
@@ -165,13 +175,30 @@ class ArrayRun:
         if not self._too_large:
             self._too_large = True
             reason = f"{sizing.size} members need more memory than the device has"
-            sized = ArraySized(sizing.size // 2, fused=True, decided=True, reason=reason)
-            self._send(RunReport(self._training, self.number, sized))
+            self._send_size(ArraySized(sizing.size // 2, fused=True, decided=True, reason=reason))
         return True
 
     def _resized(self, sizing: ArraySizing) -> None:
-        sized = ArraySized(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided)
+        self._send_size(ArraySized(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided))
+        if sizing.decided and sizing.fused and self._options is not None:
+            write_array_size(self._options.checkpoint_root, self._key(), MeasuredSize(sizing.size, sizing.gain))
+
+    def _known_size(self) -> MeasuredSize | None:
+        """Return the size that an earlier array of this function has found on such a device."""
+        return None if self._options is None else read_array_size(self._options.checkpoint_root, self._key())
+
+    def _key(self) -> str:
+        import torch
+
+        assert self._options is not None
+        device = f"{platform.machine()} with {torch.get_num_threads()} threads"
+        if torch.cuda.is_available():
+            device = torch.cuda.get_device_name()
+        code = self._options.code
+        return digest_of([self._options.call, "" if code is None else code.identity, device])
+
+    def _send_size(self, sized: ArraySized) -> None:
         self._send(RunReport(self._training, self.number, sized))
 
     def _refused(self, reason: str) -> None:
-        self._send(RunReport(self._training, self.number, ArraySized(1, decided=True, reason=reason)))
+        self._send_size(ArraySized(1, decided=True, reason=reason))
