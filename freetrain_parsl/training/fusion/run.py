@@ -13,6 +13,7 @@ from freetrain_parsl.training.fragment import train
 from freetrain_parsl.training.fusion.engine import FusionEngine
 from freetrain_parsl.training.fusion.lockstep import Lockstep
 from freetrain_parsl.training.fusion.member import MemberRuntime
+from freetrain_parsl.training.fusion.memory import freed_memory_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +100,8 @@ def run_members(
         fill(leaving=1)
 
     fill()
-    lockstep.run()
+    with freed_memory_kept():
+        lockstep.run()
     return engine
 
 
