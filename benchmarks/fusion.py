@@ -1,9 +1,10 @@
 """What horizontal fusion gains: samples per second of a sweep that is fused, relative to one by one.
 
-Each row trains the same learning-rate sweep in three ways, in turns, in one process with one thread: fused, one by one
-in sessions, and one by one in plain PyTorch loops; with Adam in PyTorch's fused implementation where the members use
-their own. The times are the shortest of a step over all turns. ``auto`` is what a sizing by ``fuse="auto"`` with this
-maximum decides, from its own timing.
+Each row trains the same learning-rate sweep in several ways, in turns, in one process with one thread: fused, one by
+one in sessions, one by one in plain PyTorch loops, and (MLP and CNN) as one model that is written by hand with grouped
+operators; with Adam in PyTorch's fused implementation where the members use their own. The times are the shortest of a
+step over all turns: on a CPU of processor time, so that other processes matter less. ``auto`` is what a sizing by
+``fuse="auto"`` with this maximum decides, from its own timing. On a GPU, DCGAN, ResNet-18 and BERT have HFTA's sizes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from _fusion_nets import NETS, samples
+from _fusion_nets import NETS, losses, models, samples
+from _fusion_references import HAND_GROUPED, co_located, hand_grouped, plain
 from _report import report
-from torch.nn.functional import cross_entropy
 
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
@@ -53,7 +54,9 @@ class Stopwatch:
         """Call it once in each step."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now = time.perf_counter()
+            now = time.perf_counter()
+        else:
+            now = time.thread_time()
         self._steps += 1
         if self._steps > SKIPPED:
             self.shortest = min(self.shortest, now - self._last)
@@ -72,32 +75,20 @@ def train(
     sizing: ArraySizing | None = None,
 ) -> None:
     """Train for some steps, or until the sizing has decided; the first training of an array holds the stopwatch."""
-    model, _ = session.prepare(NETS[net](), torch.optim.Adam, lr=lr, fused=True)
+    parts = models(net)
+    optimizers = [torch.optim.Adam(model.to(session.device).parameters(), lr=lr, fused=True) for model in parts]
+    session.prepare(*(thing for pair in zip(parts, optimizers, strict=True) for thing in pair))
     loader = session.loader(data, batch_size=batch, drop_last=True)
     done = 0
     for _ in session.epochs(10**6):
         for x, y in loader:
             if watch is not None:
                 watch.lap()
-            session.step(cross_entropy(model(x), y))
+            for loss, number in losses(parts, x, y):
+                session.step(loss, optimizer=optimizers[number])
             done += 1
             if done == steps or (sizing is not None and sizing.decided):
                 return
-
-
-def plain(net: str, data: TensorDataset, batch: int, watch: Stopwatch) -> None:
-    """Train in a PyTorch loop, on batches that are there."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = NETS[net]().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
-    inputs, labels = (tensor.to(device) for tensor in data.tensors)
-    for step in range(STEPS):
-        watch.lap()
-        begin = step * batch % (len(inputs) - batch + 1)
-        loss = cross_entropy(model(inputs[begin : begin + batch]), labels[begin : begin + batch])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def array(points: Sequence[dict[str, Any]], sizing: ArraySizing | None, root: Path) -> FusionEngine:
@@ -137,14 +128,15 @@ def _nobody(membership: Membership) -> Any:
     raise AssertionError(membership)
 
 
-def measure(net: str, batch: int, sizes: Sequence[int], turns: int) -> list[dict[str, Any]]:
+def measure(net: str, batch: int, sizes: Sequence[int], turns: int, *, processes: bool) -> list[dict[str, Any]]:
     """Return the rows of one network and batch size."""
     data = samples(net)
     fused = dict.fromkeys(sizes, math.inf)
+    grouped = dict.fromkeys(sizes, math.inf)
     session = loop = math.inf
     for _ in range(turns):
         watch = Stopwatch()
-        plain(net, data, batch, watch)
+        plain(net, data, batch, STEPS, watch.lap)
         loop = min(loop, watch.shortest)
         for size in (0, *sizes):
             watch = Stopwatch()
@@ -166,6 +158,10 @@ def measure(net: str, batch: int, sizes: Sequence[int], turns: int) -> list[dict
                 else:
                     alone(points[0], Path(root))
                     session = min(session, watch.shortest)
+            if size and net in HAND_GROUPED:
+                watch = Stopwatch()
+                hand_grouped(net, data, batch, size, STEPS, watch.lap)
+                grouped[size] = min(grouped[size], watch.shortest)
     rows = []
     for size in sizes:
         sizing = ArraySizing(size)
@@ -182,6 +178,8 @@ def measure(net: str, batch: int, sizes: Sequence[int], turns: int) -> list[dict
                 "members": size,
                 "ratio": size * session / fused[size],
                 "ratio_to_plain_loop": size * loop / fused[size],
+                "hand_grouped": size * session / grouped[size] if net in HAND_GROUPED else None,
+                "co_located": size * session / co_located(net, batch, size, STEPS) if processes else None,
                 "member_step_us": fused[size] / size * 1e6,
                 "session_step_us": session * 1e6,
                 "plain_step_us": loop * 1e6,
@@ -198,14 +196,21 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 64, 256])
     parser.add_argument("--members", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--turns", type=int, default=3, help="how often each way is timed")
+    parser.add_argument("--mps-like", action="store_true", help="on a GPU, also as many processes at once")
+    parser.add_argument("--gpu", action="store_true", help="fail unless there is a GPU; it is used in any case")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     logging.getLogger("freetrain_parsl").setLevel(logging.ERROR)  # one by one is a result here
     torch.set_num_threads(1)
+    has_gpu = torch.cuda.is_available()
+    if options.gpu and not has_gpu:
+        raise SystemExit("--gpu: PyTorch sees no GPU")
+    if options.mps_like and not has_gpu:
+        print("--mps-like is left out: PyTorch sees no GPU that processes could share")
     rows: list[dict[str, Any]] = []
     for net in options.nets:
         for batch in options.batches:
-            rows += measure(net, batch, options.members, options.turns)
+            rows += measure(net, batch, options.members, options.turns, processes=options.mps_like and has_gpu)
             ratios = ", ".join(f"{row['ratio']:.2f}" for row in rows[-len(options.members) :])
             print(f"{net}, batch {batch}: {ratios} times as fast", flush=True)
             if options.json is not None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
 
 
-_DECISION_SECONDS = 0.01  # between two decisions of a group of one: in between, the steps of small models have no cost
+_DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between, the steps of small models have no cost
 
 
 class Unwind(BaseException):

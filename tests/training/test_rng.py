@@ -81,5 +81,27 @@ def test_generators_go_on_where_they_were_after_others_have_drawn(
         np.random.set_bit_generator(before)
 
 
+@pytest.mark.parametrize("reads_layout", [True, False])
+def test_seeds_that_come_back_give_the_same_numbers(reads_layout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings that take turns restore each other's seeds, with and without draws in between."""
+    monkeypatch.setattr(rng, "_layout_is_known", lambda: reads_layout)
+    expected = {}
+    for seed in range(12):
+        rng.seed_all(seed)
+        expected[seed] = draw()
+    for drawing in (False, True):
+        states = {}
+        for seed in range(12):
+            rng.seed_all(seed)
+            states[seed] = rng.host_draws()
+        for seed in (3, 11, 3, 0, 11):
+            rng.restore_host_draws(states[seed])
+            if drawing:
+                assert draw()[3:] == expected[seed][3:]
+        rng.restore_host_draws(states[11])
+        rng.seed_all(11)
+        assert draw() == expected[11]
+
+
 def test_the_layout_of_pythons_generator_is_the_expected_one_here() -> None:
     assert rng._layout_is_known()

@@ -83,14 +83,15 @@ class SessionLoader:
         if cursor.pass_ended:
             return
         positions = self._positions(cursor.epoch)
+        samples = len(positions)
         self._fetched = None
         group = members.group
         first = True
-        while cursor.position < len(positions) and not cursor.pass_ended:
+        while cursor.position < samples and not cursor.pass_ended:
             if not first:
                 runtime.boundary(seed=False)  # here only a fetch may draw random numbers
             self._seeds, first = not first, False
-            if cursor.position >= len(positions):
+            if cursor.position >= samples:
                 break  # the boundary loaded the state of a member that was ahead
             if members.group is not group:
                 group, self._fetched = members.group, None

@@ -62,7 +62,7 @@ class Batch:
     pieces: tuple[Piece, ...]
     shards: int
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """Samples of the whole batch."""
         return len(self.positions)
@@ -70,7 +70,8 @@ class Batch:
     @cached_property
     def checksum(self) -> int:
         """See `audit.checksum`."""
-        return checksum(self.positions)
+        first = self.pieces[0]
+        return first.checksum if first.positions is self.positions else checksum(self.positions)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import ctypes
 import random
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 64) - 1
 _WORDS = 624  # of a Mersenne Twister
+_KEPT_SEEDS = 8
 
 
 def mix(*parts: int) -> int:
@@ -49,14 +49,14 @@ def seed_all(*parts: int) -> None:
     torch.default_generator.manual_seed(seed)
     if _has_cuda():
         torch.cuda.manual_seed_all(seed)
-    _seed_others(seed)
+    _seeding.seed(seed)
 
 
 def seed_cpu(*parts: int) -> None:
     """Seed all but the GPU generators, for code that fetches samples, possibly in a forked process."""
     seed = mix(*parts)
     torch.default_generator.manual_seed(seed)
-    _seed_others(seed)
+    _seeding.seed(seed)
 
 
 @contextmanager
@@ -72,50 +72,69 @@ def cpu_seeded(*parts: int) -> Iterator[None]:
             np.random.set_state(numpy)  # noqa: NPY002 - the same
 
 
-@dataclass(frozen=True)
-class HostDraws:
-    """State of the generators of numpy and Python.
-
-    Parameters
-    ----------
-    seed
-        They are as after `_seed_others` with this seed, without any draws since; ``None``: see the next.
-    python, numpy
-        Their full states otherwise: hundreds of numbers, which take a tenth of a millisecond to read and set.
-    """
+class HostDraws(NamedTuple):
+    """State of the generators of numpy and Python."""
 
     seed: int | None
+    """They are as after seeding with this seed, without any draws since; ``None``: see the next."""
     python: Any = None
+    """Their full states otherwise: hundreds of numbers, which take a tenth of a millisecond to read and set."""
     numpy: Any = None
 
 
-class _Untouched:
-    """Detects whether numbers were drawn since the last seeding, without reading whole states."""
+class _Seeding:
+    """The last seeding of both generators: whether numbers were drawn since, without reading whole states.
+
+    It keeps the states of the last few seeds, as trainings that take turns come back to them: copying takes a tenth of
+    the time of seeding.
+    """
 
     def __init__(self) -> None:
-        self.seed: int | None = None
+        self._draws = HostDraws(None)
         self._places: tuple[object, ...] = ()
+        self._states: dict[int | None, tuple[bytes, bytes]] = {}  # seed -> words of numpy's and Python's generator
 
-    def mark(self, seed: int) -> None:
-        """Note that both generators have just been seeded."""
-        self.seed, self._places = seed, host_places()
+    def seed(self, seed: int) -> None:
+        """Seed both generators."""
+        untouched = self._is_untouched()
+        if untouched and seed == self._draws.seed:
+            return
+        known = self._states.get(seed)
+        if untouched and known is not None:  # untouched, so neither holds the second of a pair of normal variates
+            for memory, words in zip(_memory(), known, strict=True):
+                memory[:] = words
+        else:
+            np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from the global generator
+            random.seed(seed)
+        self._draws, self._places = HostDraws(seed), host_places()
 
-    def holds(self) -> bool:
-        """Return whether nothing was drawn since."""
-        return self.seed is not None and host_places() == self._places
+    def draws(self) -> HostDraws | None:
+        """Return the states of both generators as a seed; ``None`` if numbers were drawn since."""
+        if not self._is_untouched():
+            return None
+        seed = self._draws.seed
+        if seed not in self._states and _layout_is_known():
+            self._states[seed] = tuple(map(bytes, _memory()))  # type: ignore[assignment]  # of two
+            if len(self._states) > _KEPT_SEEDS:
+                del self._states[next(iter(self._states))]
+        return self._draws
+
+    def _is_untouched(self) -> bool:
+        return self._draws.seed is not None and host_places() == self._places
 
 
 def host_draws() -> HostDraws:
     """Return the state of the generators of numpy and Python."""
-    if _untouched.holds():
-        return HostDraws(_untouched.seed)
+    draws = _seeding.draws()
+    if draws is not None:
+        return draws
     return HostDraws(None, random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002 - the global one
 
 
 def restore_host_draws(draws: HostDraws) -> None:
     """Set the state of the generators of numpy and Python."""
     if draws.seed is not None:
-        _seed_others(draws.seed)
+        _seeding.seed(draws.seed)
     else:
         random.setstate(draws.python)
         np.random.set_state(draws.numpy)  # noqa: NPY002 - the same
@@ -140,9 +159,24 @@ def _words_at(address: int) -> Any:
 
 
 def _read_python_place() -> tuple[int, ...]:
-    """Read CPython's ``struct { PyObject; int index; uint32_t state[624]; }`` of the global generator."""
-    words = _words_at(id(random._inst) + object.__basicsize__)  # noqa: SLF001
+    words = _words_at(_address_of_python())
     return words[0], words[2], words[_WORDS]
+
+
+def _address_of_python() -> int:
+    """Return where ``int index; uint32_t state[624]`` begin, which follow on PyObject in CPython's generator."""
+    return id(random._inst) + object.__basicsize__  # noqa: SLF001
+
+
+def _memory() -> tuple[memoryview, memoryview]:
+    """Return the memory of the states of numpy's and Python's generator; both are Mersenne Twisters."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in numpy's stubs
+    return _bytes_at(generator.ctypes.state_address), _bytes_at(_address_of_python())
+
+
+@lru_cache(maxsize=4)
+def _bytes_at(address: int) -> memoryview:
+    return memoryview(_words_at(address)).cast("B")
 
 
 def _ask_python_place() -> tuple[int, ...]:
@@ -172,15 +206,7 @@ def _layout_is_known() -> bool:
         random.setstate(before)
 
 
-_untouched = _Untouched()
-
-
-def _seed_others(seed: int) -> None:
-    if seed == _untouched.seed and _untouched.holds():
-        return
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from the global generator
-    random.seed(seed)
-    _untouched.mark(seed)
+_seeding = _Seeding()
 
 
 @cache

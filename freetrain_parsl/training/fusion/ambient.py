@@ -50,13 +50,18 @@ class Ambient:
         """Return the current one."""
         return cls(torch.is_grad_enabled(), autocast_state(), torch_generators(), random_streams.host_draws())
 
-    def restore(self) -> None:
-        """Make it the current one."""
-        self.restore_modes()
+    def restore(self, now: Ambient) -> None:
+        """Make it the current one, where the modes are those of `now`."""
+        if not self.has_modes_of(now):
+            self.restore_modes()
         if self.torch_states is not None:
             restore_torch_generators(self.torch_states)
         if self.host is not None:
             random_streams.restore_host_draws(self.host)
+
+    def has_modes_of(self, other: Ambient) -> bool:
+        """Return whether all but the generators are the same."""
+        return self.grad == other.grad and self.autocast == other.autocast
 
     def restore_modes(self) -> None:
         """Restore all but the generators."""

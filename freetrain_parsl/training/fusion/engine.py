@@ -6,9 +6,8 @@ import logging
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -64,8 +63,7 @@ class ArrayMember:
         self.objects = objects
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A call of a participant's model."""
 
     participant: ArrayMember
@@ -75,8 +73,7 @@ class _Call:
     has_kwargs: bool
 
 
-@dataclass(frozen=True)
-class _Loss:
+class _Loss(NamedTuple):
     """A participant's loss, for a backward pass or a step; ``None``: its gradients are there."""
 
     participant: ArrayMember

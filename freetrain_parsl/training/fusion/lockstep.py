@@ -8,7 +8,7 @@ the main thread as it would alone. What torch and the random generators keep per
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from greenlet import greenlet
 
@@ -20,26 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["Lockstep", "Meeting", "Strand"]
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What a strand waits for.
-
-    Parameters
-    ----------
-    order
-        Strands with lower numbers are served first if the strands wait for different things: those that are behind.
-    kind
-        Strands that wait for equal kinds are served together.
-    work
-        Called once with the strands that are served together; sets the `result` or the `error` of each.
-    item
-        What this strand contributes.
-    """
+class Meeting(NamedTuple):
+    """What a strand waits for."""
 
     order: int
+    """Strands with lower numbers are served first if the strands wait for different things: those that are behind."""
     kind: Hashable
+    """Strands that wait for equal kinds are served together."""
     work: Callable[[Sequence[Strand]], None]
+    """Called once with the strands that are served together; sets the `result` or the `error` of each."""
     item: Any = None
+    """What this strand contributes."""
 
 
 @dataclass(eq=False)
@@ -125,24 +116,25 @@ class Lockstep:
                     self._turn(strand, base)
                 if self._strands and all(strand.meeting is not None for strand in self._strands):
                     self._serve()
+                    base.restore_modes()
         finally:
             self.current = None
             for strand in self._strands:  # an exception of the work itself: unwind the functions
                 assert strand._greenlet is not None
                 strand._greenlet.throw()
-            base.restore()
+            base.restore(Ambient.capture())
 
     def _turn(self, strand: Strand, base: Ambient) -> None:
         assert strand._greenlet is not None
         self.current = strand
-        strand.ambient.restore()
+        strand.ambient.restore(base)
         strand._greenlet.switch()
         self.current = None
+        strand.ambient = Ambient.capture()
+        if not strand.ambient.has_modes_of(base):
+            base.restore_modes()
         if strand._greenlet.dead:
             self._strands.remove(strand)
-        else:
-            strand.ambient = Ambient.capture()
-        base.restore_modes()
 
     def _serve(self) -> None:
         meetings = [(strand, strand.meeting) for strand in self._strands if strand.meeting is not None]

@@ -1,9 +1,9 @@
 """Optimizer steps of all members of an array at once, on rows instead of single parameters.
 
-Three ways, the first that is possible: the formulas of SGD, Adam and AdamW for all rows, each with the hyperparameters
-of its member; for torch's other elementwise optimizers, one hidden optimizer of the same class for each member, whose
-parameters are the member's whole rows; otherwise each member's own optimizer. The members' optimizers keep their
-parameter groups, which schedulers change, and their states: views of the rows' states.
+Three ways, the first that is possible: SGD, Adam and AdamW for all rows, each with the hyperparameters of its member;
+for torch's other elementwise optimizers, one hidden optimizer of the same class for each member, whose parameters are
+the member's whole rows; otherwise each member's own optimizer. The members' optimizers keep their parameter groups,
+which schedulers change, and their states: views of the rows' states.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) 
     formula = _FORMULAS.get(type(optimizers[0]))
     usual = not any(group.get(name) for group in groups for name in _UNUSUAL)
     alike = all(len({group.get(name) for group in each}) == 1 for each in _by_place(optimizers) for name in _SWITCHES)
-    if formula is not None and usual and alike:
+    real = all(segment.rows.is_floating_point() for segment in segments)
+    if formula is not None and usual and alike and real:
+        if isinstance(formula, _Adam) and _has_kernels(segments):
+            return AdamKernels(optimizers, segments, formula)
         return FormulaOptimizer(optimizers, segments, formula)
     if any(group.get("differentiable") or group.get("capturable") for group in groups):
         return OwnOptimizers(optimizers)
@@ -265,17 +268,17 @@ class FormulaOptimizer:
                 group = self._optimizers[0].param_groups[segment.place[1]]
                 if segment.gradients is None:
                     continue
-                self._formula.update(
-                    segment.rows,
-                    segment.gradients,
-                    self._states[number],
-                    _hyperparameters(_groups(self._optimizers, segment), self._formula.names),
-                    group,
-                    self._steps,
-                )
                 self._counters[number] += 1
+                hyper = _hyperparameters(_groups(self._optimizers, segment), self._formula.names)
+                self._update(number, segment.rows, segment.gradients, hyper, group)
         if new:
             self._share()
+
+    def _update(
+        self, number: int, rows: torch.Tensor, gradients: torch.Tensor, hyper: Hyperparameters, group: dict[str, Any]
+    ) -> None:
+        """Update the rows and states of a segment."""
+        self._formula.update(rows, gradients, self._states[number], hyper, group, self._steps)
 
     def hand_over(self) -> None:
         """See `RowOptimizer`: their states are views."""
@@ -319,6 +322,55 @@ class FormulaOptimizer:
                     counted = {} if isinstance(optimizer, optim.SGD) else {"step": counters[row, place]}
                     if counted or own:
                         optimizer.state[parameter] = counted | own
+
+
+def _has_kernels(segments: Sequence[Segment]) -> bool:
+    """Return whether torch's fused kernels of Adam are there, and faster than single operators: not on GPUs."""
+    there = hasattr(torch, "_fused_adam_") and hasattr(torch, "_fused_adamw_")
+    kinds = {(segment.rows.device.type, segment.rows.dtype) for segment in segments}
+    return there and kinds <= {("cpu", torch.float32), ("cpu", torch.float64)}
+
+
+class AdamKernels(FormulaOptimizer):
+    """Adam or AdamW by torch's kernel for CPUs: one pass through the memory, for members with equal hyperparameters."""
+
+    def take_over(self) -> None:
+        """See `RowOptimizer`."""
+        super().take_over()
+        self._parts = [  # of each segment: rows, means, squares and step counts of each member
+            [each.unbind() for each in (segment.rows, states["exp_avg"], states["exp_avg_sq"], counters[:, 0])]
+            for segment, states, counters in zip(self._segments, self._states, self._counters, strict=True)
+        ]
+
+    def _update(
+        self, number: int, rows: torch.Tensor, gradients: torch.Tensor, hyper: Hyperparameters, group: dict[str, Any]
+    ) -> None:
+        decoupled = isinstance(self._optimizers[0], optim.AdamW) or group.get("decoupled_weight_decay", False)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        equal: dict[tuple[float, ...], list[int]] = {}
+        for member, values in enumerate(zip(*hyper.values(), self._steps, strict=True)):
+            equal.setdefault(values, []).append(member)
+        own_rows, means, squares, steps = self._parts[number]
+        own_gradients = gradients.unbind() if len(equal) > 1 else ()
+        for members in equal.values():
+            if len(equal) == 1:
+                states = self._states[number]
+                tensors = [[each] for each in (rows, gradients, states["exp_avg"], states["exp_avg_sq"])]
+                tensors += [[], [steps[0]]]
+            else:
+                tensors = [[each[i] for i in members] for each in (own_rows, own_gradients, means, squares)]
+                tensors += [[], [steps[i] for i in members]]
+            given = {name: values[members[0]] for name, values in hyper.items()}
+            kernel(
+                *tensors,
+                lr=given["lr"],
+                beta1=given["betas 0"],
+                beta2=given["betas 1"],
+                weight_decay=given["weight_decay"],
+                eps=given["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 class HiddenOptimizers:

@@ -15,6 +15,7 @@ from freetrain_parsl.training.fragment import train
 from freetrain_parsl.training.fusion.engine import FusionEngine
 from freetrain_parsl.training.fusion.lockstep import Lockstep
 from freetrain_parsl.training.fusion.member import MemberRuntime
+from freetrain_parsl.training.fusion.memory import freed_memory_kept
 from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.mailbox import Membership, Paused
 
@@ -101,7 +102,8 @@ def run_members(
         fill(leaving=1)
 
     fill()
-    lockstep.run()
+    with freed_memory_kept():
+        lockstep.run()
     return engine
 
 
