@@ -174,12 +174,13 @@ class Sweep:
         wanted = arrange(self.fusion, sizes, waiting, slots, horizon=horizon, pause=pause, start=start)
         changed = [array for array, size in zip(self.arrays, wanted, strict=False) if array.size != size]
         goals = [size for array, size in zip(self.arrays, wanted, strict=False) if array.size != size]
+        # All arrays release their surplus before any takes others, whose rates it sets.
         kept = [array.members[:size] for array, size in zip(changed, goals, strict=True)]
         for array, size in zip(changed, goals, strict=True):
             self.waiting.extendleft(reversed(array.members[size:]))
-        cost = 0.0
-        for array, members, size in zip(changed, kept, goals, strict=True):
-            cost += array.regroup([*members, *self._next(size - len(members))])
+        cost = sum(array.regroup(members) for array, members in zip(changed, kept, strict=True))
+        for array, size in zip(changed, goals, strict=True):
+            array.take([*array.members, *self._next(size - array.size)])
         formed = [self._form(size) for size in wanted[len(sizes) :]]
         self.arrays = [array for array in self.arrays if array.members] + formed
         return formed, changed, cost

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.holes import HoleLog
     from freetrain_parsl.replay.trainers import TrainerSet
 
-__all__ = ["Contestant", "OnProgress", "compare", "entry_of", "progress_of", "refuse_missing_forecasts"]
+__all__ = ["Contestant", "OnProgress", "compare", "entry_of", "progress_of", "refuse_missing_forecasts", "top_level"]
 
 OnProgress = Callable[[str, float], None]
 """(current activity, share of it that is done): called from time to time."""
@@ -132,7 +132,6 @@ def compare(
         case = Case(log, rates, best.make, replace(settings, knowledge=best.knowledge))
         tell = partial(on_progress, "what if changes cost less or more")
         more["what_if"] = what_if(case, yardstick.dedicated, on_progress=tell)
-    top = {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
     return {
         "version": __version__,
         "log": log_figures(log),
@@ -144,7 +143,7 @@ def compare(
         "concurrent": settings.concurrent,
         "blocks_start_in": None if settings.blocks is None else settings.blocks.planner.startup.total_seconds(),
         "nodes_per_block": None if settings.blocks is None else settings.blocks.planner.max_nodes_per_block,
-        **top,
+        **top_level(entries),
         "policies": entries,
         **more,
     }
@@ -162,6 +161,11 @@ def entry_of(contestant: Contestant, run: Callable[[], dict[str, Any]]) -> dict[
         **figures,
         "first_refusal": refusal.reason,
     }
+
+
+def top_level(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a single policy that are also at the top level of a result."""
+    return {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
 
 
 def refuse_missing_forecasts(log: HoleLog, contestants: Sequence[Contestant]) -> None:

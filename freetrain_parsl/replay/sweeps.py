@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.fusion import FusionCurve
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.replay.arrays import ArrayAccount, Sweep
-from freetrain_parsl.replay.comparison import entry_of, progress_of, refuse_missing_forecasts
+from freetrain_parsl.replay.comparison import entry_of, progress_of, refuse_missing_forecasts, top_level
 from freetrain_parsl.replay.ideal import BestRates
 from freetrain_parsl.replay.metrics import log_figures, node_series, run_figures
 from freetrain_parsl.replay.simulation import Curves, Replay, ReplaySettings
@@ -80,24 +81,23 @@ def compare_fusion(
         raise InvalidSettings("--curves learned: the curves of arrays are given by --fusion; use known")
     if log.mean_idle() <= 0:
         raise InvalidInput(f"{log.name}: no node is ever idle, so there is nothing to train in")
+
+    def run(one: Contestant, doing: str, curve: FusionCurve) -> dict[str, Any]:
+        report = progress_of(replace(one, policy=f"{one.policy}, {doing}"), log, on_progress)
+        chosen = replace(settings, knowledge=one.knowledge)
+        outcome = replay_sweeps(log, trainers, curve, one.make(), chosen, report)
+        report(log.end)
+        return _figures(outcome, trainers, price_per_node_hour)
+
     name, curve = fusion
     entries = []
     for one in contestants:
-
-        def run(curve: FusionCurve, doing: str, one: Contestant = one) -> dict[str, Any]:
-            report = progress_of(replace(one, policy=f"{one.policy}, {doing}"), log, on_progress)
-            outcome = replay_sweeps(
-                log, trainers, curve, one.make(), replace(settings, knowledge=one.knowledge), report
-            )
-            report(log.end)
-            return _figures(outcome, trainers, price_per_node_hour)
-
-        fused = entry_of(one, lambda: run(curve, name))
+        entry = entry_of(one, partial(run, one, name, curve))
         if curve.largest > 1:
-            alone = entry_of(one, lambda: run(FusionCurve(), "one by one"))
-            fused["one_by_one"] = {**alone["sweep"], "jct": alone["jct"]}
-            fused["series"]["finished_one_by_one"] = alone["series"]["finished"]
-        entries.append(fused)
+            alone = entry_of(one, partial(run, one, "one by one", FusionCurve()))
+            entry["one_by_one"] = {**alone["sweep"], "jct": alone["jct"]}
+            entry["series"]["finished_one_by_one"] = alone["series"]["finished"]
+        entries.append(entry)
     return {
         "version": __version__,
         "log": log_figures(log),
@@ -109,6 +109,7 @@ def compare_fusion(
         "concurrent": settings.concurrent,
         "blocks_start_in": None,
         "nodes_per_block": None,
+        **top_level(entries),
         "policies": entries,
     }
 

@@ -77,6 +77,17 @@ def test_a_sweep_forms_arrays_and_gets_back_the_members_of_those_that_lost_their
     assert sweep.arrays == [formed[1]]
 
 
+def test_members_that_move_train_on_in_the_other_array() -> None:
+    arrays = [ArrayAccount.of(name, FUSION, accounts(size)) for name, size in (("a", 1), ("b", 4))]
+    for array in arrays:
+        array.start(frozenset(array.trainer.name), 0.0, 0.0)
+    formed, changed, cost = Sweep("s", MEMBER, FUSION, arrays=[*arrays]).rearrange(2, 1000.0)
+    assert (formed, changed, cost) == ([], arrays, 5 * (10 + 20) * 0.5)
+    assert [array.size for array in arrays] == [2, 3]
+    for array, rate in zip(arrays, (8.0, 6.0), strict=True):
+        assert [member.rate for member in array.members] == pytest.approx([rate] * array.size)
+
+
 @pytest.mark.parametrize(
     ("sizes", "waiting", "slots", "horizon", "wanted"),
     [

@@ -121,7 +121,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, float]]:
     st.sampled_from([EqualSharePolicy, MilpPolicy]),
     st.sampled_from([Knowledge.NONE, Knowledge.PERFECT, Knowledge.ESTIMATED]),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_the_members_work_is_node_time_by_throughput(
     log: SmallLog, numbers: list[int], up: float, work: float, policy: Any, knowledge: Knowledge
 ) -> None:
@@ -150,7 +150,7 @@ concave = st.lists(st.integers(0, 10), max_size=7).map(
 
 
 @given(concave, st.integers(1, 4), st.integers(1, 12), st.floats(0.1, 1.0))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_fusion_never_does_less_nor_finishes_later(fusion: FusionCurve, nodes: int, members: int, share: float) -> None:
     """One by one, members end in waves of 10 s."""
     last = 10.0 * math.ceil(members / nodes)

@@ -48,7 +48,7 @@ def policy_by_policy(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> l
     ]
 
 
-def node_use(entry: Mapping[str, Any], axis: TimeAxis, users: str = "trainings") -> Element:
+def node_use(entry: Mapping[str, Any], axis: TimeAxis, user: str = "training") -> Element:
     """Draw the idle nodes of a policy over time, and what used them."""
     series = entry["series"]
     factor = math.ceil(len(series["idle"]) / _STEPS_DRAWN)
@@ -66,7 +66,8 @@ def node_use(entry: Mapping[str, Any], axis: TimeAxis, users: str = "trainings")
     unused = [max(total - part, 0.0) for total, part in zip(idle, taken, strict=True)]
     layers.append(Series("unused", "var(--unused)", unused))
     hours = entry["node_hours"]
-    summary = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours were used by {len(used):,} {users}."
+    users = f"{len(used):,} {user}{'s' * (len(used) != 1)}"
+    summary = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours were used by {users}."
     caption = f"{summary} Each step is the mean of {duration(factor * series['bin_seconds'])}."
     title = "Idle nodes and their use"
     drawn_seconds = len(idle) * factor * series["bin_seconds"]

@@ -49,7 +49,7 @@ def sweep_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]
         _finished(result, policies, axis),
         _table(result, policies),
         element("h2", "Details"),
-        node_use(best, axis, users="sweeps"),
+        node_use(best, axis, user="sweep"),
         element("h2", "Terms"),
         element("dl", *terms, class_="words"),
     ]
@@ -111,7 +111,7 @@ def _finished(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]], 
     return charts.figure(
         title,
         f"Share of all members; fusion {result['fusion']['name']}, one by one dashed.",
-        charts.lines(title, summary, series, axis=axis),
+        charts.lines(title, summary, series, axis=axis, low=0.0),
         charts.legend([(one.name, one.colour) for one in series]),
     )
 
