@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -19,16 +20,19 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from freetrain_parsl.cli.arguments import check_output_files, known_name, split_names
 from freetrain_parsl.errors import InvalidSettings, UsageError
+from freetrain_parsl.planning.curves.fusion import FusionCurve
 from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.replay.block_site import BlockSettings
 from freetrain_parsl.replay.comparison import Contestant, OnProgress, compare
 from freetrain_parsl.replay.example import write_example
+from freetrain_parsl.replay.fusion_curves import fusion_curve
 from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
-from freetrain_parsl.replay.terminal import heading, result_table, summary, what_if_table
+from freetrain_parsl.replay.sweeps import compare_fusion
+from freetrain_parsl.replay.terminal import heading, result_table, summary, sweep_summary, sweep_table, what_if_table
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
 from freetrain_parsl.report.output import write_output
 
@@ -43,7 +47,11 @@ def replay(
         Path | None, typer.Argument(metavar="LOG", help="Idle log (CSV), job log (SWF) or sacct's text; may end in .gz")
     ] = None,
     trainers: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="hpo:N, mixed:N, or a list (.yaml, .csv).")
+        str | None, typer.Option(metavar="SPEC", help="hpo:N, mixed:N, a list (.yaml, .csv), or sweep:NxLIST.")
+    ] = None,
+    fusion: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Throughput of a sweep's arrays: a curve's name, or .csv or .json."),
     ] = None,
     policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="Allocation policies.")] = "milp",
     knowledge: Annotated[
@@ -108,8 +116,10 @@ def replay(
         chosen = _trainers(trainers, rescale_seconds)
         contestants = _contestants(policy, knowledge, objective or chosen.objective, horizon)
         settings = replace(_settings(cost, curves, start_seconds, concurrent), blocks=_blocks(blocks, nodes_per_block))
+        fused = _fusion(fusion, chosen, what_if=what_if)
         _check_price(node_hour_price)
-        check_output_files([log, Path(trainers)], {"--json": json, "--report": report})
+        lists = [Path(re.sub(r"^sweep:[0-9]+x", "", trainers)), *([] if fusion is None else [Path(fusion)])]
+        check_output_files([log, *lists], {"--json": json, "--report": report})
         with _progress() as progress:
             tell = _teller(progress)
             tell(f"reading {log.name}", 0.0)
@@ -122,15 +132,21 @@ def replay(
                 mask_idle_above=mask_outages,
             )
             tell(f"reading {log.name}", 1.0)
-            result = compare(
-                holes,
-                chosen,
-                contestants,
-                settings,
-                price_per_node_hour=node_hour_price,
-                with_what_if=what_if,
-                on_progress=tell,
-            )
+            price = node_hour_price
+            if fused is not None:
+                result = compare_fusion(
+                    holes, chosen, fused, contestants, settings, price_per_node_hour=price, on_progress=tell
+                )
+            else:
+                result = compare(
+                    holes,
+                    chosen,
+                    contestants,
+                    settings,
+                    price_per_node_hour=price,
+                    with_what_if=what_if,
+                    on_progress=tell,
+                )
     except KeyboardInterrupt:
         typer.echo("freetrain: interrupted; nothing was written", err=True)
         raise typer.Exit(130) from None
@@ -152,6 +168,18 @@ def _trainers(spec: str, rescale_seconds: str | None) -> TrainerSet:
             f"--rescale-seconds {rescale_seconds}: give UP,DOWN, seconds of zero or more, as in 18,12"
         )
     return with_costs(chosen, *seconds)
+
+
+def _fusion(spec: str | None, trainers: TrainerSet, *, what_if: bool) -> tuple[str, FusionCurve] | None:
+    """Return the name and the curve for sweeps; ``None`` for other trainers."""
+    if not trainers.sweeps:
+        if spec is not None:
+            raise InvalidSettings("--fusion: only members of sweeps are fused; give --trainers sweep:NxLIST")
+        return None
+    if what_if:
+        raise InvalidSettings("--what-if: does not work with sweeps; use --rescale-seconds and --start-seconds")
+    spec = spec or "none"
+    return Path(spec).name, fusion_curve(spec)
 
 
 def _contestants(policies: str, knowledge: str, objective: str, horizon: str) -> list[Contestant]:
@@ -236,9 +264,10 @@ def _show(result: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     console.print(heading(result), markup=False)
     console.print()
-    console.print(result_table(result))
+    sweeps = "fusion" in result
+    console.print(sweep_table(result) if sweeps else result_table(result))
     console.print()
-    console.print(summary(result), markup=False)
+    console.print(sweep_summary(result) if sweeps else summary(result), markup=False)
     for note in result["notes"]:
         console.print(f"Note: {note}", markup=False)
     if "what_if" in result:

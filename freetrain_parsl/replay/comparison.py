@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.holes import HoleLog
     from freetrain_parsl.replay.trainers import TrainerSet
 
-__all__ = ["Contestant", "OnProgress", "compare"]
+__all__ = ["Contestant", "OnProgress", "compare", "entry_of", "progress_of", "refuse_missing_forecasts", "top_level"]
 
 OnProgress = Callable[[str, float], None]
 """(current activity, share of it that is done): called from time to time."""
@@ -113,35 +113,25 @@ def compare(
         No node of the log is ever idle.
     """
     settings = settings or ReplaySettings()
-    if not log.has_forecasts and any(one.knowledge is Knowledge.ESTIMATED for one in contestants):
-        raise refuse_forecasts(log.name)
+    refuse_missing_forecasts(log, contestants)
     on_progress("oracle", 0.0)
     rates = BestRates(trainers.trainers, OBJECTIVES[trainers.objective])
     yardstick = Yardstick.of(rates, log, concurrent=settings.concurrent)
     on_progress("oracle", 1.0)
-    entries = []
-    for one in contestants:
-        report = _progress_of(one, log, on_progress)
-        with _first_refusal() as refusal:
-            outcome = replay(log, rates, one.make(), replace(settings, knowledge=one.knowledge), report)
+
+    def run(one: Contestant) -> dict[str, Any]:
+        report = progress_of(one, log, on_progress)
+        outcome = replay(log, rates, one.make(), replace(settings, knowledge=one.knowledge), report)
         report(log.end)
-        entries.append(
-            {
-                "policy": one.policy,
-                "knowledge": one.knowledge.value,
-                "objective": one.objective,
-                "horizon": "adaptive" if one.horizon is None else one.horizon,
-                **policy_figures(outcome, yardstick, price_per_node_hour=price_per_node_hour),
-                "first_refusal": refusal.reason,
-            }
-        )
+        return policy_figures(outcome, yardstick, price_per_node_hour=price_per_node_hour)
+
+    entries = [entry_of(one, partial(run, one)) for one in contestants]
     more = {}
     if with_what_if:
         best = contestants[entries.index(best_first(entries)[0])]
         case = Case(log, rates, best.make, replace(settings, knowledge=best.knowledge))
         tell = partial(on_progress, "what if changes cost less or more")
         more["what_if"] = what_if(case, yardstick.dedicated, on_progress=tell)
-    top = {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
     return {
         "version": __version__,
         "log": log_figures(log),
@@ -153,10 +143,35 @@ def compare(
         "concurrent": settings.concurrent,
         "blocks_start_in": None if settings.blocks is None else settings.blocks.planner.startup.total_seconds(),
         "nodes_per_block": None if settings.blocks is None else settings.blocks.planner.max_nodes_per_block,
-        **top,
+        **top_level(entries),
         "policies": entries,
         **more,
     }
+
+
+def entry_of(contestant: Contestant, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a contestant's entry: its settings, the figures that `run` returns, and why a decision was refused."""
+    with _first_refusal() as refusal:
+        figures = run()
+    return {
+        "policy": contestant.policy,
+        "knowledge": contestant.knowledge.value,
+        "objective": contestant.objective,
+        "horizon": "adaptive" if contestant.horizon is None else contestant.horizon,
+        **figures,
+        "first_refusal": refusal.reason,
+    }
+
+
+def top_level(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a single policy that are also at the top level of a result."""
+    return {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
+
+
+def refuse_missing_forecasts(log: HoleLog, contestants: Sequence[Contestant]) -> None:
+    """Raise `InvalidSettings` if a contestant needs forecasts and the log has none."""
+    if not log.has_forecasts and any(one.knowledge is Knowledge.ESTIMATED for one in contestants):
+        raise refuse_forecasts(log.name)
 
 
 def _notes(trainers: TrainerSet, mean_idle: float, concurrent: int | None) -> list[str]:
@@ -171,7 +186,8 @@ def _notes(trainers: TrainerSet, mean_idle: float, concurrent: int | None) -> li
     return [f"{used} that are idle on average; add trainers, or let them use more nodes"]
 
 
-def _progress_of(one: Contestant, log: HoleLog, on_progress: OnProgress) -> Callable[[float], None]:
+def progress_of(one: Contestant, log: HoleLog, on_progress: OnProgress) -> Callable[[float], None]:
+    """Return a callback that reports the time reached on the log's clock as a share of the contestant's replay."""
     doing = f"{one.policy}, closings {one.knowledge.value}"
     return lambda time: on_progress(doing, (time - log.start) / (log.end - log.start))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.ideal import BestRates
     from freetrain_parsl.replay.simulation import Outcome
 
-__all__ = ["Yardstick", "log_figures", "policy_figures"]
+__all__ = ["Yardstick", "log_figures", "node_series", "policy_figures", "run_figures"]
 
 _HOUR = 3600.0
 _FASTEST_MS = 2.0**-4  # of the histogram's first column, which includes anything faster
@@ -152,11 +152,19 @@ def policy_figures(
         Plain values, as in the JSON of ``freetrain replay``; efficiency and losses are ``None`` if the trainers cannot
         run on the dedicated nodes.
     """
+    return {
+        **_shares(outcome, yardstick),
+        **run_figures(outcome, price_per_node_hour=price_per_node_hour),
+        "series": _series(outcome, yardstick),
+    }
+
+
+def run_figures(outcome: Outcome, *, price_per_node_hour: float | None = None) -> dict[str, Any]:
+    """Compute the metrics that need no reference values; see `policy_figures`."""
     solves = np.array([seconds for seconds, _ in outcome.decisions]) * 1000
     idle_hours, used_hours = outcome.idle_seconds / _HOUR, outcome.used_seconds / _HOUR
     start = outcome.bins.start
     return {
-        **_shares(outcome, yardstick),
         "events": outcome.events,
         "solves": len(solves),
         "solve_ms": {
@@ -178,7 +186,6 @@ def policy_figures(
             "used": price_per_node_hour * used_hours,
         },
         "trainers": [_trainer_figures(account, start) for account in outcome.accounts],
-        "series": _series(outcome, yardstick),
         "solve_histogram": _histogram(solves),
     }
 
@@ -230,14 +237,22 @@ def _trainer_figures(account: Account, start: float) -> dict[str, Any]:
 def _series(outcome: Outcome, yardstick: Yardstick) -> dict[str, Any]:
     bins = outcome.bins
     dedicated = np.cumsum(yardstick.dedicated_bins.sums("value"))
-    used = {account.trainer.name: outcome.trainer_bins.sums(account.trainer.name) for account in outcome.accounts}
+    return {
+        **node_series(outcome, [account.trainer.name for account in outcome.accounts]),
+        "efficiency": _running_shares(bins.sums("value"), dedicated),
+        "oracle": _running_shares(yardstick.oracle_bins.sums("value"), dedicated),
+    }
+
+
+def node_series(outcome: Outcome, names: Sequence[str]) -> dict[str, Any]:
+    """Return the mean number of idle nodes, and of nodes used by each of `names`, over time."""
+    bins = outcome.bins
+    used = {name: outcome.trainer_bins.sums(name) for name in names}
     return {
         "time": [round(number * bins.seconds, _NODE_DIGITS) for number in range(bins.number)],
         "bin_seconds": bins.seconds,
         "idle": _rounded(bins.sums("idle") / bins.seconds),
         "used": {name: _rounded(sums / bins.seconds) for name, sums in used.items() if sums.any()},
-        "efficiency": _running_shares(bins.sums("value"), dedicated),
-        "oracle": _running_shares(yardstick.oracle_bins.sums("value"), dedicated),
     }
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.holes import Change, HoleLog
     from freetrain_parsl.replay.ideal import BestRates
 
-__all__ = ["Cost", "Curves", "Knowledge", "Outcome", "ReplaySettings", "replay"]
+__all__ = ["Cost", "Curves", "Knowledge", "Outcome", "Replay", "ReplaySettings", "replay"]
 
 _PLANNER = PlannerSettings(closing_margin=timedelta(0), settle=timedelta(0), replan_interval=timedelta.max).in_seconds()
 _IDLE = "idle"  # the one block that all idle nodes belong to
@@ -171,10 +171,12 @@ def replay(
     InvalidSettings
         Forecasts are requested from a log that has none.
     """
-    return _Replay(log, rates, policy, settings or ReplaySettings(), on_progress).run()
+    return Replay(log, rates, policy, settings or ReplaySettings(), on_progress).run()
 
 
-class _Replay:
+class Replay:
+    """One replay; the parameters are those of `replay`."""
+
     def __init__(
         self,
         log: HoleLog,
@@ -265,7 +267,7 @@ class _Replay:
             account.run(seconds)
             used += len(account.nodes)
             value += account.weight * account.rate
-            outcome.trainer_bins.add_rate(name, self._now, target, len(account.nodes))
+            outcome.trainer_bins.add_rate(self._shown_as(name), self._now, target, len(account.nodes))
             if name in self._profiles:
                 self._profiles[name].observe(len(account.nodes), account.rate * seconds, seconds)
         outcome.value += value * seconds
@@ -274,9 +276,17 @@ class _Replay:
         outcome.bins.add_rate("idle", self._now, target, self._idle)
         outcome.bins.add_rate("value", self._now, target, value)
         if used < self._idle:
-            alive = frozenset(self._index[name] for name in self._alive)
-            outcome.unused += seconds * (self._best(alive, self._idle) - self._best(alive, used))
+            outcome.unused += seconds * self._value_of_unused(used)
         self._now = target
+
+    def _shown_as(self, name: str) -> str:
+        """Return the name under which the nodes of a trainer are counted over time."""
+        return name
+
+    def _value_of_unused(self, used: int) -> float:
+        """Return the value per second that the idle nodes could add to that of the `used` ones."""
+        alive = frozenset(self._index[name] for name in self._alive)
+        return self._best(alive, self._idle) - self._best(alive, used)
 
     # Events.
 
@@ -303,7 +313,7 @@ class _Replay:
             if (owner := self._owners.pop(node, None)) is not None:
                 lost.setdefault(owner, set()).add(node)
         for name, nodes in lost.items():
-            cost = self._accounts[name].preempt(frozenset(nodes))
+            cost = self._alive[name].preempt(frozenset(nodes))
             self._outcome.losses.preemption += cost
             self._spend(cost)
 
@@ -330,14 +340,17 @@ class _Replay:
 
     def _finish(self) -> list[ev.Event]:
         done = [account for account in self._alive.values() if account.done(self._now)]
-        for account in done:
-            account.finished = self._now
-            for node in account.nodes:
-                del self._owners[node]
-            account.stop()
-            del self._alive[account.trainer.name]
-            self._profiles.pop(account.trainer.name, None)
-        return [ev.TrainerFinished(self._now, account.trainer.name) for account in done]
+        return [self._end(account) for account in done]
+
+    def _end(self, account: Account) -> ev.Event:
+        """Remove a trainer that is done."""
+        account.finished = self._now
+        for node in account.nodes:
+            del self._owners[node]
+        account.stop()
+        del self._alive[account.trainer.name]
+        self._profiles.pop(account.trainer.name, None)
+        return ev.TrainerFinished(self._now, account.trainer.name)
 
     def _submit(self) -> Iterable[ev.Event]:
         while self._waiting and self._room() and self._waiting[0].submitted <= self._now:

@@ -9,19 +9,22 @@ from rich.table import Table
 from freetrain_parsl.replay.page.dates import period
 from freetrain_parsl.replay.page.what_if import factor_text, start_text
 from freetrain_parsl.replay.page.wording import (
+    NO_FIGURE,
     best_first,
     count,
     dedicated_nodes,
     duration,
     is_attainable,
     milliseconds,
+    most_finished,
     percent,
+    ways,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["heading", "result_table", "summary", "what_if_table"]
+__all__ = ["heading", "result_table", "summary", "sweep_summary", "sweep_table", "what_if_table"]
 
 _LOSSES = {
     "loss_unused": "unused",
@@ -44,6 +47,8 @@ def heading(result: Mapping[str, Any]) -> str:
         cut += f"; jobs of less than a second: {log['zero_length']:,}"
     dates = f", {text}" if (text := period(log)) else ""
     terms = f", costs {result['cost']}"
+    if "fusion" in result:
+        terms += f", fusion {result['fusion']['name']}"
     if result["curves"] != "known":
         terms += f", curves {result['curves']}"
     if result["blocks_start_in"] is not None:
@@ -79,6 +84,45 @@ def result_table(result: Mapping[str, Any]) -> Table:
         )
     table.add_row("oracle", "", percent(policies[0]["oracle"]), percent(1.0), style="dim")
     return table
+
+
+def sweep_table(result: Mapping[str, Any]) -> Table:
+    """Build the table of sweeps, fused and one by one with each policy, at most 80 columns wide."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("policy", "closings", "members\ntrain"):
+        table.add_column(name)
+    for name in ("finished", "all\nwork", "node-hours\nused", "finished per\nnode-hour", "mean time\nto finish"):
+        table.add_column(name, justify="right")
+    for entry in result["policies"]:
+        for way, sweep, times in ways(entry):
+            table.add_row(
+                entry["policy"],
+                entry["knowledge"],
+                way,
+                f"{sweep['finished']:,}",
+                f"{sweep['work']:,.1f}",
+                count(sweep["node_hours"]),
+                NO_FIGURE if (rate := sweep["finished_per_node_hour"]) is None else f"{rate:.3g}",
+                duration(times["mean"]),
+            )
+    return table
+
+
+def sweep_summary(result: Mapping[str, Any]) -> str:
+    """Summarise what fusion gains with the policy that finishes most."""
+    best = most_finished(result["policies"])[0]
+    sweep, hours = best["sweep"], best["node_hours"]
+    told = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
+    alone = best.get("one_by_one")
+    way = "one by one" if alone is None else f"fused as {result['fusion']['name']}"
+    against = "" if alone is None else f", against {alone['finished']:,} one by one"
+    cost = best["idle_cost"]
+    worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
+    return (
+        f"In {duration(result['log']['seconds'])}, {sweep['finished']:,} of {sweep['members']:,} members would have "
+        f"finished in the idle nodes, {way} with {best['policy']}{told}{against}, in {count(hours['used'])} of "
+        f"{count(hours['idle'])} idle node-hours{worth}."
+    )
 
 
 def what_if_table(result: Mapping[str, Any]) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from freetrain_parsl.replay.models import MODELS
 from freetrain_parsl.replay.trainer_files import numbered, read_trainers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from freetrain_parsl.replay.models import Model
 
@@ -39,11 +40,14 @@ class TrainerSet:
         `Trainer.submitted` and `Trainer.deadline` are seconds after the log's start.
     objective
         Name of the suitable objective in `freetrain_parsl.planning.objectives.base.OBJECTIVES`.
+    sweeps
+        The trainers by sweep, if they are members of sweeps: those of one differ in their names only.
     """
 
     name: str
     trainers: tuple[Trainer, ...]
     objective: str
+    sweeps: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
 
 
 def trainer_set(spec: str) -> TrainerSet:
@@ -54,8 +58,9 @@ def trainer_set(spec: str) -> TrainerSet:
     spec
         ``hpo:N``: N ShuffleNets, as in a hyperparameter search; objective throughput. ``mixed:N``: N trainers that
         cycle through the seven `MODELS`; objective speed-up. Both are endless, on 1 to 64 nodes each, and submitted at
-        the log's start. Anything else is the path of a list, see `read_trainers`; its objective is priority if
-        priorities differ, else throughput if all have the same curve, else speed-up.
+        the log's start. ``sweep:NxLIST``: a sweep of N members for each trainer of a list; objective throughput.
+        Anything else is the path of a list, see `read_trainers`; its objective is priority if priorities differ, else
+        throughput if all have the same curve, else speed-up.
 
     Raises
     ------
@@ -71,9 +76,13 @@ def trainer_set(spec: str) -> TrainerSet:
         if kind == "hpo":
             return TrainerSet(spec, _endless(_HPO, int(number)), "throughput")
         return TrainerSet(spec, _endless(MODELS, int(number)), "speedup")
+    if spec.startswith("sweep:"):
+        return _sweeps(spec)
     path = Path(spec)
     if path.suffix.lower() not in (".yaml", ".yml", ".csv"):
-        raise InvalidSettings(f"unknown trainers {spec!r}; give hpo:N, mixed:N, or the path of a .yaml or .csv list")
+        raise InvalidSettings(
+            f"unknown trainers {spec!r}; give hpo:N, mixed:N, sweep:NxLIST, or the path of a .yaml or .csv list"
+        )
     trainers = read_trainers(path, MODELS)
     objective = "speedup"
     if len({trainer.priority for trainer in trainers}) > 1:
@@ -85,8 +94,35 @@ def trainer_set(spec: str) -> TrainerSet:
 
 def with_costs(trainers: TrainerSet, up: float, down: float) -> TrainerSet:
     """Set the seconds that all trainers lose when they grow or shrink; the cost of a start is kept."""
-    changed = (replace(item, costs=replace(item.costs, up=up, down=down)) for item in trainers.trainers)
-    return replace(trainers, trainers=tuple(changed))
+
+    def changed(items: Iterable[Trainer]) -> tuple[Trainer, ...]:
+        return tuple(replace(item, costs=replace(item.costs, up=up, down=down)) for item in items)
+
+    sweeps = {name: changed(members) for name, members in trainers.sweeps.items()}
+    return replace(trainers, trainers=changed(trainers.trainers), sweeps=sweeps)
+
+
+def _sweeps(spec: str) -> TrainerSet:
+    """Make a sweep of each trainer of a list."""
+    match = re.fullmatch(r"sweep:([0-9]{1,5})x(.+)", spec)
+    if match is None or int(match[1]) == 0:
+        raise InvalidSettings(f"trainers {spec!r}: expected a number and trainers, as in sweep:64xtrainers.yaml")
+    number, inner = int(match[1]), match[2]
+    if inner.startswith("sweep:"):
+        raise InvalidSettings(f"trainers {spec!r}: a sweep cannot be swept; give a list of trainers")
+    sweeps = {}
+    for trainer in trainer_set(inner).trainers:
+        if math.isinf(trainer.work_left):
+            raise InvalidSettings(
+                f"trainers {spec!r}: {trainer.name!r} never ends, so no member of its sweep would; "
+                "give a list with the key 'work'"
+            )
+        sweeps[trainer.name] = tuple(
+            replace(trainer, name=numbered(trainer.name, index, number)) for index in range(number)
+        )
+    members = tuple(member for sweep in sweeps.values() for member in sweep)
+    name = f"sweep:{number}x{Path(inner).name}"
+    return TrainerSet(name, members, "throughput", sweeps)
 
 
 def _endless(models: Mapping[str, Model], count: int) -> tuple[Trainer, ...]:

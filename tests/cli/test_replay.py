@@ -255,6 +255,17 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
         ("idle.csv --trainers hpo:2 --json out --report ./out", "--report out: this is --json already"),
         ("idle.csv --trainers hpo:2 --json idle.csv", "--json idle.csv: this is an input already"),
         ("idle.csv --trainers work.yaml --report work.yaml", "work.yaml:1"),
+        ("idle.csv --trainers hpo:2 --fusion h100-mlp", "--fusion: only members of sweeps are fused"),
+        ("idle.csv --trainers sweep:8xswept.yaml --fusion h100-mpl", "unknown 'h100-mpl' (did you mean 'h100-mlp'?)"),
+        (
+            "idle.csv --trainers sweep:8xswept.yaml --fusion curve.csv",
+            "curve.csv:2: fusion curve: a throughput must be",
+        ),
+        ("idle.csv --trainers sweep:8xswept.yaml --json swept.yaml", "--json swept.yaml: this is an input already"),
+        ("idle.csv --trainers sweep:8xswept.yaml --what-if", "--what-if: does not work with sweeps"),
+        ("idle.csv --trainers sweep:8xswept.yaml --blocks 60", "--blocks: sweeps are replayed in nodes that are idle"),
+        ("idle.csv --trainers sweep:8xtrainers.yaml", "'one' never ends"),
+        ("idle.csv --trainers sweep:8xwork.yaml", "work.yaml:1: 'work' must be a positive number, got -5"),
         ("--example .", "trainers.yaml already exists"),
     ],
 )
@@ -267,6 +278,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(freetrain, tmp_path, monkeypatch,
         "sacct.txt": "JobID|Submit|Start|End|NNodes|Timelimit|State\n",
         "curve.yaml": "- {name: a, max: 4, curve: {2: 10, 4: 18}}\n",
         "work.yaml": "- {name: a, max: 4, curve: shufflenet, work: -5}\n",
+        "swept.yaml": "- {name: a, max: 1, curve: shufflenet, work: 1e6}\n",
+        "curve.csv": "members,throughput\n2,no\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -349,3 +362,32 @@ def test_progress_is_shown_on_a_terminal(freetrain, monkeypatch):
     assert done.code == 0
     for bar in ("reading idle.csv", "oracle", "milp, closings none", "equal-share, closings none"):
         assert bar in done.err
+
+
+def test_a_sweep_is_replayed_fused_and_one_by_one(freetrain, tmp_path):
+    """On one node, four members of 200 s end after 400 s if fused, and three one by one."""
+    (tmp_path / "one.csv").write_text("node,start,end\na,0,600\n")
+    (tmp_path / "swept.yaml").write_text("- {name: net, max: 1, curve: {1: 10}, work: 2000}\n")
+    (tmp_path / "curve.csv").write_text("members,throughput\n4,2.0\n")
+    call = "replay one.csv --trainers sweep:4xswept.yaml --fusion curve.csv --node-hour-price 3 --json out.json"
+    done = freetrain(f"{call} --report out.html")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads((tmp_path / "out.json").read_text())
+    (entry,) = result["policies"]
+    assert entry["sweep"]["finished"] == 4
+    assert entry["one_by_one"]["finished"] == 3
+    assert result["trainers"] == {"spec": "sweep:4xswept.yaml", "count": 4, "objective": "throughput"}
+    text = " ".join(done.out.split())
+    assert "milp none fused 4 4.0 0.1 36 6.67 min milp none one by one 3 3.0 0.2 18 6.67 min" in text
+    assert "4 of 4 members would have finished in the idle nodes, fused as curve.csv with milp, against 3" in text
+    assert "worth 0.3 of 0.5." in text
+    assert "fused as curve.csv, against 3 one by one" in (tmp_path / "out.html").read_text()
+
+
+def test_without_a_curve_a_sweep_trains_one_by_one(freetrain, tmp_path):
+    (tmp_path / "swept.yaml").write_text("- {name: net, max: 1, curve: {1: 10}, work: 1000}\n")
+    done = freetrain("replay idle.csv --trainers sweep:4xswept.yaml --report out.html --json out.json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["fusion"] == {"name": "none", "points": [[1, 1.0]]}
+    assert "fused" not in done.out

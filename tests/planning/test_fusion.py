@@ -20,12 +20,18 @@ CURVE = FusionCurve([(2, 1.9), (4, 3.4), (8, 5.0), (16, 5.2)])
 throughputs = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), max_size=5)
 
 
+diminishing = st.lists(st.integers(-3, 10), max_size=7).map(
+    lambda gains: [(1, 10 + sum(sorted(gains, reverse=True)[: i + 1])) for i in range(len(gains))]
+)
+"""Steps of curves whose gains diminish."""
+
+
 def curve_of(steps):
     """Build a curve from pairs of additional members and tenths of throughput."""
     members, points = 1, []
     for more, tenths in steps:
         members += more
-        points.append((members, tenths / 10))
+        points.append((members, max(tenths, 1) / 10))
     return FusionCurve(points)
 
 
@@ -110,7 +116,7 @@ def test_best_size_is_what_timing_steps_finds(steps, limit):
     assert curve.best_size(limit) == (sizing.size if sizing.fused else 1)
 
 
-@given(throughputs, st.integers(0, 9), st.integers(0, 4), st.integers(1, 9))
+@given(throughputs | diminishing, st.integers(0, 9), st.integers(0, 4), st.integers(1, 9))
 @settings(deadline=None, max_examples=200)
 def test_grouping_is_the_best_of_all(steps, count, slots, limit):
     curve = curve_of(steps)

@@ -47,9 +47,37 @@ def test_a_set_needs_a_number(spec):
         trainer_set(spec)
 
 
+def test_a_sweep_has_equal_members_for_each_trainer_of_a_list(write):
+    path = write("[{name: a, max: 2, work: 9, curve: vgg16}, {name: b, max: 1, work: 5, submit: 7, curve: {1: 5}}]")
+    swept = trainer_set(f"sweep:12x{path}")
+    assert (swept.name, swept.objective) == ("sweep:12xtrainers.yaml", "throughput")
+    assert {name: len(members) for name, members in swept.sweeps.items()} == {"a": 12, "b": 12}
+    assert swept.trainers == swept.sweeps["a"] + swept.sweeps["b"]
+    last = swept.trainers[-1]
+    assert (last.name, last.max_nodes, last.work_left, last.submitted) == ("b-11", 1, 5.0, 7.0)
+    changed = with_costs(swept, 3, 4)
+    assert changed.trainers == changed.sweeps["a"] + changed.sweeps["b"]
+    assert {trainer.costs for trainer in changed.trainers} == {CostsInSeconds(3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("sweep:", "expected a number and trainers, as in sweep:64xtrainers"),
+        ("sweep:0xhpo:1", "expected a number and trainers"),
+        ("sweep:8xsweep:2xhpo:1", "a sweep cannot be swept"),
+        ("sweep:8xhpo:1", "'shufflenet-0' never ends, .* 'work'"),
+        ("sweep:8xnone.txt", "unknown trainers 'none.txt'"),
+    ],
+)
+def test_a_sweep_needs_a_number_and_a_list_with_work(spec, problem):
+    with pytest.raises(InvalidSettings, match=problem):
+        trainer_set(spec)
+
+
 @pytest.mark.parametrize("spec", ["hpo", "imagenet:3", "trainers.txt"])
 def test_an_unknown_set_is_refused(spec):
-    with pytest.raises(InvalidSettings, match="give hpo:N, mixed:N, or the path"):
+    with pytest.raises(InvalidSettings, match="give hpo:N, mixed:N, sweep:NxLIST, or the path"):
         trainer_set(spec)
 
 

@@ -156,7 +156,10 @@ class ArrayRun:
         end: RunEnd
         payload = b""
         if isinstance(ended, Finished):
-            end, payload = RunFinished(ended.progress), serialize(ended.value)
+            try:
+                end, payload = RunFinished(ended.progress), serialize(ended.value)
+            except Exception as error:  # noqa: BLE001 - pickling an object may raise any exception
+                end, payload = end_by(error)
         elif isinstance(ended, Paused):
             end = RunPaused(ended.reason, ended.progress)
         elif self._is_too_large(ended):  # it goes on from its checkpoint, in a smaller array

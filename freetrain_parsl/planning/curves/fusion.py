@@ -17,7 +17,7 @@ import numpy as np
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from os import PathLike
 
     import numpy.typing as npt
@@ -182,10 +182,37 @@ class FusionCurve:
 
 @lru_cache(maxsize=4096)
 def _grouping(curve: FusionCurve, count: int, slots: int, limit: int) -> tuple[int, ...]:
-    """Solve exactly, by dynamic programming over arrays and members."""
     slots = min(slots, count)
     count = min(count, slots * limit)
-    sizes = [size for size in range(1, min(limit, count) + 1) if size == 1 or curve(size) >= _GAIN]
+    values = [curve(size) for size in range(min(limit, count) + 1)]
+    usable = [size for size, value in enumerate(values) if size == 1 or value >= _GAIN]
+    gains = [after - before for before, after in pairwise(values)]
+    if len(usable) == len(gains) and all(after <= before + _EQUAL for before, after in pairwise(gains)):
+        return _grouping_by_even_split(values, count, slots)
+    return _grouping_by_dynamic_programming(values, usable, count, slots)
+
+
+def _grouping_by_even_split(values: Sequence[float], count: int, slots: int) -> tuple[int, ...]:
+    """Solve for a curve of diminishing gains: sizes differ by one at most, and grow while that gains anything."""
+    largest = max(size for size in range(len(values)) if not size or values[size] > values[size - 1] + _EQUAL)
+
+    def split(arrays: int) -> tuple[int, ...]:
+        size, larger = divmod(min(count, arrays * largest), arrays)
+        return (size + 1,) * larger + (size,) * (arrays - larger)
+
+    def total(arrays: int) -> float:
+        return sum(values[size] for size in split(arrays))
+
+    arrays = slots
+    while arrays > 1 and total(arrays - 1) > total(slots) - _EQUAL:
+        arrays -= 1
+    return split(arrays) if arrays else ()
+
+
+def _grouping_by_dynamic_programming(
+    values: Sequence[float], usable: Sequence[int], count: int, slots: int
+) -> tuple[int, ...]:
+    """Solve for any curve, over the number of arrays and of members."""
     # For exactly so many arrays as there are rounds, and exactly so many members (index): the largest throughput, its
     # smallest inequality (the sum of the squared sizes), and the size of the last array.
     throughput = np.where(np.arange(count + 1) == 0, 0.0, -np.inf)
@@ -195,8 +222,8 @@ def _grouping(curve: FusionCurve, count: int, slots: int, limit: int) -> tuple[i
     for number in range(1, slots + 1):
         before, inequality_before = throughput, inequality
         throughput, inequality = np.full(count + 1, -np.inf), np.zeros(count + 1, dtype=np.int64)
-        for size in sizes:
-            more = before[: count + 1 - size] + curve(size)
+        for size in usable:
+            more = before[: count + 1 - size] + values[size]
             squares = inequality_before[: count + 1 - size] + size * size
             better = _better(more, squares, throughput[size:], inequality[size:])
             throughput[size:][better] = more[better]

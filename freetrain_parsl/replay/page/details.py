@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.replay.page.dates import TimeAxis
 
-__all__ = ["policy_by_policy"]
+__all__ = ["node_use", "policy_by_policy"]
 
 _TRAINERS_DRAWN = 10  # the maximum number of distinguishable colours
 _TRAINERS_LISTED = 50
@@ -38,7 +38,7 @@ def policy_by_policy(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> l
                     element("strong", entry["label"]),
                     element("span", f": {percent(entry['efficiency'])}"),
                 ),
-                _who_used_them(entry, axis),
+                node_use(entry, axis),
                 *_progress(entry),
                 *_solve_times(entry),
                 open=None if i else "",
@@ -48,7 +48,8 @@ def policy_by_policy(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> l
     ]
 
 
-def _who_used_them(entry: Mapping[str, Any], axis: TimeAxis) -> Element:
+def node_use(entry: Mapping[str, Any], axis: TimeAxis, user: str = "training") -> Element:
+    """Draw the idle nodes of a policy over time, and what used them."""
     series = entry["series"]
     factor = math.ceil(len(series["idle"]) / _STEPS_DRAWN)
     idle = _coarser(series["idle"], factor)
@@ -65,7 +66,8 @@ def _who_used_them(entry: Mapping[str, Any], axis: TimeAxis) -> Element:
     unused = [max(total - part, 0.0) for total, part in zip(idle, taken, strict=True)]
     layers.append(Series("unused", "var(--unused)", unused))
     hours = entry["node_hours"]
-    summary = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours were used by {len(used):,} trainings."
+    users = f"{len(used):,} {user}{'s' * (len(used) != 1)}"
+    summary = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours were used by {users}."
     caption = f"{summary} Each step is the mean of {duration(factor * series['bin_seconds'])}."
     title = "Idle nodes and their use"
     drawn_seconds = len(idle) * factor * series["bin_seconds"]

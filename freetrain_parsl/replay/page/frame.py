@@ -9,6 +9,7 @@ from freetrain_parsl.replay.page.comparison import comparison
 from freetrain_parsl.replay.page.dates import TimeAxis, period
 from freetrain_parsl.replay.page.details import policy_by_policy
 from freetrain_parsl.replay.page.markup import document, element
+from freetrain_parsl.replay.page.sweeps import sweep_parts
 from freetrain_parsl.replay.page.what_if import what_if_table
 from freetrain_parsl.replay.page.wording import (
     WORDS,
@@ -20,6 +21,7 @@ from freetrain_parsl.replay.page.wording import (
     is_attainable,
     losses_met,
     milliseconds,
+    most_finished,
     percent,
 )
 from freetrain_parsl.report.output import write_output
@@ -55,7 +57,7 @@ def write_page(result: Mapping[str, Any], path: Path) -> None:
 
 
 def _page(result: Mapping[str, Any]) -> Element:
-    policies = best_first(_labelled(result["policies"]))
+    labelled = _labelled(result["policies"])
     axis = TimeAxis.of(result["log"])
     style = files("freetrain_parsl.replay.page").joinpath("page.css").read_text(encoding="utf-8")
     return element(
@@ -72,16 +74,26 @@ def _page(result: Mapping[str, Any]) -> Element:
             "body",
             element(
                 "main",
-                *_opening(result, policies),
-                *comparison(policies, axis),
-                *what_if_table(result, policies),
-                *policy_by_policy(policies, axis),
-                *_definitions(policies),
+                *(
+                    sweep_parts(result, most_finished(labelled), axis)
+                    if "fusion" in result
+                    else _trainer_parts(result, best_first(labelled), axis)
+                ),
                 *_reproduction(result),
             ),
         ),
         lang="en",
     )
+
+
+def _trainer_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
+    return [
+        *_opening(result, policies),
+        *comparison(policies, axis),
+        *what_if_table(result, policies),
+        *policy_by_policy(policies, axis),
+        *_definitions(policies),
+    ]
 
 
 def _labelled(policies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -20,8 +20,10 @@ __all__ = [
     "duration",
     "is_attainable",
     "milliseconds",
+    "most_finished",
     "percent",
     "samples",
+    "ways",
 ]
 
 _Entry = TypeVar("_Entry", bound="Mapping[str, Any]")
@@ -105,6 +107,19 @@ def is_attainable(entry: Mapping[str, Any]) -> bool:
 def best_first(entries: Iterable[_Entry]) -> list[_Entry]:
     """Sort policies by efficiency, best first; unattainable ones come last."""
     return sorted(entries, key=lambda entry: (is_attainable(entry), entry["efficiency"] or 0.0), reverse=True)
+
+
+def most_finished(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Sort policies by how many members of sweeps finish, most first; unattainable ones come last."""
+    return sorted(entries, key=lambda e: (is_attainable(e), e["sweep"]["finished"], e["sweep"]["work"]), reverse=True)
+
+
+def ways(entry: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Return how the members of sweeps trained with a policy: (name, figures, times to finish)."""
+    alone = entry.get("one_by_one")
+    if alone is None:
+        return [("one by one", entry["sweep"], entry["jct"])]
+    return [("fused", entry["sweep"], entry["jct"]), ("one by one", alone, alone["jct"])]
 
 
 def dedicated_nodes(number: float) -> str:
