@@ -8,6 +8,7 @@ new checkpoints. Times are from the first node to the last result: starting the 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from datetime import timedelta
@@ -20,7 +21,9 @@ from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, TrainingSettings, read_journal
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "apps"))
+APPS = str(Path(__file__).parents[1] / "apps")
+sys.path.insert(0, APPS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [APPS, os.environ.get("PYTHONPATH")]))  # of the nodes
 
 
 def run(directory: Path, *, fuse: Any, trainings: int, nodes: int, epochs: int, batch_size: int) -> dict[str, Any]:
