@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ class Tally:
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self._shards = batch.shards
         self._device = device
-        self._losses: list[tuple[int, torch.Tensor | float]] = []  # shard, sum over the samples of a piece
+        self._losses: list[tuple[int, torch.Tensor | float, int]] = []  # shard, mean over a piece, its weight
         self._samples = self._checksum = 0
         self._values: torch.Tensor | None = None
 
@@ -43,8 +43,8 @@ class Tally:
         """The tensor, once all pieces have been added."""
         if self._values is None:
             self._values = torch.zeros(self._shards + 2, dtype=torch.float64, device=self._device)
-            for shard, loss in self._losses:
-                self._values[shard] += loss
+            for shard, loss, weight in self._losses:
+                self._values[shard] += (loss.double() if isinstance(loss, torch.Tensor) else loss) * weight
             # Filled on the device: no copy to it.
             self._values[-2], self._values[-1] = self._samples, self._checksum
         return self._values
@@ -52,32 +52,56 @@ class Tally:
     @property
     def loss(self) -> torch.Tensor | float:
         """Sum of the losses over all samples."""
-        return self._sum_of_one if self._is_plain else self.values[:-2].sum()
+        return self.values[:-2].sum() if self._read is None else self._read
 
     @property
-    def totals(self) -> torch.Tensor | tuple[float, int, int]:
-        """Sum of the losses, samples and checksum; a tensor of shape (3,) unless they are known already."""
-        if self._is_plain:
-            return self._sum_of_one, self._samples, self._checksum
+    def totals(self) -> torch.Tensor | _Unread | _Totals:
+        """Sum of the losses, samples and checksum; a tensor of shape (3,) if they are those of several members."""
+        if self._read is not None:
+            return _Totals(self._read, self._samples, self._checksum)
+        if self._is_of_one and len(self._losses) == 1:
+            _, loss, weight = self._losses[0]
+            assert isinstance(loss, torch.Tensor), "of a GPU"
+            return _Unread(loss, weight, self._samples, self._checksum)
         # The sum of the losses has the same shape and order, whichever member had which shard.
         return torch.cat([self.values[:-2].sum(0, keepdim=True), self.values[-2:]])
 
     def add(self, loss: torch.Tensor, piece: Piece) -> None:
         """Add the mean loss of a piece."""
         if piece.weight:
-            detached = loss.item() if self._device.type == "cpu" else loss.detach().double()
-            self._losses.append((piece.shard, detached * piece.weight))
+            mean = loss.item() if self._device.type == "cpu" else loss.detach()
+            self._losses.append((piece.shard, mean, piece.weight))
             self._samples += piece.weight
             self._checksum += piece.checksum
 
     @property
-    def _is_plain(self) -> bool:
-        """Whether this is all in Python's numbers: one member had the whole batch, on a CPU."""
-        return self._values is None and self._shards == 1 and self._device.type == "cpu"
+    def _is_of_one(self) -> bool:
+        """Whether one member had the whole batch."""
+        return self._values is None and self._shards == 1
 
     @property
-    def _sum_of_one(self) -> float:
-        return float(sum(loss for _, loss in self._losses))
+    def _read(self) -> float | None:
+        """Sum of the losses if it is known in this process already; ``None`` on a GPU, or of several members."""
+        if self._is_of_one and self._device.type == "cpu":
+            return float(sum(loss * weight for _, loss, weight in self._losses))
+        return None
+
+
+class _Totals(NamedTuple):
+    """Sum of the losses, samples and checksum of one step."""
+
+    loss: float
+    samples: int
+    checksum: int
+
+
+class _Unread(NamedTuple):
+    """Those of a step on a GPU: its loss is the mean over `weight` samples, and has not been read."""
+
+    loss: torch.Tensor
+    weight: int
+    samples: int
+    checksum: int
 
 
 class TrainingMetrics:
@@ -97,7 +121,7 @@ class TrainingMetrics:
         self._log: dict[str, Any] = {}
         self._loss_sum = 0.0  # of this epoch, over the whole group
         self._loss_samples = 0
-        self._pending: list[torch.Tensor | tuple[float, int, int]] = []  # `Tally.totals` of each step, not yet read
+        self._pending: list[torch.Tensor | _Unread | _Totals] = []  # `Tally.totals` of each step
         self._expected = [0, 0]  # samples and checksum of the pending batches
 
     @property
@@ -143,9 +167,16 @@ class TrainingMetrics:
         if not self._pending:
             return
         tensors = [totals for totals in self._pending if isinstance(totals, torch.Tensor)]
-        steps = [totals for totals in self._pending if isinstance(totals, tuple)]
+        unread = [totals for totals in self._pending if isinstance(totals, _Unread)]
+        steps = [totals for totals in self._pending if isinstance(totals, _Totals)]
         if tensors:  # read together: each read waits for a GPU
-            steps += torch.stack(tensors).tolist()
+            steps += [_Totals(*row) for row in torch.stack(tensors).tolist()]
+        if unread:
+            means = torch.stack([each.loss.reshape(()) for each in unread]).tolist()
+            steps += [
+                _Totals(mean * each.weight, each.samples, each.checksum)
+                for mean, each in zip(means, unread, strict=True)
+            ]
         loss, samples, received = (sum(column) for column in zip(*steps, strict=True))
         expected, self._expected = self._expected, [0, 0]
         self._pending = []
