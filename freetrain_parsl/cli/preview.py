@@ -10,7 +10,7 @@ import typer
 from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from freetrain_parsl.campaign.yaml_file import Variables
     from freetrain_parsl.cli.sources import ChosenSource
@@ -83,11 +83,8 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
         notes.append(_WITHOUT_CAMPAIGN)
         trainers = [_stand_in(survey, costs)]
     else:
-        # All count as submitted just now, in the order of the file: ties are first come, first served.
-        ages = range(len(requests), 0, -1)
-        trainers = [
-            request.trainer(costs, survey.time - age * _TICK) for request, age in zip(requests, ages, strict=True)
-        ]
+        trainers, cohorts = _as_trainers(requests, costs, survey.time)
+        notes += cohorts
     explanation = explain_windows(
         survey.windows, trainers, resolve_policy(chosen.policy), settings, survey.terms, survey.time, pending
     )
@@ -105,6 +102,32 @@ def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]
     from freetrain_parsl.campaign.campaign import Campaign
 
     return [training.app.request(training.name) for training in Campaign.load(campaign, variables).trainings]
+
+
+def _as_trainers(
+    requests: Sequence[TrainingRequest], costs: CostsInSeconds, now: float
+) -> tuple[list[Trainer], list[str]]:
+    """Return the requests as the planner will see them, and a note for each cohort of trainings that may run fused."""
+    from freetrain_parsl.executor.control.fusion.cohort_trainer import cohort_as_trainer
+    from freetrain_parsl.executor.control.fusion.gathering import cohort_key
+
+    groups: dict[object, list[TrainingRequest]] = {}
+    for request in requests:
+        key = cohort_key(request)
+        groups.setdefault(request.name if key is None else key, []).append(request)
+    # All count as submitted just now, in the order of the file: ties are first come, first served.
+    trainers: list[Trainer] = []
+    notes: list[str] = []
+    for age, members in zip(range(len(groups), 0, -1), groups.values(), strict=True):
+        submitted = now - age * _TICK
+        if len(members) == 1:
+            trainers.append(members[0].trainer(costs, submitted))
+            continue
+        name = f"cohort-{len(notes) + 1}"
+        trainers.append(cohort_as_trainer(name, members, costs=costs, slots_per_node=1, submitted=submitted))
+        names = ", ".join(member.name for member in members[:3]) + (", …" if members[3:] else "")
+        notes.append(f"{name}: {len(members)} trainings that may run fused, several in a slot: {names}")
+    return trainers, notes
 
 
 def _stand_in(survey: Survey, costs: CostsInSeconds) -> Trainer:

@@ -37,6 +37,15 @@ trainings:
 """
 
 
+SWEEP = """
+name: sweep
+trainings:
+  - name: "rate-{lr}"
+    app: plan_app:train
+    grid: {lr: [0.1, 0.2, 0.3]}
+"""
+
+
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory) -> Path:
     """One file for all tests: a module is imported only once."""
@@ -85,6 +94,17 @@ def test_a_campaign_tells_who_trains_where_and_what_that_gains(monkeypatch, camp
     assert trainings["small"] == 3000
     assert sum(block["samples"] for block in told["blocks"]) > 3000
     assert told["notes"] == ["of the plan"]
+
+
+def test_trainings_that_may_run_fused_are_planned_as_one(monkeypatch, campaign):
+    """Three trainings, of which each could have a node: the plan is for as many, and tells that they share them."""
+    file = campaign.parent / "sweep.yaml"
+    file.write_text(SWEEP)
+    told = figures(monkeypatch, FixedSource(SURVEY), str(file))
+    trainings = {t["name"]: t["nodes"] for block in told["blocks"] for t in block["trainings"]}
+    assert trainings.keys() == {"cohort-1"}
+    (note, _) = told["notes"]
+    assert note.startswith("cohort-1: 3 trainings that may run fused, several in a slot: rate-0.1, rate-0.2, rate-0.3")
 
 
 def test_the_table_has_a_row_a_block_and_the_sum(monkeypatch):

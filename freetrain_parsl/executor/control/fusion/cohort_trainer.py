@@ -13,13 +13,14 @@ from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from freetrain_parsl.executor.control.fusion.members import CohortMember
     from freetrain_parsl.executor.control.training.response import Response
+    from freetrain_parsl.executor.trainings import TrainingRequest
     from freetrain_parsl.planning.model import CostsInSeconds
 
-__all__ = ["CohortTrainer"]
+__all__ = ["CohortTrainer", "cohort_as_trainer"]
 
 _SIGNIFICANT = 0.05  # relative change of a rate below which the planner keeps the curve that it has
 _POINTS = 16  # of a curve
@@ -133,36 +134,87 @@ class CohortTrainer:
         return self.fusion.grouping(members, slots, known)
 
     def _described(self, members: Collection[CohortMember]) -> Trainer:
-        first = next(iter(members)).request
-        trainers = [member.request.trainer(self._costs, submitted=self._response.now) for member in members]
+        requests = [member.request for member in members]
         left = [member.samples_left for member in members]
-        max_nodes = max(1, math.ceil(len(members) / self._slots))
-        curve = self._curve(first.scaling, len(members), max_nodes)
-        return Trainer(
-            name=self._name,
-            min_nodes=1,
-            max_nodes=max_nodes,
-            curve=curve,
-            costs=first.costs or self._costs,
-            work_left=math.inf if None in left else math.fsum(each for each in left if each is not None),
-            priority=first.priority,
-            deadline=min((each.deadline for each in trainers if each.deadline is not None), default=None),
-            submitted=self._sent.submitted if self._sent is not None else self._response.now,
-        )
-
-    def _curve(self, scaling: ScalingCurve, members: int, max_nodes: int) -> ScalingCurve:
-        """Return the throughput of the best arrays on 1, 2, … nodes."""
         rate = self._rate
         if rate is None:
+            scaling = requests[0].scaling
             rate = self._best_rate() if scaling.relative else scaling(1)
-        best = self.fusion.best_size(self._limit)
-        step = max(1.0, max_nodes ** (1 / _POINTS))
-        counts = {1, max_nodes} | {min(max_nodes, math.ceil(step**power)) for power in range(_POINTS + 1)}
-        throughput = {
-            nodes: rate * math.fsum(map(self.fusion, self.fusion.grouping(members, nodes * self._slots, best)))
-            for nodes in sorted(counts)
-        }
-        return ScalingCurve(throughput, relative=self._rate is None and scaling.relative)
+        described = cohort_as_trainer(
+            self._name,
+            requests,
+            costs=self._costs,
+            slots_per_node=self._slots,
+            submitted=self._response.now if self._sent is None else self._sent.submitted,
+            rate=rate,
+            fusion=self.fusion,
+            measured=self._rate is not None,
+        )
+        return replace(described, work_left=math.inf if None in left else math.fsum(each or 0.0 for each in left))
+
+
+def cohort_as_trainer(
+    name: str,
+    requests: Sequence[TrainingRequest],
+    *,
+    costs: CostsInSeconds,
+    slots_per_node: int,
+    submitted: float,
+    rate: float = 1.0,
+    fusion: FusionCurve | None = None,
+    measured: bool = False,
+) -> Trainer:
+    """Return a cohort as one trainer, whose throughput on some nodes is that of the best arrays there.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    requests
+        Those of its members.
+    costs
+        Rescale costs if the requests do not state them.
+    slots_per_node
+        Number of slots of a node.
+    submitted
+        When it was submitted, seconds.
+    rate
+        Samples per second of one member alone in a slot.
+    fusion
+        Throughput of an array by its number of members; ``None``: not known, no gain is assumed.
+    measured
+        Whether `rate` was measured, and not assumed.
+    """
+    first, fusion = requests[0], fusion or FusionCurve()
+    trainers = [request.trainer(costs, submitted) for request in requests]
+    limit = None if first.fusion is None else first.fusion.limit
+    max_nodes = max(1, math.ceil(len(requests) / slots_per_node))
+    return Trainer(
+        name=name,
+        min_nodes=1,
+        max_nodes=max_nodes,
+        curve=ScalingCurve(
+            {
+                nodes: rate
+                * math.fsum(
+                    map(fusion, fusion.grouping(len(requests), nodes * slots_per_node, fusion.best_size(limit)))
+                )
+                for nodes in _some_up_to(max_nodes)
+            },
+            relative=first.scaling.relative and not measured,
+        ),
+        costs=first.costs or costs,
+        work_left=math.fsum(trainer.work_left for trainer in trainers),
+        priority=first.priority,
+        deadline=min((each.deadline for each in trainers if each.deadline is not None), default=None),
+        submitted=submitted,
+    )
+
+
+def _some_up_to(most: int) -> list[int]:
+    """Return 1, `most` and some numbers between them, at equal ratios."""
+    step = max(1.0, most ** (1 / _POINTS))
+    return sorted({1, most} | {min(most, math.ceil(step**power)) for power in range(_POINTS + 1)})
 
 
 def _differ(one: ScalingCurve, other: ScalingCurve) -> bool:
