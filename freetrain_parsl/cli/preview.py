@@ -100,8 +100,10 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
 
 def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]:
     from freetrain_parsl.campaign.campaign import Campaign
+    from freetrain_parsl.training.checkpoints.code_identity import code_of
 
-    return [training.app.request(training.name) for training in Campaign.load(campaign, variables).trainings]
+    trainings = Campaign.load(campaign, variables).trainings
+    return [training.app.request(training.name, code_of(training.app.func)) for training in trainings]
 
 
 def _as_trainers(

@@ -32,7 +32,7 @@ def train(session, lr=0.1): ...
 """
 CAMPAIGN = """
 trainings:
-  - {app: "plan_app.py:train", name: "small", max_nodes: 1, samples: 3000}
+  - {app: "plan_app.py:train", name: "small", max_nodes: 1, samples: 3000, fuse: false}
   - {app: "plan_app.py:train", name: "large", max_nodes: "${MOST}"}
 """
 
