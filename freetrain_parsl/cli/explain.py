@@ -74,7 +74,7 @@ def explain(
 
 
 def runs_here() -> Iterator[str]:
-    """Report why runs in this directory do not use nodes: blocks that cannot start, or trainings without storage."""
+    """Report what holds up runs in this directory: blocks that cannot start, no storage, trainings that cannot fuse."""
     for directory in run_directories():
         try:
             run = journal_state_of(RunStore(directory.absolute()))
@@ -84,12 +84,14 @@ def runs_here() -> Iterator[str]:
             continue
         if run.failed_starts is not None:
             yield f"{directory}: {run.failed_starts.sentence(time.time())}"
-        waiting: defaultdict[str, list[str]] = defaultdict(list)
+        reasons: defaultdict[str, list[str]] = defaultdict(list)
         for training in run.trainings.values():
             if training.waits_for:
-                waiting[training.waits_for].append(training.name)
-        for reason, names in waiting.items():
-            yield f"{directory}: {', '.join(names[:3])}{', …' if names[3:] else ''} cannot start: {reason}"
+                reasons[f"cannot start: {training.waits_for}"].append(training.name)
+            if training.alone_because:
+                reasons[f"not fused: {training.alone_because}"].append(training.name)
+        for reason, names in reasons.items():
+            yield f"{directory}: {', '.join(names[:3])}{', …' if names[3:] else ''} {reason}"
 
 
 def explanation_figures(answer: PlannerAnswer) -> dict[str, Any]:

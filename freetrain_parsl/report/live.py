@@ -46,7 +46,9 @@ def live_view(
 
 
 def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableType]:
-    """Report for each training that cannot start or save the reason, and the time of its next attempt.
+    """Report what a user should know of the trainings: why one cannot start or save, which run fused.
+
+    Those with the same remark share a line.
 
     Parameters
     ----------
@@ -55,8 +57,16 @@ def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableTy
     now
         Seconds since the epoch.
     """
-    told = [(training.name, training.remark(now)) for training in trainings]
-    return [Text(f"{name} {remark}", style="yellow") for name, remark in told if remark]
+    names = defaultdict(list)
+    for training in trainings:
+        if remark := training.remark(now):
+            names[remark].append(training.name)
+    return [Text(f"{_some(those)} {remark}", style="yellow") for remark, those in names.items()]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MEMBERS_SHOWN])
+    return f"{shown} and {len(names) - _MEMBERS_SHOWN} more" if len(names) > _MEMBERS_SHOWN else shown
 
 
 def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float) -> Table:

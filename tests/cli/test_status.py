@@ -173,6 +173,9 @@ def test_explain_names_the_trainings_that_wait_for_their_checkpoint_directory(st
         journal.write(2.0, TrainingTriesAgain(name))
     journal.commit()
     assert list(runs_here()) == []
+    journal.write(3.0, TrainsAlone("a", "the models are of different classes"))
+    journal.commit()
+    assert list(runs_here()) == ["freetrain-run-1: a not fused: the models are of different classes"]
     journal.close()
 
 

@@ -126,3 +126,46 @@ def test_the_timeline_is_drawn_in_the_format_of_its_name(
         text = path.read_text()
         assert "#e69f00" in text, "the first training's colour"
         assert "#8a8a8a" in text, "main jobs"
+
+
+@pytest.fixture
+def fused(tmp_path: Path) -> RunState:
+    """Six trainings in an array on one node; `t1` leaves it and `t6` takes its place; `alone` is not fused."""
+    journal = Journal(tmp_path / "fused.sqlite")
+    names = [f"t{number}" for number in range(7)]
+    for name in (*names, "alone"):
+        journal.write(1.0, record.TrainingSubmitted(name, 1, 1, None))
+    journal.write(2.0, record.CohortJoined("cohort-1", names))
+    journal.write(3.0, record.TrainsAlone("alone", "they are 0.9 times as fast"))
+    for name in names[:6]:
+        journal.write(10.0, record.FragmentStarted(name, 5, ["n0"], in_place=False, paused=0.0, array="array-5"))
+    journal.write(12.0, record.ArrayMeasured("cohort-1", 2, 1.5))
+    journal.write(13.0, record.ArrayMeasured("cohort-1", 6, 2.5))
+    journal.write(20.0, record.FragmentEnded("t1", 5, ["n0"], failure=False, seconds=10.0, array="array-5"))
+    journal.write(20.0, record.TrainingFinished("t1", trained=True, step=10))
+    journal.write(20.0, record.FragmentStarted("t6", 5, ["n0"], in_place=False, paused=0.0, array="array-5"))
+    journal.close()
+    return RunState(journal.path).refresh()
+
+
+def test_trainings_tell_with_how_many_others_they_run(fused: RunState) -> None:
+    assert fused.trainings["t0"].remark() == "in array-5 with 5 others"
+    assert fused.trainings["t1"].remark() == ""
+    assert fused.trainings["alone"].remark() == "not fused: they are 0.9 times as fast"
+    assert fused.gains == {"cohort-1": (6, 2.5)}
+
+
+def test_members_of_an_array_share_the_row_of_its_node(fused: RunState, tmp_path: Path) -> None:
+    lanes = {fragment.training: fragment.lane for fragment in fused.fragments}
+    assert lanes == {"t0": 0, "t1": 1, "t2": 2, "t3": 3, "t4": 4, "t5": 5, "t6": 1}
+    draw_timeline(fused, HISTORY, tmp_path / "timeline.svg", title="fused")
+    assert "t6" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_the_live_view_of_an_array_is_short(fused: RunState) -> None:
+    console = Console(width=120, record=True)
+    nodes = {"n0": {"kind": "preemptible", "job": "2"}}
+    console.print(live_view(fused, nodes, 30.0, 30.0, "demo"))
+    text = console.export_text()
+    assert "■ t0 ■ t2 ■ t3 ■ t4 and 2 more, fused" in text
+    assert "t0, t2, t3, t4 and 2 more in array-5 with 5 others" in text
