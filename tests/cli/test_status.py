@@ -16,7 +16,13 @@ from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.explain import runs_here
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.protocol.journal import StartsFailed, TrainingSubmitted, TrainingTriesAgain, TrainingWaits
+from freetrain_parsl.protocol.journal import (
+    StartsFailed,
+    TrainingSubmitted,
+    TrainingTriesAgain,
+    TrainingWaits,
+    TrainsAlone,
+)
 
 FACTS = {
     "name": "sweep",
