@@ -90,6 +90,7 @@ class ArrayWorld:
         self.futures: dict[str, Future[Any]] = {}
         self.trainers: dict[str, planner.TrainerSubmitted | planner.TrainerLearned] = {}
         self.assigned: dict[str, frozenset[str]] = {}
+        self.reason = "UserError: no"
         self.best_size = 4
         self.fuses = True
         self.structures: dict[str, str] = {}
@@ -252,7 +253,7 @@ class ArrayWorld:
                 self._member_ended(process, name, RunPaused(PauseReason.REQUESTED, self._progress(process, name)))
             elif fails:
                 fails = False
-                self._member_ended(process, name, RunFailed("UserError"), serialized_exception(UserError(name)))
+                self._member_ended(process, name, RunFailed(self.reason), serialized_exception(UserError(name)))
             elif full:
                 self._member_ended(process, name, StorageFailed("no space", "is full"))
             elif process.members[name] >= STEPS:
@@ -284,7 +285,7 @@ class ArrayWorld:
             self.saved[name] = process.members[name]
             end: Any = RunPaused(PauseReason.REQUESTED, progress)
         elif fails:
-            end = RunFailed("UserError")
+            end = RunFailed(self.reason)
         elif full:
             end = StorageFailed("no space", "is full")
         elif process.members[name] >= STEPS:

@@ -176,13 +176,17 @@ def test_trainings_of_different_structures_are_fused_with_their_own(make) -> Non
     world.advance(1.0)
     world.assign_all()
     together = set()
-    for _ in range(60):
+    for _ in range(120):
+        world.assign_all()
         world.settle()
         for process in world.processes.values():
             if len(process.members) > 1 and len({world.structures.get(name, "") for name in process.members}) == 1:
                 together.add(frozenset(process.members))
     assert all(future.result(0) for future in world.futures.values())
     assert not records(world, record.TrainsAlone)
+    assert {tuple(entry.trainings) for entry in records(world, record.CohortJoined)[1:]} <= {
+        ("t1",), ("t3",), ("t5",), ("t3", "t5"), ("t1", "t3"), ("t1", "t3", "t5")
+    }  # fmt: skip
     assert {len(names & {"t1", "t3", "t5"}) > 0 for names in together} == {True, False}
 
 
@@ -206,7 +210,8 @@ def test_every_slot_of_a_node_has_an_array(make) -> None:
     assert arrays(world) == [2, 2]
 
 
-def test_an_exception_is_that_of_one_member(make) -> None:
+def test_a_training_that_raises_an_exception_in_an_array_is_repeated_alone(make) -> None:
+    """The array may be the cause."""
     world = make(nodes=1)
     submit(world, 3)
     world.advance(1.0)
@@ -214,10 +219,46 @@ def test_an_exception_is_that_of_one_member(make) -> None:
     world.settle(2)
     (slot,) = [name for name, process in world.processes.items() if process.run]
     world.step(slot, fails=True)
+    for _ in range(30):
+        world.assign_all()
+        world.settle()
+    (alone,) = records(world, record.TrainsAlone)
+    assert alone.reason == "it failed in an array, UserError: no"
+    assert all(future.result(0) for future in world.futures.values())
+
+
+def test_an_exception_of_a_training_alone_is_its_own(make) -> None:
+    world = make(nodes=1)
+    submit(world, 2)
+    world.advance(1.0)
+    world.assign_all()
+    world.settle(2)
+    for _ in range(2):
+        (slot,) = [name for name, process in world.processes.items() if process.run]
+        world.step(slot, fails=True)
+        world.settle(1)
+        world.assign("cohort-1", frozenset())
+        world.settle(4)
+        world.assign_all()
+        world.settle(2)
+        if any(future.done() for future in world.futures.values()):
+            break
+    failed = [future.exception(0) for future in world.futures.values() if future.done()]
+    assert [type(error) for error in failed] == [UserError]
+
+
+@pytest.mark.parametrize("reason", ["NonFiniteLoss: nan", "UsageError: call prepare"])
+def test_errors_that_are_not_due_to_arrays_are_not_repeated(make, reason) -> None:
+    world = make(nodes=1)
+    world.reason = reason
+    submit(world, 2)
+    world.advance(1.0)
+    world.assign_all()
+    world.settle(2)
+    (slot,) = [name for name, process in world.processes.items() if process.run]
+    world.step(slot, fails=True)
     world.settle(20)
-    failed = [name for name, future in world.futures.items() if future.exception(0) is not None]
-    assert len(failed) == 1
-    assert isinstance(world.futures[failed[0]].exception(0), UserError)
+    assert [future.exception(0) is None for future in world.futures.values()] == [False, True]
 
 
 def test_a_cancelled_member_is_saved_and_the_others_go_on(make) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from parsl.serialize import serialize
 
+from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.run_end import end_by
 from freetrain_parsl.protocol.messages import (
@@ -162,6 +163,9 @@ class ArrayRun:
                 end, payload = end_by(error)
         elif isinstance(ended, Paused):
             end = RunPaused(ended.reason, ended.progress)
+        elif isinstance(ended, CannotFuse):  # it was found too late to go on one by one: from the checkpoints, alone
+            end = RunPaused(PauseReason.LEFT)
+            self._refused(str(ended))
         elif self._is_too_large(ended):  # it goes on from its checkpoint, in a smaller array
             end = RunPaused(PauseReason.LEFT)
         else:

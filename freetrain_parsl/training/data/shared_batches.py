@@ -102,7 +102,16 @@ class SharedBatches:
             while len(self._batches) > _KEPT:
                 del self._batches[next(iter(self._batches))]
         batch, data, _ = known
-        return batch, pytree.tree_map_only(torch.Tensor, torch.clone, data) if self._copying else data
+        # Tensors of its own on the same memory: gradients and flags are each training's.
+        make = torch.clone if self._copying else torch.Tensor.detach
+        if type(data) in (list, tuple) and all(isinstance(leaf, torch.Tensor) for leaf in data):
+            return batch, type(data)(map(make, data))
+        return batch, pytree.tree_map_only(torch.Tensor, make, data)
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether a training has changed, in place, a batch that others have, too."""
+        return not self._copying and any(_versions(data) != known for _, data, known in self._batches.values())
 
 
 def _versions(data: Any) -> list[int]:

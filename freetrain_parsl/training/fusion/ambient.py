@@ -20,7 +20,7 @@ _NO_AUTOCAST: tuple[tuple[bool, torch.dtype | None], ...] = ((False, None),) * l
 
 @dataclass
 class Ambient:
-    """Grad mode, autocast, and the states of the random generators.
+    """Grad mode, autocast, default dtype, and the states of the random generators.
 
     Parameters
     ----------
@@ -33,27 +33,34 @@ class Ambient:
         that are in place.
     host
         State of the generators of numpy and Python; ``None``: the one that is in place.
+    dtype
+        Of new tensors.
     """
 
     grad: bool
     autocast: tuple[tuple[bool, torch.dtype | None], ...]
     torch_states: tuple[torch.Tensor, ...] | None
     host: HostDraws | None
+    dtype: torch.dtype
 
     @classmethod
     def at_start(cls) -> Ambient:
         """Return that of a function that has not begun: torch's defaults, and generators that it will seed itself."""
-        return cls(grad=True, autocast=_NO_AUTOCAST, torch_states=None, host=None)
+        dtype = torch.get_default_dtype()
+        return cls(grad=True, autocast=_NO_AUTOCAST, torch_states=None, host=None, dtype=dtype)
 
     @classmethod
     def capture(cls) -> Ambient:
         """Return the current one."""
-        return cls(torch.is_grad_enabled(), autocast_state(), torch_generators(), random_streams.host_draws())
+        generators = torch_generators(), random_streams.host_draws()
+        return cls(torch.is_grad_enabled(), autocast_state(), *generators, torch.get_default_dtype())
 
     def restore(self, now: Ambient) -> None:
         """Make it the current one, where the modes are those of `now`."""
         if not self.has_modes_of(now):
             self.restore_modes()
+        if self.autocast is not _NO_AUTOCAST:
+            torch.clear_autocast_cache()  # its casts of weights; torch clears it when the outermost context ends
         if self.torch_states is not None:
             restore_torch_generators(self.torch_states)
         if self.host is not None:
@@ -61,12 +68,14 @@ class Ambient:
 
     def has_modes_of(self, other: Ambient) -> bool:
         """Return whether all but the generators are the same."""
-        return self.grad == other.grad and self.autocast == other.autocast
+        return self.grad == other.grad and self.autocast == other.autocast and self.dtype == other.dtype
 
     def restore_modes(self) -> None:
         """Restore all but the generators."""
         if torch.is_grad_enabled() != self.grad:
             torch.set_grad_enabled(self.grad)
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
         if autocast_state() != self.autocast:
             for device, (enabled, dtype) in zip(_DEVICES, self.autocast, strict=True):
                 torch.set_autocast_enabled(device, enabled)

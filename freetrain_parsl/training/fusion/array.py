@@ -88,9 +88,14 @@ class Segment:
     """(member, parameter) of those that were not part of the last backward pass."""
     shown: list[list[torch.Tensor | None]] = field(default_factory=list)
     """For each member: the parameters' ``.grad``, while they are views of `gradients`."""
+    pointers: list[list[int]] = field(default_factory=list)
+    """For each member: where its parameters are in memory."""
+    trainable_at_first: bool = field(init=False)
+    """Whether its parameters required gradients when they were stacked."""
 
     def __post_init__(self) -> None:
         ends = 0
+        self.trainable_at_first = self.members[0][0].requires_grad
         self.columns = []
         for parameter in self.members[0]:
             self.columns.append(slice(ends, ends + parameter.numel()))
@@ -103,7 +108,7 @@ class Segment:
     @property
     def trainable(self) -> bool:
         """Whether its parameters get gradients."""
-        return self.members[0][0].requires_grad
+        return self.trainable_at_first
 
     def collect(self) -> None:
         """See `Array.collect`."""
@@ -206,6 +211,34 @@ class Array:
                 row.copy_(now)
                 module._buffers[name] = buffer
 
+    def has_all_parameters(self) -> bool:
+        """Return whether the models have the parameters and buffers that they had."""
+        now = {id(parameter) for member in self.members for _, parameter in member.parameters()}
+        then = {id(parameter) for segment in self.segments for each in segment.members for parameter in each}
+        return now == then and all(id(b) in self._stacks for _, _, b in _buffers(self.members[0].models))
+
+    def take_assigned_parameters(self) -> bool:
+        """Take parameters whose ``.data`` was assigned anew into their rows.
+
+        Returns
+        -------
+        valid
+            Whether the array still fits its members: false if they have frozen or unfrozen parameters.
+        """
+        for segment in self.segments:
+            trainable = segment.trainable_at_first
+            for row, member in enumerate(segment.members):
+                for number, parameter in enumerate(member):
+                    if parameter.requires_grad is not trainable:
+                        return False
+                    if parameter.data_ptr() != segment.pointers[row][number]:
+                        if parameter.shape != segment.leaves[number].shape[1:]:
+                            return False
+                        own = segment.of(segment.rows, row, number)
+                        own.copy_(parameter.detach())
+                        parameter.data = own
+        return True
+
     def collect(self) -> None:
         """Move the gradients of a backward pass into the rows' gradients.
 
@@ -264,8 +297,9 @@ class Array:
             for segment in self.segments:
                 for row, member in enumerate(segment.members):
                     own = segment.rows[row].clone()
-                    for column, parameter in zip(segment.columns, member, strict=True):
-                        parameter.data = own[column].view(parameter.shape)
+                    for number, parameter in enumerate(member):
+                        if parameter.data_ptr() == segment.pointers[row][number]:  # else it was assigned anew
+                            parameter.data = own[segment.columns[number]].view(parameter.shape)
                         if parameter.grad is not None:
                             parameter.grad = parameter.grad.clone()
             for _, _, buffer, view in self._buffers:
@@ -287,6 +321,7 @@ class Array:
             for row, member in enumerate(parameters):
                 for number, parameter in enumerate(member):
                     parameter.data = segment.of(rows, row, number)
+            segment.pointers = [[parameter.data_ptr() for parameter in member] for member in parameters]
             segments.append(segment)
             begin = end
         return segments

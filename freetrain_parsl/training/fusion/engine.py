@@ -16,6 +16,7 @@ from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches, same_source
 from freetrain_parsl.training.fusion.ambient import autocast_state
 from freetrain_parsl.training.fusion.array import Array, MemberObjects
+from freetrain_parsl.training.fusion.attribute_watch import AttributeWatch
 from freetrain_parsl.training.fusion.differences import compare
 from freetrain_parsl.training.fusion.forward import Stacked, fused_call
 from freetrain_parsl.training.fusion.intercept import original_forward
@@ -126,6 +127,7 @@ class FusionEngine:
         self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
         self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
         self._sources: list[tuple[DataSource, SharedBatches]] = []
+        self._attributes = AttributeWatch()
         self._open: set[ArrayMember] = set()  # those in a batch with outputs of a fused forward pass
 
     @property
@@ -195,6 +197,7 @@ class FusionEngine:
         if self._is_alone() and participant not in self._open:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             return
+        self._check_batches()
         self._lockstep.meet(Meeting(_BACKWARD, "backward", self._backward, _Loss(participant, loss)))
 
     def step(self, participant: ArrayMember, loss: torch.Tensor | None, numbers: tuple[int, ...]) -> bool:
@@ -216,8 +219,37 @@ class FusionEngine:
             elif self._lockstep.has_new:
                 self._wait_for_the_others()
             return False
+        self._check_batches()
         kind = ("step", loss is not None, numbers)
         return bool(self._lockstep.meet(Meeting(_STEP, kind, partial(self._step, numbers), _Loss(participant, loss))))
+
+    def _check_batches(self) -> None:
+        """Check that no member has changed a batch that others have, too.
+
+        Raises
+        ------
+        CannotFuse
+            One has.
+        """
+        if any(batches.spoiled for _, batches in self._sources):
+            raise CannotFuse("one of the trainings changes its batch in place, after others have got the same batch")
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch, in this context, what the members' functions do to their models, and backward passes of their own."""
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if self.current_strand is not None and self._open:
+                raise CannotFuse("a training calls backward() itself instead of session.backward()")
+            original(*args, **kwargs)
+
+        torch.autograd.backward = backward
+        try:
+            with self._attributes.active():
+                yield
+        finally:
+            torch.autograd.backward = original
 
     def _dissolve(self) -> None:
         """Make the models and optimizers of all members ordinary again, unless gradients will still reach the array."""
@@ -240,7 +272,7 @@ class FusionEngine:
 
     def _form(self) -> bool:
         """Stack the participants, unless they are; return whether they can be fused."""
-        if self._array is not None and self._members == self._participants:
+        if self._array is not None and self._members == self._participants and self._still_fits():
             return True
         self._dissolve()
         if self.reason or self._array is not None:
@@ -253,15 +285,47 @@ class FusionEngine:
             self._refuse(error)
             return False
         self._members = list(self._participants)
+        self._attributes.watch(model for member in self._members for model in member.objects.models)
         self._array = Array([member.objects for member in self._members])
-        self._optimizers = [
-            row_optimizer(
-                [member.objects.optimizers[number] for member in self._members],
-                [segment for segment in self._array.segments if segment.place[0] == number and segment.trainable],
-            )
-            for number in range(len(self._members[0].objects.optimizers))
-        ]
+        self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].objects.optimizers))]
         return True
+
+    def _row_optimizer(self, number: int) -> RowOptimizer:
+        assert self._array is not None
+        return row_optimizer(
+            [member.objects.optimizers[number] for member in self._members],
+            [segment for segment in self._array.segments if segment.place[0] == number and segment.trainable],
+        )
+
+    def _still_fits(self) -> bool:
+        """Take what user code has changed in the members' models; return false if they must be stacked anew."""
+        assert self._array is not None
+        if self._attributes.changed:
+            try:
+                differing = [compare(models) for models in zip(*(m.objects.models for m in self._members), strict=True)]
+            except CannotFuse as error:
+                self._refuse(error)
+                return False
+            if _values(differing) != _values(self._differing) or not self._array.has_all_parameters():
+                self._calls.clear()
+                return False
+            self._attributes.changed = False
+        with torch.no_grad():
+            return self._array.take_assigned_parameters()
+
+    def _check_optimizers_are_known(self, numbers: tuple[int, ...]) -> None:
+        """Take the states and options of optimizers that user code has changed."""
+        for number in numbers:
+            if not self._optimizers[number].is_current():
+                groups = [len(member.objects.optimizers[number].param_groups) for member in self._members]
+                if len(set(groups)) > 1 or groups[0] != self._groups_of(number):
+                    raise CannotFuse("parameter groups were added to an optimizer")
+                self._optimizers[number] = self._row_optimizer(number)
+
+    def _groups_of(self, number: int) -> int:
+        """Return the number of parameter groups of an optimizer when the array was formed."""
+        assert self._array is not None
+        return 1 + max(segment.place[1] for segment in self._array.segments if segment.place[0] == number)
 
     def _refuse(self, error: CannotFuse) -> None:
         self._dissolve()
@@ -276,6 +340,10 @@ class FusionEngine:
         return sorted(strands, key=lambda strand: self._members.index(strand.item.participant))
 
     def _forward(self, strands: Sequence[Strand]) -> None:
+        with self._attributes.paused():
+            self._fused_forward(strands)
+
+    def _fused_forward(self, strands: Sequence[Strand]) -> None:
         for strand in strands:
             strand.result = UNFUSED
         if self._is_alone() or not self._pays():  # the others may have left
@@ -308,6 +376,9 @@ class FusionEngine:
         except CannotFuse as error:
             self._refuse(error)
             return
+        except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
+            self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
+            return
         streams.close()
         self._calls[kind] += 1
         self._open = set(self._members)
@@ -329,7 +400,12 @@ class FusionEngine:
             self._compute(losses)
         elif array is not None:
             array.take_gradients()
-        if array is not None and array.is_complete(numbers):
+        if array is not None:
+            with torch.no_grad():
+                array.take_assigned_parameters()
+            self._check_optimizers_are_known(numbers)
+        uniform = all(self._optimizers[number].uniform for number in numbers) if array is not None else False
+        if array is not None and uniform and array.is_complete(numbers):
             for number in numbers:
                 if isinstance(self._optimizers[number], OwnOptimizers):
                     array.show_gradients()
@@ -428,9 +504,26 @@ def _stacked(values: tuple[Any, ...]) -> Any:
     first = values[0]
     if not isinstance(first, torch.Tensor):
         return first
-    if all(value is first for value in values):
+    if all(_is_same(value, first) for value in values):
         return first
     return Stacked(torch.stack(values))
+
+
+def _values(differing: Sequence[dict[str, PerMember]]) -> list[dict[str, list[float]]]:
+    return [{path: list(each.values) for path, each in model.items()} for model in differing]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same numbers in memory, as of a batch that trainings share."""
+    if one is other:
+        return True
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and not (one.requires_grad or other.requires_grad)
+    )
 
 
 def _check_optimizers(members: Sequence[MemberObjects]) -> None:

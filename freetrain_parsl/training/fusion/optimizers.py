@@ -38,6 +38,12 @@ _SWITCHES = ("nesterov", "decoupled_weight_decay", "fused")
 class RowOptimizer(Protocol):
     """Makes the steps of one optimizer of all members."""
 
+    uniform: bool
+    """Whether all parameters of a member have made the same steps, so that `step` can be used."""
+
+    def is_current(self) -> bool:
+        """Return whether the members' optimizers have the states and options that this one knows."""
+
     def step(self) -> None:
         """Make a step of all members, on complete gradients of their rows."""
 
@@ -87,6 +93,12 @@ class OwnOptimizers:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
+
+    uniform = True
+
+    def is_current(self) -> bool:
+        """See `RowOptimizer`: nothing is kept elsewhere."""
+        return True
 
     def step(self) -> None:
         """See `RowOptimizer`; needs the gradients in the parameters' ``.grad``."""
@@ -257,7 +269,13 @@ class FormulaOptimizer:
         self._states: list[dict[str, torch.Tensor]] = [{} for _ in segments]
         self._counters: list[torch.Tensor] = []  # for each segment: steps of each member and parameter
         self._steps = [0.0] * len(optimizers)
+        self.uniform = True
+        self._known: object = None
         self.take_over()
+
+    def is_current(self) -> bool:
+        """See `RowOptimizer`."""
+        return self._known == _fingerprint(self._optimizers)
 
     def step(self) -> None:
         """See `RowOptimizer`."""
@@ -305,10 +323,13 @@ class FormulaOptimizer:
                     counters[row, place] = float(state["step"]) if "step" in state else float(_begun(state))
             self._states[number] = states
             self._counters.append(counters)
+        self.uniform = True
         if self._segments:
             self._steps = self._counters[0][:, 0].tolist()
+            self.uniform = all(bool((each == each.new_tensor(self._steps)[:, None]).all()) for each in self._counters)
         if any(self._steps):
             self._share()
+        self._known = _fingerprint(self._optimizers)
 
     def _share(self) -> None:
         """Make the states of the members' optimizers views of the rows' states."""
@@ -322,6 +343,7 @@ class FormulaOptimizer:
                     counted = {} if isinstance(optimizer, optim.SGD) else {"step": counters[row, place]}
                     if counted or own:
                         optimizer.state[parameter] = counted | own
+        self._known = _fingerprint(self._optimizers)
 
 
 def _has_kernels(segments: Sequence[Segment]) -> bool:
@@ -382,11 +404,18 @@ class HiddenOptimizers:
         self._rows = [[segment.rows[row] for segment in segments] for row in range(len(optimizers))]
         self._step = inspect.unwrap(type(optimizers[0]).step)  # without the hooks of all optimizers
         self._hidden: list[Optimizer] = []
-        self._hooks = [o.register_state_dict_pre_hook(lambda _optimizer: self.hand_over()) for o in optimizers]
+        self._hooks = [o.register_state_dict_pre_hook(lambda _optimizer: self._show()) for o in optimizers]
+        self.uniform = True
+        self._known: object = None
         self.take_over()
+
+    def is_current(self) -> bool:
+        """See `RowOptimizer`."""
+        return self._known == _fingerprint(self._optimizers)
 
     def step(self) -> None:
         """See `RowOptimizer`."""
+        new = not all(hidden.state for hidden in self._hidden)
         with torch.no_grad():
             for row, hidden in enumerate(self._hidden):
                 for group, segment in zip(hidden.param_groups, self._segments, strict=True):
@@ -394,16 +423,28 @@ class HiddenOptimizers:
                     group.update({name: value for name, value in own.items() if name != "params"})
                     group["params"][0].grad = None if segment.gradients is None else segment.gradients[row]
                 self._step(hidden)
+        if new:
+            self._show()
+
+    def _show(self) -> None:
+        """Make the states of the members' optimizers views of the hidden ones; their step counts are the same."""
+        self._give(copy=False)
 
     def hand_over(self) -> None:
         """See `RowOptimizer`."""
+        self._give(copy=True)
+
+    def _give(self, *, copy: bool) -> None:
+        if not self.uniform:
+            return  # the members' optimizers have kept their states
         for row, (optimizer, hidden) in enumerate(zip(self._optimizers, self._hidden, strict=True)):
             for segment, whole in zip(self._segments, self._rows[row], strict=True):
                 for place, parameter in enumerate(segment.members[row]):
                     optimizer.state[parameter] = {
-                        name: _part(name, value, segment.columns[place], parameter)
+                        name: _part(name, value, segment.columns[place], parameter, copy=copy)
                         for name, value in hidden.state[whole].items()
                     }
+        self._known = _fingerprint(self._optimizers)
 
     def release(self) -> None:
         """See `RowOptimizer`."""
@@ -414,14 +455,17 @@ class HiddenOptimizers:
     def take_over(self) -> None:
         """See `RowOptimizer`."""
         self._hidden = []
+        self.uniform = True
         for row, (optimizer, rows) in enumerate(zip(self._optimizers, self._rows, strict=True)):
             make: Any = type(optimizer)
             hidden: Optimizer = make([{"params": [whole]} for whole in rows], lr=optimizer.param_groups[0]["lr"])
             for whole, segment in zip(rows, self._segments, strict=True):
                 states = [optimizer.state.get(parameter, {}) for parameter in segment.members[row]]
+                self.uniform = self.uniform and _are_uniform(states)
                 if all(states):
                     hidden.state[whole] = {name: _joined(name, [state[name] for state in states]) for name in states[0]}
             self._hidden.append(hidden)
+        self._known = _fingerprint(self._optimizers)
 
 
 def _by_place(optimizers: Sequence[Optimizer]) -> list[tuple[dict[str, Any], ...]]:
@@ -438,10 +482,39 @@ def _begun(state: dict[str, Any]) -> bool:
     return state.get("momentum_buffer") is not None
 
 
-def _part(name: str, value: Any, column: slice, parameter: torch.Tensor) -> Any:
+def _fingerprint(optimizers: Sequence[Optimizer]) -> list[object]:
+    """Return what changes if user code replaces states or parameter groups, or sets options other than numbers."""
+    return [
+        (
+            id(optimizer.state),
+            [id(value) for state in optimizer.state.values() for value in state.values()],
+            [(len(group["params"]), *map(_option, group.values())) for group in optimizer.param_groups],
+        )
+        for optimizer in optimizers
+    ]
+
+
+def _option(value: Any) -> object:
+    """Return an option of a parameter group, of a number only whether it is zero."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value != 0
+    return value if isinstance(value, (bool, str, type(None))) else None
+
+
+def _are_uniform(states: Sequence[dict[str, Any]]) -> bool:
+    """Return whether parameters have made the same steps, so that one state can stand for all."""
+    if not any(states):
+        return True
+    if not all(states) or any(state.keys() != states[0].keys() for state in states):
+        return False
+    names = [name for name in states[0] if name in _PER_PARAMETER]
+    return all(len({float(state[name]) for state in states}) == 1 for name in names)
+
+
+def _part(name: str, value: Any, column: slice, parameter: torch.Tensor, *, copy: bool) -> Any:
     """Return a parameter's part of a state of a whole row."""
     if name in _PER_PARAMETER or not isinstance(value, torch.Tensor):
-        return value.clone() if isinstance(value, torch.Tensor) else value
+        return value.clone() if copy and isinstance(value, torch.Tensor) else value
     return value[column].view(parameter.shape)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from greenlet import GreenletExit
 
 from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.training.fragment import train
@@ -73,13 +74,16 @@ def run_members(
     def fill(leaving: int = 0) -> None:
         """Start members while there is room."""
         waiting.extend(mailbox.take())
+        if not waiting or mailbox.pausing:
+            return
+        for member in [each for each in waiting if mailbox.of(each.options.name).pause_requested.is_set()]:
+            waiting.remove(member)
+            mailbox.forget(member.options.name)
+            ended(member.options.name, Paused(PauseReason.LEFT))
         room = math.inf if sizing is None else sizing.size
-        while waiting and len(lockstep.strands) - leaving < room and not mailbox.pausing:
+        while waiting and len(lockstep.strands) - leaving < room:
             member = waiting.popleft()
-            if mailbox.of(member.options.name).pause_requested.is_set():
-                ended(member.options.name, Paused(PauseReason.LEFT))
-            else:
-                lockstep.add(member.options.name, partial(run, member))
+            lockstep.add(member.options.name, partial(run, member))
 
     def on_resized() -> None:
         if sizing is not None:
@@ -94,7 +98,9 @@ def run_members(
         name = member.options.name
         try:
             end = _run(member, engine, mailbox.of(name), lambda each: report(name, each), clock)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - of one member: the others go on
+        except GreenletExit:  # the array itself has failed
+            raise
+        except BaseException as error:  # noqa: BLE001 - of one member, KeyboardInterrupt, too: the others go on
             ended(name, error)
         else:
             ended(name, end)
@@ -102,7 +108,7 @@ def run_members(
         fill(leaving=1)
 
     fill()
-    with freed_memory_kept():
+    with freed_memory_kept(), engine.active():
         lockstep.run()
     return engine
 

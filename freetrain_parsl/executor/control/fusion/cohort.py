@@ -44,6 +44,8 @@ __all__ = ["Addressed", "Cohort"]
 Addressed: TypeAlias = "tuple[str | None, Command]"
 """A command with the name of the member that it concerns; ``None``: all."""
 
+_OWN_ERRORS = ("NonFiniteLoss", "UsageError", "CheckpointMismatch", "CodeChanged")  # not caused by an array
+_WORTH_MOVING = 3.0  # starts of an array that a member must still need to be moved to a free slot
 _MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the cause
 _FIRST_SIZE = 2  # members of an array that does not know yet how many it can train
 
@@ -65,6 +67,8 @@ class Cohort:
         Yields numbers that are unique within the driver.
     best_rate
         Returns the samples per second of a node assumed for trainings that have not been measured.
+    structure
+        That of its members; empty: that of the first that reports it.
     now
         Seconds.
     """
@@ -74,6 +78,7 @@ class Cohort:
         name: str,
         requests: Sequence[TrainingRequest],
         *,
+        structure: str = "",
         limits: Limits,
         costs: CostsInSeconds,
         slots_per_node: int,
@@ -95,6 +100,7 @@ class Cohort:
         self._holds = False  # the checkpoint directory cannot be used
         self._size: int | None = None  # the best size of an array, once it is known
         self._gain = 0.0  # at this size
+        self._structure = structure
         self._refusal = ""
         self._commands: list[Addressed] = []
         self._registry: SlotRegistry
@@ -243,7 +249,7 @@ class Cohort:
         for array in arrays:
             self._release_beyond(array, min(array.size, max(sizes)) if divides else array.size)
         for array in sorted(arrays, key=lambda each: each.staying):
-            for member in self._next(min(array.size, max(sizes)) - array.staying, array.structure):
+            for member in self._next(min(array.size, max(sizes)) - array.staying):
                 self._add(array, member)
 
     def _start_arrays(self, free: Sequence[Slot], sizes: Sequence[int], running: int) -> None:
@@ -263,19 +269,15 @@ class Cohort:
             for member in members:
                 self._add(array, member)
 
-    def _next(self, count: int, structure: str = "") -> list[CohortMember]:
-        """Take members out of the queue: those of a structure, and those whose structure is not known yet."""
-        taken: list[CohortMember] = []
-        for member in self._queue:
-            if len(taken) < count and (member.structure in ("", structure) or not structure):
-                taken.append(member)
-                structure = structure or member.structure
-        for member in taken:
-            self._queue.remove(member)
+    def _next(self, count: int) -> list[CohortMember]:
+        """Take members out of the queue."""
+        taken = self._queue[: max(0, count)]
+        del self._queue[: len(taken)]
         return taken
 
     def _add(self, array: RunningArray, member: CohortMember) -> None:
         array.members[member.name] = member
+        array.shared = array.shared or len(array.members) > 1
         member.response.do(do.Add(array.slot, self.name, array.run))
 
     def _release_beyond(self, array: RunningArray, size: int) -> None:
@@ -284,7 +286,8 @@ class Cohort:
         for name in reversed(array.members):
             if surplus <= 0:
                 return
-            if name not in array.releasing:
+            left = array.members[name].seconds_left
+            if name not in array.releasing and (left is None or left > _WORTH_MOVING * self._trainer.start_seconds):
                 self._release(array, name)
                 surplus -= 1
 
@@ -314,7 +317,9 @@ class Cohort:
             if not self._holds:  # else it was sent before the directory failed
                 self._do(do.ForgetStorage())
         self._take_progress(array, member, event.progress)
-        if member.structure != array.structure:
+        self._structure = self._structure or member.structure
+        if member.structure != self._structure and member.goal is MemberGoal.TRAIN:
+            member.goal = MemberGoal.REGROUP
             self._release(array, member.name)
         if event.progress.rate is not None:
             self._trainer.measured_rate(len(array.members), event.progress.rate)
@@ -330,8 +335,8 @@ class Cohort:
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
         if sized.reason and not sized.fused:
-            if len({member.structure for member in array.members.values()}) == 1:
-                self._refuse(sized.reason)  # else those of another structure leave
+            if all(member.goal is not MemberGoal.REGROUP for member in array.members.values()):
+                self._refuse(sized.reason)  # else those that differ leave
             return
         array.size = sized.size
         if sized.reason:  # the array was too large
@@ -380,13 +385,21 @@ class Cohort:
                 member.response.do(do.Resolve(event.payload))
                 self._forget(member)
             case RunFailed():
-                member.response.do(do.Fail(event.payload))
-                self._forget(member)
+                self._failed(array, member, end, event.payload)
             case StorageFailed():
                 self._back(member)
                 self._hold(end.condition)
             case RunPaused() | PeersFailed():
                 self._back(member)
+
+    def _failed(self, array: RunningArray, member: CohortMember, end: RunFailed, payload: bytes) -> None:
+        """Fail a member, unless the array may be the cause: then it is repeated alone, from its checkpoint."""
+        if not array.shared or end.reason.startswith(_OWN_ERRORS) or member.goal is MemberGoal.CANCEL:
+            member.response.do(do.Fail(payload))
+            self._forget(member)
+            return
+        member.goal, member.alone_because = MemberGoal.ALONE, f"it failed in an array, {end.reason}"
+        self._back(member)
 
     def _run_over(self, event: on.RunOver) -> None:
         array = self._array(event.slot, event.run)
@@ -440,6 +453,9 @@ class Cohort:
             case MemberGoal.TRAIN:
                 begun = sum(each.tracker.latest is not None for each in self._queue)
                 self._queue.insert(begun if member.tracker.latest is not None else len(self._queue), member)
+            case MemberGoal.REGROUP:
+                member.response.do(do.Regroup(member.structure))
+                self._forget(member)
             case MemberGoal.ALONE:
                 member.response.do(do.TrainAlone(member.alone_because))
                 self._forget(member)

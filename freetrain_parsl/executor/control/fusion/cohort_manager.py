@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -195,7 +195,7 @@ class CohortManager:
             known.trainings.update({training.name: training for training in trainings})
             known.cohort.add([training.request for training in trainings], self._clock())
             self._carry_out(known)
-        elif len(trainings) == 1 or key in self._refused:
+        elif key in self._refused or (len(trainings) == 1 and not key.structure):
             for training in trainings:
                 self._train_alone(training)
         else:
@@ -207,6 +207,7 @@ class CohortManager:
                 slots_per_node=self._registry.slots_per_node,
                 numbers=self._numbers,
                 best_rate=self._curves.best_rate,
+                structure=key.structure,
                 now=self._clock(),
             )
             managed = _Managed(key, cohort, {training.name: training for training in trainings})
@@ -236,6 +237,9 @@ class CohortManager:
                 case do.Inform(event):
                     self._curves.take_stated(event)
                     self._runner.run(managed.cohort.name, None, command)
+                case do.Regroup(structure):
+                    assert training is not None
+                    self._gathering.add(replace(managed.key, structure=structure), training, self._clock())
                 case do.TrainAlone(reason):
                     assert training is not None
                     if reason:

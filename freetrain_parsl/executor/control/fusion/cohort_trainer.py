@@ -67,6 +67,11 @@ class CohortTrainer:
         self._sent: Trainer | None = None
         self._left = math.inf
 
+    @property
+    def start_seconds(self) -> float:
+        """Time from the start of an array to its first step."""
+        return self._costs.start
+
     def submit(self, members: Collection[CohortMember]) -> None:
         """Let the planner assign nodes to the cohort."""
         self._sent = self._described(members)

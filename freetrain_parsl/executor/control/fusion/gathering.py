@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from datetime import datetime, timedelta
 
-    from freetrain_parsl.executor.trainings import Training, TrainingRequest
+    from freetrain_parsl.executor.trainings import Fusion, Training, TrainingRequest
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
+    from freetrain_parsl.planning.model import CostsInSeconds
 
 __all__ = ["CohortKey", "Gathering", "cohort_key"]
 
-CohortKey: TypeAlias = "Hashable"
-"""Equal for trainings that may be in one cohort."""
-
 _QUIET = 0.5  # seconds without another training of the same key
 _LONGEST = 3.0  # seconds
+
+
+@dataclass(frozen=True)
+class CohortKey:
+    """Equal for trainings that may be in one cohort.
+
+    Parameters
+    ----------
+    fusion, priority, deadline, costs, scaling, max_nodes
+        As in `TrainingRequest`.
+    structure
+        That of the trainings, once it is known that they differ from those that have the rest in common.
+    """
+
+    fusion: Fusion
+    priority: float
+    deadline: datetime | timedelta | None
+    costs: CostsInSeconds | None
+    scaling: ScalingCurve
+    max_nodes: int
+    structure: str = ""
 
 
 def cohort_key(request: TrainingRequest) -> CohortKey | None:
@@ -26,7 +46,9 @@ def cohort_key(request: TrainingRequest) -> CohortKey | None:
     """
     if request.fusion is None or request.min_nodes > 1:
         return None
-    return (request.fusion, request.priority, request.deadline, request.costs, request.scaling, request.max_nodes)
+    return CohortKey(
+        request.fusion, request.priority, request.deadline, request.costs, request.scaling, request.max_nodes
+    )
 
 
 @dataclass

@@ -18,6 +18,7 @@ class MemberGoal(Enum):
     """What a member is to do when it leaves its array without having finished."""
 
     TRAIN = "train in another array"
+    REGROUP = "train with others of its structure, in another cohort"
     ALONE = "train alone, outside the cohort"
     CANCEL = "end"
 
@@ -63,6 +64,14 @@ class CohortMember:
         return "" if self.tracker.latest is None else self.tracker.latest.structure
 
     @property
+    def seconds_left(self) -> float | None:
+        """Time that it still needs at its present rate, if both are known."""
+        progress = self.tracker.latest
+        if progress is None or not progress.rate or self.samples_left is None:
+            return None
+        return self.samples_left / progress.rate
+
+    @property
     def samples_left(self) -> float | None:
         """Samples left to process, if their total is known."""
         progress = self.tracker.latest
@@ -92,6 +101,8 @@ class RunningArray:
         Whether all were commanded to leave.
     trains
         Whether a member has reported.
+    shared
+        Whether it has had several members.
     deadline
         When its process is killed unless it has ended, seconds.
     """
@@ -105,17 +116,13 @@ class RunningArray:
     releasing: set[str] = field(default_factory=set)
     pausing: bool = False
     trains: bool = False
+    shared: bool = False
     deadline: float | None = None
 
     @property
     def name(self) -> str:
         """Its name, for people."""
         return f"array-{self.run}"
-
-    @property
-    def structure(self) -> str:
-        """That of the member that began first; empty if it is not known yet."""
-        return next((member.structure for member in self.members.values() if member.structure), "")
 
     @property
     def staying(self) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "Kill",
     "Log",
     "OpenStore",
+    "Regroup",
     "Release",
     "Resolve",
     "Send",
@@ -169,6 +170,13 @@ class TrainAlone:
 
 
 @dataclass(frozen=True)
+class Regroup:
+    """Train the training with others of its structure, in another cohort."""
+
+    structure: str
+
+
+@dataclass(frozen=True)
 class Fail:
     """Fail the training's future; `error` is an exception, or one that a slot serialized."""
 
@@ -193,5 +201,6 @@ Command: TypeAlias = (
     | Log
     | Resolve
     | TrainAlone
+    | Regroup
     | Fail
 )

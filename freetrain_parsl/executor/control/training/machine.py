@@ -412,7 +412,7 @@ class TrainingMachine:
                     self._note_failure(Failure(reason, crash=False))
             case RunPaused():
                 # A node is about to close, or the slot was commanded to end: all members pause.
-                if missed and not self.over and not isinstance(self.phase, (Waiting, Pausing)):
+                if missed and not self.over and not isinstance(self.phase, (Waiting, Pausing, Abandoning)):
                     self._processes.pause()
         self._end_group_if_empty()
 

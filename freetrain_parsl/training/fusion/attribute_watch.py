@@ -1,0 +1,63 @@
+"""Noting that user code has assigned attributes of modules: an array was compared before."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["AttributeWatch"]
+
+_PLAIN = (bool, int, float, str, type(None))
+_MISSING = object()
+
+
+class AttributeWatch:
+    """Notes assignments to attributes of the watched modules, submodules and train or eval mode included.
+
+    Assignments of an equal number or text are no change: loops may call ``model.train()`` in each step.
+    """
+
+    def __init__(self) -> None:
+        self.changed = False
+        """Whether an attribute has changed since this was set to False."""
+        self._modules: set[int] = set()
+        self._pauses = 0
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Watch these modules and their submodules from now on, and no others."""
+        self._modules = {id(part) for module in modules for part in module.modules()}
+        self.changed = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch in this context; it replaces ``nn.Module.__setattr__``."""
+        original = nn.Module.__setattr__
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            if id(module) in self._modules and not self._pauses and _differs(vars(module).get(name, _MISSING), value):
+                self.changed = True
+            original(module, name, value)
+
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch in this context: the assignments are the array's own."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+
+def _differs(one: object, other: object) -> bool:
+    return one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
