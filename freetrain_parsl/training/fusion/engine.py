@@ -97,7 +97,8 @@ class FusionEngine:
     refused
         Called with the reason when the participants cannot be fused, or if that does not pay.
     clock
-        Monotonic clock, in seconds.
+        Clock for the times of steps, in seconds; ``None``: on a CPU with one thread, of processor time, which does not
+        depend on what else runs there.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class FusionEngine:
         resized: Callable[[], None] = lambda: None,
         stepped: Callable[[], None] = lambda: None,
         refused: Callable[[str], None] = lambda _reason: None,
-        clock: Clock = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
         self._sizing = sizing
         self._resized = resized
@@ -425,15 +426,21 @@ class FusionEngine:
 
     def _time_step(self) -> None:
         """Count a step of all participants in the sizing of the array."""
-        sizing, now = self._sizing, self._clock()
+        sizing = self._sizing
         if sizing is None or sizing.decided:
             return
+        if self._clock is None:
+            of_processor = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._clock = time.process_time if of_processor else time.perf_counter
+        now = self._clock()
         if self._last_step is not None and len(self._participants) == sizing.size:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
             before = (sizing.size, sizing.fused, sizing.decided)
             if sizing.count(now - self._last_step, memory) and not sizing.fused:
                 self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
+                if not sizing.fused:
+                    self._dissolve()  # or their optimizers would still step fused
                 self._resized()
         self._last_step = now
 

@@ -1,7 +1,7 @@
 """How many trainings an array should have: found by timing real steps, never assumed.
 
-First two trainings are timed one by one, then fused; then their number doubles while each member-step becomes faster
-by a tenth. If fusing is not faster than one by one by a tenth, the trainings go on one by one.
+First two trainings are timed one by one and fused, in turns, so that both are affected by what else the machine does;
+then their number doubles while each member-step becomes faster by a tenth. If fusing is not faster than one by one by a tenth, the trainings go on one by one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 
 __all__ = ["ArraySizing"]
 
-_SKIPPED, _TIMED = 3, 20  # steps of each size: without the first, which allocate memory; the fastest of the others
+_SKIPPED, _TIMED = 3, 15  # steps of each size: without the first, which allocate memory; the fastest of the others
+_TURNS = 3  # of the first size
 _GAIN = 1.1
 _MEMORY_SHARE = 0.8
 
@@ -37,6 +38,7 @@ class ArraySizing:
         """Whether size and mode stay."""
         self._limit = limit
         self._memory = memory
+        self._turns = 0
         self._steps = 0
         self._shortest = math.inf
         self._alone = math.inf
@@ -86,10 +88,15 @@ class ArraySizing:
 
     def _next(self, seconds: float, memory: float) -> None:
         if not self.fused:
-            self._alone, self.fused = seconds, True
+            self._alone, self.fused = min(seconds, self._alone), True
             return
-        before = min(self._times.values(), default=math.inf)
+        before = min((time for size, time in self._times.items() if size < self.size), default=math.inf)
+        seconds = min(seconds, self._times.get(self.size, math.inf))
         self._times[self.size], self._used[self.size] = seconds, memory
+        self._turns += 1
+        if self._turns < _TURNS:
+            self.fused = False
+            return
         larger = min(2 * self.size, self._limit)
         if seconds * _GAIN > before or larger == self.size or self._extrapolated(larger) > _MEMORY_SHARE * self._memory:
             self._decide()
