@@ -39,6 +39,7 @@ ROOMS = {
     "campaign": {"protocol", "planning", "windows", "training", "storage", "cluster", "executor", "report", "sweeps"},
     "report": {"protocol", "executor"},
     "replay": {"planning", "windows", "cluster", "report"},
+    "simulate": {"planning", "replay", "report"},
     "testing": {"protocol", "planning", "windows", "cluster", "training", "executor"},
     "cli": {
         "protocol",
@@ -52,6 +53,7 @@ ROOMS = {
         "storage",
         "remote",
         "replay",
+        "simulate",
     },
 }
 
