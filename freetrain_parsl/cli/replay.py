@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import json as json_format
 import math
-import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from freetrain_parsl.errors import InvalidSettings, UsageError, did_you_mean
+from freetrain_parsl.cli.options import (
+    check_targets,
+    choice,
+    known_name,
+    on_progress_of,
+    progress_bars,
+    split_names,
+    write_json,
+    write_outputs,
+)
+from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.replay.block_site import BlockSettings
-from freetrain_parsl.replay.comparison import Contestant, OnProgress, compare
+from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.example import write_example
 from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
 from freetrain_parsl.replay.terminal import heading, result_table, summary, what_if_table
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
-from freetrain_parsl.report.output import write_output
 
 __all__ = ["replay"]
 
-_Choice = TypeVar("_Choice", bound=Enum)
 _LONGEST_STARTUP = 86_400  # seconds
 
 
@@ -109,9 +113,9 @@ def replay(
         contestants = _contestants(policy, knowledge, objective or chosen.objective, horizon)
         settings = replace(_settings(cost, curves, start_seconds, concurrent), blocks=_blocks(blocks, nodes_per_block))
         _check_price(node_hour_price)
-        _check_targets([log, Path(trainers)], {"--json": json, "--report": report})
-        with _progress() as progress:
-            tell = _teller(progress)
+        check_targets([log, Path(trainers)], {"--json": json, "--report": report})
+        with progress_bars() as progress:
+            tell = on_progress_of(progress)
             tell(f"reading {log.name}", 0.0)
             holes = open_log(
                 log,
@@ -136,7 +140,7 @@ def replay(
         raise typer.Exit(130) from None
     result["command"] = shlex.join(["freetrain", *sys.argv[1:]])
     _show(result)
-    _write(result, json, report)
+    write_outputs(result, (json, write_json), (report, write_page))
 
 
 # Options.
@@ -156,9 +160,9 @@ def _trainers(spec: str, rescale_seconds: str | None) -> TrainerSet:
 
 def _contestants(policies: str, knowledge: str, objective: str, horizon: str) -> list[Contestant]:
     """List all combinations of policy and knowledge."""
-    _known("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
-    names = [_known("--policy", name, POLICIES) for name in _split("--policy", policies)]
-    told = [_choice("--knowledge", name, Knowledge) for name in _split("--knowledge", knowledge)]
+    known_name("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
+    names = [known_name("--policy", name, POLICIES) for name in split_names("--policy", policies)]
+    told = [choice("--knowledge", name, Knowledge) for name in split_names("--knowledge", knowledge)]
     ahead = None if horizon == "adaptive" else _seconds("--horizon", horizon)
     contestants = [Contestant(name, item, objective, ahead) for name in names for item in told]
     for one in contestants:
@@ -167,10 +171,10 @@ def _contestants(policies: str, knowledge: str, objective: str, horizon: str) ->
 
 
 def _settings(cost: str, curves: str, start_seconds: float | None, concurrent: int | None) -> ReplaySettings:
-    charged = _choice("--cost", cost, Cost)
+    charged = choice("--cost", cost, Cost)
     if start_seconds is not None and charged is not Cost.FULL:
         raise InvalidSettings("--start-seconds: starts are charged with --cost full only; give both")
-    settings = ReplaySettings(cost=charged, curves=_choice("--curves", curves, Curves), concurrent=concurrent)
+    settings = ReplaySettings(cost=charged, curves=choice("--curves", curves, Curves), concurrent=concurrent)
     return settings if start_seconds is None else replace(settings, start_seconds=start_seconds)
 
 
@@ -191,41 +195,6 @@ def _check_price(price: float | None) -> None:
         raise InvalidSettings(f"--node-hour-price must be zero or more, got {price:g}")
 
 
-def _check_targets(inputs: Sequence[Path], targets: Mapping[str, Path | None]) -> None:
-    """Reject output files that cannot be written, before the work starts."""
-    taken = {file.resolve(): "an input" for file in inputs}
-    for option, file in targets.items():
-        if file is None:
-            continue
-        folder = file.absolute().parent
-        if not folder.is_dir():
-            raise UsageError(f"{option} {file}: there is no directory {folder}; create it, or choose another")
-        if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-            raise UsageError(f"{option} {file}: cannot be written; choose another file")
-        if (other := taken.setdefault(file.resolve(), option)) != option:
-            raise UsageError(f"{option} {file}: this is {other} already; choose another file")
-
-
-def _split(option: str, text: str) -> list[str]:
-    """Split a list of names, without duplicates."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise InvalidSettings(f"{option}: no name in {text!r}")
-    return list(dict.fromkeys(names))
-
-
-def _known(option: str, name: str, known: Iterable[str]) -> str:
-    """Return a valid name; otherwise raise an error that lists the valid ones."""
-    names = sorted(known)
-    if name not in names:
-        raise InvalidSettings(f"{option}: unknown {name!r}{did_you_mean(name, names)}; available: {', '.join(names)}")
-    return name
-
-
-def _choice(option: str, name: str, kind: type[_Choice]) -> _Choice:
-    return kind(_known(option, name, (str(item.value) for item in kind)))
-
-
 def _seconds(option: str, text: str) -> float:
     value = _number(text)
     if not 0 < value < timedelta.max.total_seconds():
@@ -242,25 +211,6 @@ def _number(text: str) -> float:
 
 
 # Output.
-
-
-def _progress() -> Progress:
-    """Make the progress bars, on standard error and only if it is a terminal."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _teller(progress: Progress) -> OnProgress:
-    """Return a callback that updates one progress bar per task; at 0 the bar is indeterminate."""
-    tasks: dict[str, TaskID] = {}
-
-    def tell(doing: str, share: float) -> None:
-        if doing not in tasks:
-            tasks[doing] = progress.add_task(doing, total=None)
-        progress.update(tasks[doing], total=1.0 if share else None, completed=share)
-
-    return tell
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -283,18 +233,3 @@ def _show(result: Mapping[str, Any]) -> None:
                 f"allocation was kept; the first: {entry['first_refusal']}",
                 err=True,
             )
-
-
-def _write(result: Mapping[str, Any], json: Path | None, report: Path | None) -> None:
-    for file, write in ((json, _write_json), (report, write_page)):
-        if file is None:
-            continue
-        try:
-            write(result, file)
-        except OSError as error:
-            raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-def _write_json(result: Mapping[str, Any], file: Path) -> None:
-    text = json_format.dumps(result, allow_nan=False, separators=(",", ":"))
-    write_output(file, f"{text}\n")

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from freetrain_parsl.planning.curves.goodput import BatchLimits, BatchPlan, GradientNoise, best_plan, steps_worth
+
 if TYPE_CHECKING:
     from freetrain_parsl.simulate.step_times import Placement, StepTimes
 
-__all__ = ["Application", "BatchPlan", "Efficiency"]
+__all__ = ["Application", "Efficiency"]
 
 Table = npt.NDArray[np.float64]
-
-_CANDIDATES = 64  # batch sizes tried, in geometric progression
-
-
-class BatchPlan(NamedTuple):
-    """How a global batch is computed: on each GPU `passes` times `local` samples."""
-
-    local: int
-    passes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +55,8 @@ class Application:
         Its name in workloads.
     epochs
         A job is done after so many.
-    init_batch, max_batch
-        The global batch that progress is counted in, and the largest one.
-    min_local_batch, max_local_batch
-        Samples on a GPU in one pass.
+    limits
+        Its batches; nodes are GPUs.
     step_times
         Times of a step.
     efficiency
@@ -75,58 +65,62 @@ class Application:
 
     name: str
     epochs: int
-    init_batch: int
-    max_batch: int
-    min_local_batch: int
-    max_local_batch: int
+    limits: BatchLimits
     step_times: StepTimes
     efficiency: Efficiency
     _best: dict[tuple[Placement, int], tuple[BatchPlan, float]] = field(default_factory=dict, init=False, repr=False)
+    _speeds: dict[tuple[Placement, BatchPlan, int], float] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def max_gpus(self) -> int:
         """The most GPUs that it may have; one if its largest batch fits on one, because it then gains nothing."""
-        return 1 if self.max_local_batch >= self.max_batch else self.max_batch // self.min_local_batch
+        limits = self.limits
+        return 1 if limits.most_local >= limits.largest else limits.largest // limits.least_local
 
     @cached_property
     def milestones(self) -> Table:
         """Progress at which epochs end, shape (epochs + 1,), beginning with zero."""
         return np.concatenate([[0.0], self.efficiency.progress.min(axis=1)])
 
-    def plan(self, batch: int, gpus: int) -> BatchPlan:
-        """Divide a global batch among GPUs and passes.
-
-        One GPU takes at least two passes for more than the initial batch: the noise of the gradient is measured between
-        them.
-        """
-        local = math.ceil(batch / gpus)
-        passes = math.ceil(local / self.max_local_batch)
-        if gpus == 1 and batch > self.init_batch:
-            passes = max(passes, 2)
-        return BatchPlan(min(math.ceil(local / passes), self.max_batch // (gpus * passes)), passes)
-
     def step_seconds(self, placement: Placement, plan: BatchPlan) -> float:
         """Return the seconds of a step: gradients are exchanged in the last pass only."""
         step, sync = self.step_times(placement, plan.local)
         return step + (plan.passes - 1) * (step - sync)
 
+    def noise(self, batch: float, epoch: int) -> GradientNoise:
+        """Return the statistics of the gradient in an epoch, counted from zero, of a training at this batch."""
+        square, variance = self._noise(np.array([batch]), epoch)[:, 0]
+        return GradientNoise(float(square), float(variance))
+
+    def _noise(self, batches: Table, epoch: int) -> Table:
+        known = self.efficiency
+        return np.stack([np.interp(batches, known.batches, table[epoch]) for table in (known.grad_sqr, known.grad_var)])
+
+    def _worth(self, batches: Table, epoch: int) -> Table:
+        return steps_worth(batches, self.limits.initial, *self._noise(batches, epoch))
+
     def worth(self, batch: float, epoch: int) -> float:
         """Return how many steps of the initial batch a step of `batch` replaces in an epoch, counted from zero."""
-        known = self.efficiency
-        squares = float(np.interp(batch, known.batches, known.grad_sqr[epoch]))
-        variance = float(np.interp(batch, known.batches, known.grad_var[epoch]))
-        return (variance + squares) / (variance * self.init_batch / batch + squares)
+        return float(self._worth(np.array([batch], dtype=float), epoch)[0])
 
     def speed(self, placement: Placement, plan: BatchPlan, epoch: int) -> float:
         """Return the progress per second."""
-        batch = sum(placement) * plan.local * plan.passes
-        return self.worth(batch, epoch) / self.step_seconds(placement, plan)
+        key = placement, plan, epoch
+        if key not in self._speeds:
+            batch = sum(placement) * plan.local * plan.passes
+            self._speeds[key] = self.worth(batch, epoch) / self.step_seconds(placement, plan)
+        return self._speeds[key]
 
     def best(self, placement: Placement, epoch: int) -> tuple[BatchPlan, float]:
         """Return the fastest way to compute a step there in an epoch, and its progress per second."""
         key = placement, epoch
         if key not in self._best:
-            self._best[key] = self._search(placement, epoch)
+            self._best[key] = best_plan(
+                self.limits,
+                sum(placement),
+                lambda local: self.step_times.table(placement, local),
+                lambda batches: self._worth(batches, epoch),
+            )
         return self._best[key]
 
     def iterations_after(self, epoch: int, batch: int) -> float:
@@ -137,22 +131,3 @@ class Application:
         known = self.efficiency
         total, done = (float(np.interp(batch, known.batches, known.iterations[e])) for e in (-1, epoch))
         return max(total - done, 1.0)
-
-    def _search(self, placement: Placement, epoch: int) -> tuple[BatchPlan, float]:
-        gpus = sum(placement)
-        least = max(self.init_batch, gpus * self.min_local_batch)
-        batches = np.unique(np.round(np.geomspace(min(least, self.max_batch), self.max_batch, _CANDIDATES)))
-        local = np.ceil(batches / gpus)
-        passes = np.ceil(local / self.max_local_batch)
-        if gpus == 1:
-            passes[batches > self.init_batch] = np.maximum(passes[batches > self.init_batch], 2)
-        local = np.maximum(np.minimum(np.ceil(local / passes), self.max_batch // (gpus * passes)), 1)
-        batches = gpus * local * passes
-        step, sync = self.step_times.table(placement, local)
-        known = self.efficiency
-        squares = np.interp(batches, known.batches, known.grad_sqr[epoch])
-        variance = np.interp(batches, known.batches, known.grad_var[epoch])
-        worth = (variance + squares) / (variance * self.init_batch / batches + squares)
-        speeds = worth / (step + (passes - 1) * (step - sync))
-        winner = int(np.argmax(speeds))
-        return BatchPlan(int(local[winner]), int(passes[winner])), float(speeds[winner])

@@ -8,14 +8,16 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.planning.curves.goodput import GoodputProfile
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.simulate.job import SimulatedJob
 from freetrain_parsl.simulate.step_times import packed
 
 if TYPE_CHECKING:
     from freetrain_parsl.simulate.application import Application
     from freetrain_parsl.simulate.cluster import ClusterShape
-    from freetrain_parsl.simulate.job import SimulatedJob
+    from freetrain_parsl.simulate.workload import JobRequest
 
 __all__ = ["JobDescription", "Sizing"]
 
@@ -45,29 +47,44 @@ class JobDescription:
         What may be chosen.
     work_known
         Whether the work left is told.
+    curves_known
+        Whether the curves of jobs whose batches are chosen are told; otherwise they are measured while jobs run, and a
+        job may have at most twice the GPUs that it has been measured on.
     """
 
     cluster: ClusterShape
     sizing: Sizing
     work_known: bool
+    curves_known: bool = True
 
     @property
     def elastic_batch(self) -> bool:
         """Whether batches are chosen."""
         return self.sizing is Sizing.BOTH
 
+    def job(self, request: JobRequest) -> SimulatedJob:
+        """Make a job of a request."""
+        profile = GoodputProfile() if self.elastic_batch and not self.curves_known else None
+        return SimulatedJob(request, self.elastic_batch, profile)
+
     def trainer(self, job: SimulatedJob) -> Trainer:
         """Return the job as it is known now."""
         request, application = job.request, job.request.application
         if self.sizing is Sizing.BOTH:
             most = min(application.max_gpus, self.cluster.gpus)
-            curve = _goodput(application, job.epoch, most, self.cluster.gpus_per_node)
-            work = job.progress_left * application.init_batch
+            work = job.progress_left * application.limits.initial
             costs = _COSTS
+            if job.profile is None:
+                curve = _goodput(application, job.epoch, most, self.cluster.gpus_per_node)
+            elif job.profile.most_nodes:
+                most = min(most, 2 * job.profile.most_nodes)
+                curve = _learned(job, job.profile, most, self.cluster.gpus_per_node)
+            else:
+                most, work, curve = 1, math.inf, ScalingCurve.to_be_learned()
         else:
             most = request.gpus
             if self.sizing is Sizing.GPUS:
-                most = min(request.batch // application.min_local_batch, application.max_gpus, self.cluster.gpus)
+                most = min(request.batch // application.limits.least_local, application.max_gpus, self.cluster.gpus)
             curve = _throughput(application, request.batch, most, self.cluster.gpus_per_node)
             work = request.batch * application.iterations_after(job.epoch, request.batch)
             costs = CostsInSeconds()
@@ -86,7 +103,7 @@ class JobDescription:
 def _throughput(application: Application, batch: int, most: int, gpus_per_node: int) -> ScalingCurve:
     """Return samples per second of a fixed batch on the fewest nodes."""
     return ScalingCurve(
-        (gpus, batch / application.step_seconds(packed(gpus, gpus_per_node), application.plan(batch, gpus)))
+        (gpus, batch / application.step_seconds(packed(gpus, gpus_per_node), application.limits.plan(batch, gpus)))
         for gpus in range(1, max(most, 1) + 1)
     )
 
@@ -97,7 +114,21 @@ def _goodput(application: Application, epoch: int, most: int, gpus_per_node: int
 
     Known at the numbers of GPUs of one node, and of whole nodes.
     """
-    counts = sorted({*range(1, min(most, gpus_per_node) + 1), *range(gpus_per_node, most + 1, gpus_per_node)})
     return ScalingCurve(
-        (gpus, application.init_batch * application.best(packed(gpus, gpus_per_node), epoch)[1]) for gpus in counts
+        (gpus, application.limits.initial * application.best(packed(gpus, gpus_per_node), epoch)[1])
+        for gpus in _counts(most, gpus_per_node)
     )
+
+
+def _learned(job: SimulatedJob, profile: GoodputProfile, most: int, gpus_per_node: int) -> ScalingCurve:
+    """Return the same, as far as has been measured."""
+    limits, noise = job.request.application.limits, job.noise
+    return ScalingCurve(
+        (gpus, limits.initial * profile.best(limits, gpus, len(packed(gpus, gpus_per_node)), noise)[1])
+        for gpus in _counts(most, gpus_per_node)
+    )
+
+
+def _counts(most: int, gpus_per_node: int) -> list[int]:
+    """List the numbers of GPUs that are part of a node, or whole nodes."""
+    return sorted({*range(1, min(most, gpus_per_node) + 1), *range(gpus_per_node, most + 1, gpus_per_node)})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from freetrain_parsl.simulate.application import BatchPlan
+    from freetrain_parsl.planning.curves.goodput import BatchPlan, GoodputProfile, GradientNoise
     from freetrain_parsl.simulate.step_times import Placement
     from freetrain_parsl.simulate.workload import JobRequest
 
 __all__ = ["Phase", "SimulatedJob"]
+
+_MOST_TRIALS = 8  # batches that a job with unknown curves tries in a row
 
 
 class Phase(NamedTuple):
@@ -33,10 +34,13 @@ class SimulatedJob:
         What its user asked for.
     elastic_batch
         Whether the batch is chosen for the GPUs that it has; otherwise it is the requested one.
+    profile
+        What is measured while it runs, from which batches are then chosen; ``None`` if its curves are known.
     """
 
     request: JobRequest
     elastic_batch: bool
+    profile: GoodputProfile | None = None
     slots: frozenset[str] = frozenset()
     placement: Placement = ()
     epoch: int = 0
@@ -81,6 +85,7 @@ class SimulatedJob:
         now, seconds = now + pause, seconds - pause
         application = self.request.application
         while seconds > 0:
+            self._measure()
             speed = application.speed(self.placement, self.plan, self.epoch)
             goal = float(application.milestones[self.epoch + 1])
             if self.progress + speed * seconds < goal:
@@ -100,10 +105,32 @@ class SimulatedJob:
     @property
     def plan(self) -> BatchPlan:
         """How its batch is computed now; the job has GPUs."""
-        application = self.request.application
-        if self.elastic_batch:
+        application, gpus = self.request.application, sum(self.placement)
+        limits = application.limits
+        if not self.elastic_batch:
+            return limits.plan(self.request.batch, gpus)
+        if self.profile is None:
             return application.best(self.placement, self.epoch)[0]
-        return application.plan(self.request.batch, sum(self.placement))
+        if not self.profile.most_nodes:
+            return limits.plan(max(limits.initial, limits.least_local * gpus), gpus)
+        return self.profile.best(limits, gpus, len(self.placement), self.noise)[0]
+
+    @property
+    def noise(self) -> GradientNoise:
+        """The gradient's statistics as measured now, at the batch before this epoch."""
+        batch = self.phases[-1].batch if self.phases else 0
+        return self.request.application.noise(batch or self.request.application.limits.initial, self.epoch)
+
+    def _measure(self) -> None:
+        """Measure passes until the best batch no longer changes; that takes seconds."""
+        if self.profile is None:
+            return
+        for _ in range(_MOST_TRIALS):
+            plan = self.plan
+            step, exchange = self.request.application.step_times(self.placement, plan.local)
+            self.profile.observe(sum(self.placement), len(self.placement), plan.local, step, exchange)
+            if self.plan == plan:
+                return
 
     @property
     def progress_left(self) -> float:
@@ -126,8 +153,3 @@ class SimulatedJob:
     def is_done(self) -> bool:
         """Whether it has ended."""
         return self.done_at is not None
-
-    def seconds_left_alone(self) -> float:
-        """Return the seconds of training left on one GPU, at the efficiency of the present epoch."""
-        speed = self.request.application.best((1,), self.epoch)[1]
-        return self.progress_left / speed if speed > 0 else math.inf

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.planning.curves.goodput import BatchLimits
 from freetrain_parsl.simulate.application import Application, Efficiency
 from freetrain_parsl.simulate.csv_rows import CsvRow, read_rows
 from freetrain_parsl.simulate.step_times import Measurement, StepTimes
@@ -44,10 +45,7 @@ def read_profiles(directory: Path) -> dict[str, Application]:
         name: Application(
             name,
             epochs=row.count("epochs"),
-            init_batch=row.count("init_batch"),
-            max_batch=row.count("max_batch"),
-            min_local_batch=row.count("min_local_batch"),
-            max_local_batch=row.count("max_local_batch"),
+            limits=BatchLimits(*(row.count(column) for column in _LIMITS[1:])),
             step_times=_step_times(row, times.get(name, ()), directory / "throughput.csv"),
             efficiency=_efficiency(row, worths.get(name, ()), directory / "efficiency.csv"),
         )

@@ -13,7 +13,6 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.simulate.job import SimulatedJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.simulate.cluster import ClusterShape
     from freetrain_parsl.simulate.description import JobDescription
+    from freetrain_parsl.simulate.job import SimulatedJob
     from freetrain_parsl.simulate.step_times import Placement
     from freetrain_parsl.simulate.workload import JobRequest
 
@@ -113,7 +113,7 @@ class _Simulation:
     ) -> None:
         self._description = description
         self._on_progress = on_progress
-        self._run = SimulatedRun([SimulatedJob(request, description.elastic_batch) for request in requests])
+        self._run = SimulatedRun([description.job(request) for request in requests])
         self._planner = Planner(policy, _SETTINGS, self._decided)
         self._hosts = {node.name: node.host for node in cluster.slots()}
         self._waiting = deque(self._run.jobs)

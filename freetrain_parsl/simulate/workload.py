@@ -70,8 +70,10 @@ def read_workload(file: Path, applications: Mapping[str, Application], gpus: int
         job = JobRequest(name, row.number("time"), application, row.count("num_replicas"), row.count("batch_size"))
         if job.gpus > gpus:
             raise row.wrong(f"job {name!r} asks for {job.gpus} GPUs, the cluster has {gpus}")
-        if job.batch > application.max_batch:
-            raise row.wrong(f"job {name!r}: batch {job.batch} is more than the {application.max_batch} of {wanted!r}")
+        if job.batch > application.limits.largest:
+            raise row.wrong(
+                f"job {name!r}: batch {job.batch} is more than the {application.limits.largest} of {wanted!r}"
+            )
         jobs[name] = job
     if not jobs:
         raise InvalidInput(f"{file}: contains no jobs")

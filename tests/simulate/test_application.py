@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.simulate.application import BatchPlan
+from freetrain_parsl.planning.curves.goodput import BatchPlan
 from freetrain_parsl.simulate.step_times import Measurement, StepTimes, packed
 from tests.simulate.small_profiles import NOISE, small_applications
 
@@ -26,7 +26,7 @@ def net(tmp_path):
     ],
 )
 def test_batches_are_divided(net, batch, gpus, expected):
-    assert net.plan(batch, gpus) == BatchPlan(*expected)
+    assert net.limits.plan(batch, gpus) == BatchPlan(*expected)
 
 
 def test_gradients_are_exchanged_in_the_last_pass_only(net):
@@ -43,8 +43,8 @@ def test_best_batch_is_the_fastest_of_all(net, gpus):
     placement = packed(gpus, 2)
     plan, speed = net.best(placement, 0)
     assert speed == pytest.approx(net.speed(placement, plan, 0))
-    least = max(net.init_batch, gpus * net.min_local_batch)
-    rivals = [net.speed(placement, net.plan(batch, gpus), 0) for batch in range(least, net.max_batch + 1)]
+    least = max(net.limits.initial, gpus * net.limits.least_local)
+    rivals = [net.speed(placement, net.limits.plan(batch, gpus), 0) for batch in range(least, net.limits.largest + 1)]
     assert speed >= 0.99 * max(rivals)
 
 

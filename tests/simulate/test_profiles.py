@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
@@ -20,8 +22,7 @@ def directory(tmp_path):
 def test_applications_are_as_written(directory):
     applications = read_profiles(directory)
     net = applications["net"]
-    limits = (net.epochs, net.init_batch, net.max_batch, net.min_local_batch, net.max_local_batch)
-    assert limits == LIMITS["net"][:5]
+    assert (net.epochs, *astuple(net.limits)) == LIMITS["net"][:5]
     assert list(net.milestones) == [0, 500, 1000, 1500, 2000]
     assert net.step_times((1,), 36) == pytest.approx((0.36, 0.0))
     assert net.step_times((2, 1), 8) == pytest.approx((0.18, 0.1))

@@ -66,9 +66,13 @@ def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, axis: T
     return _plot(title, summary, shapes, width=len(below), y_labels=labels, x_labels=axis.labels())
 
 
-def lines(title: str, summary: str, series: Sequence[Series], *, axis: TimeAxis) -> Element:
-    """Draw shares (1 is 100 %) over time as lines; the axis range is that of the last three quarters of the values."""
+def lines(title: str, summary: str, series: Sequence[Series], *, axis: TimeAxis, whole: bool = False) -> Element:
+    """Draw shares (1 is 100 %) over time as lines.
+
+    The axis range is that of the last three quarters of the values, or 0 to 100 % with `whole`.
+    """
     settled = [value for one in series for value in one.values[len(one.values) // 4 :] if value is not None]
+    settled = [0.0, 1.0] if whole else settled
     low = math.floor(10 * min(settled, default=0.0)) / 10
     high = max(math.ceil(10 * max(settled, default=1.0)) / 10, low + 0.1)
     ticks = [low + tick for tick in _ticks(high - low)]
