@@ -20,10 +20,12 @@ from freetrain_parsl.cli.options import (
     write_json,
     write_outputs,
 )
+from freetrain_parsl.errors import UsageError
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.simulate.cluster import ClusterShape
 from freetrain_parsl.simulate.comparison import compare_policies
 from freetrain_parsl.simulate.competitors import JobKnowledge, competitors
+from freetrain_parsl.simulate.example import write_example
 from freetrain_parsl.simulate.page import write_page
 from freetrain_parsl.simulate.profiles import read_profiles
 from freetrain_parsl.simulate.terminal import heading, result_table
@@ -33,10 +35,11 @@ __all__ = ["simulate"]
 
 
 def simulate(
-    workload: Annotated[Path, typer.Argument(metavar="WORKLOAD", help="Jobs (CSV), one line each.")],
+    workload: Annotated[Path | None, typer.Argument(metavar="WORKLOAD", help="Jobs (CSV), one line each.")] = None,
     profiles: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of applications.csv, throughput.csv and efficiency.csv.")
-    ],
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of applications.csv, throughput.csv and efficiency.csv."),
+    ] = None,
     cluster: Annotated[str, typer.Option(metavar="NODESxGPUS", help="Nodes, and GPUs on each.")] = "16x4",
     policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="Policies.")] = "milp,tiresias",
     knowledge: Annotated[
@@ -45,8 +48,20 @@ def simulate(
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each job's completion time.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report to this file.")] = None,
+    example: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write example inputs into this directory.")
+    ] = None,
 ) -> None:
     """Simulate a shared cluster, and compare policies by the completion times of its jobs."""
+    if example is not None:
+        for file in write_example(example):
+            typer.echo(file)
+        return
+    if workload is None or profiles is None:
+        missing = "WORKLOAD" if workload is None else "--profiles"
+        raise UsageError(
+            f"simulate: {missing} is missing; 'freetrain simulate --example DIR' writes inputs to try it with"
+        )
     try:
         shape = ClusterShape.parse(cluster)
         told = [choice("--knowledge", name, JobKnowledge) for name in split_names("--knowledge", knowledge)]

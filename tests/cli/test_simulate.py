@@ -61,6 +61,19 @@ def test_the_exact_call(freetrain, tmp_path):
     assert "The life of" in page
 
 
+def test_example_can_be_simulated(freetrain, tmp_path):
+    done = freetrain("simulate --example there")
+    assert (done.code, len(done.out.split())) == (0, 4)
+    done = freetrain("simulate there/jobs.csv --profiles there --cluster 4x4 --policy tiresias,fcfs")
+    assert (done.code, done.err) == (0, "")
+    assert "40 jobs" in done.out
+
+
+def test_missing_inputs_are_named(freetrain):
+    assert "WORKLOAD is missing; 'freetrain simulate --example DIR'" in freetrain("simulate").err
+    assert "--profiles is missing" in freetrain("simulate jobs.csv").err
+
+
 def test_names_of_jobs_cannot_become_markup(freetrain, tmp_path):
     (tmp_path / "jobs.csv").write_text(JOBS.replace("a,0", "<b>,0").replace("c,20", "<c>,20").replace("b,10", "<d>,10"))
     freetrain("simulate jobs.csv --profiles . --cluster 2x2 --policy milp --report page.html")
