@@ -71,17 +71,16 @@ class Competitor:
         )
 
 
-_OBJECTIVES = {
-    JobKnowledge.NONE: CompletionTime.knowing(Urgency.NONE),
-    JobKnowledge.AGE: CompletionTime.knowing(Urgency.SERVICE),
-    # A longer horizon: a change to more GPUs also teaches, and allows twice as many at the next decision.
-    JobKnowledge.CURVES: CompletionTime(Urgency.WORK, fairness=0.25, preference=0.45, horizon=300.0),
-    JobKnowledge.WORK: CompletionTime.knowing(Urgency.WORK),
+_URGENCY = {
+    JobKnowledge.NONE: Urgency.NONE,
+    JobKnowledge.AGE: Urgency.SERVICE,
+    JobKnowledge.CURVES: Urgency.WORK,
+    JobKnowledge.WORK: Urgency.WORK,
 }
 
 
 def _milp(knowledge: JobKnowledge) -> Competitor:
-    objective = _OBJECTIVES[knowledge]
+    objective = CompletionTime.knowing(_URGENCY[knowledge])
     return Competitor(MilpPolicy.name, knowledge, Sizing.BOTH, lambda: MilpPolicy(objective))
 
 
