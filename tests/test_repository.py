@@ -39,7 +39,7 @@ ROOMS = {
     "campaign": {"protocol", "planning", "windows", "training", "storage", "cluster", "executor", "report", "sweeps"},
     "report": {"protocol", "executor"},
     "replay": {"planning", "windows", "cluster", "report"},
-    "simulate": {"planning"},
+    "simulate": {"planning", "replay", "report"},
     "testing": {"protocol", "planning", "windows", "cluster", "training", "executor"},
     "cli": {
         "protocol",

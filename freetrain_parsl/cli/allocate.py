@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from freetrain_parsl.cli.arguments import check_output_files, known_name, split_names
+from freetrain_parsl.cli.options import check_targets, known_name, split_names
 from freetrain_parsl.cli.windows import format_duration
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.planning.resources.demands import ResourceProblem
@@ -44,14 +44,14 @@ def allocate(
 ) -> None:
     """Divide several kinds of resources among jobs, and show what each gets, or why it gets nothing."""
     if example is not None:
-        check_output_files([], {"--example": example})
+        check_targets([], {"--example": example})
         _write(example, generate_instance(6, load=3.0, seed=1))
         typer.echo(example)
         return
     if instance is None:
         raise UsageError("allocate: INSTANCE is missing; 'freetrain allocate --example FILE' writes one to try it with")
     policies = [_policy(name, time_limit) for name in split_names("--policy", policy)]
-    check_output_files([instance], {"--json": json})
+    check_targets([instance], {"--json": json})
     problem = read_instance(instance).problem
     decisions = {one.name: one.allocate(problem) for one in policies}
     if json is not None:

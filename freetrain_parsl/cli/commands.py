@@ -15,6 +15,7 @@ from freetrain_parsl.cli.plan import plan
 from freetrain_parsl.cli.replay import replay
 from freetrain_parsl.cli.resume import resume
 from freetrain_parsl.cli.run import run
+from freetrain_parsl.cli.simulate import simulate
 from freetrain_parsl.cli.status import status
 from freetrain_parsl.cli.stop import stop
 from freetrain_parsl.cli.windows import windows
@@ -36,6 +37,7 @@ app.command()(cancel)
 app.command()(resume)
 app.command()(clean)
 app.command()(replay)
+app.command()(simulate)
 app.command()(windows)
 app.command()(plan)
 app.command()(explain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import math
 import re
 import shlex
@@ -10,22 +9,29 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from freetrain_parsl.cli.arguments import check_output_files, known_name, split_names
+from freetrain_parsl.cli.options import (
+    check_targets,
+    choice,
+    known_name,
+    on_progress_of,
+    progress_bars,
+    split_names,
+    write_json,
+    write_outputs,
+)
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.planning.curves.fusion import FusionCurve
 from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.replay.block_site import BlockSettings
-from freetrain_parsl.replay.comparison import Contestant, OnProgress, compare
+from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.example import write_example
 from freetrain_parsl.replay.fusion_curves import fusion_curve
 from freetrain_parsl.replay.logs import open_log
@@ -34,11 +40,9 @@ from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySet
 from freetrain_parsl.replay.sweeps import compare_fusion
 from freetrain_parsl.replay.terminal import heading, result_table, summary, sweep_summary, sweep_table, what_if_table
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
-from freetrain_parsl.report.output import write_output
 
 __all__ = ["replay"]
 
-_Choice = TypeVar("_Choice", bound=Enum)
 _LONGEST_STARTUP = 86_400  # seconds
 
 
@@ -119,9 +123,9 @@ def replay(
         fused = _fusion(fusion, chosen, what_if=what_if)
         _check_price(node_hour_price)
         lists = [Path(re.sub(r"^sweep:[0-9]+x", "", trainers)), *([] if fusion is None else [Path(fusion)])]
-        check_output_files([log, *lists], {"--json": json, "--report": report})
-        with _progress() as progress:
-            tell = _teller(progress)
+        check_targets([log, *lists], {"--json": json, "--report": report})
+        with progress_bars() as progress:
+            tell = on_progress_of(progress)
             tell(f"reading {log.name}", 0.0)
             holes = open_log(
                 log,
@@ -152,7 +156,7 @@ def replay(
         raise typer.Exit(130) from None
     result["command"] = shlex.join(["freetrain", *sys.argv[1:]])
     _show(result)
-    _write(result, json, report)
+    write_outputs(result, (json, write_json), (report, write_page))
 
 
 # Options.
@@ -186,7 +190,7 @@ def _contestants(policies: str, knowledge: str, objective: str, horizon: str) ->
     """List all combinations of policy and knowledge."""
     known_name("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
     names = [known_name("--policy", name, POLICIES) for name in split_names("--policy", policies)]
-    told = [_choice("--knowledge", name, Knowledge) for name in split_names("--knowledge", knowledge)]
+    told = [choice("--knowledge", name, Knowledge) for name in split_names("--knowledge", knowledge)]
     ahead = None if horizon == "adaptive" else _seconds("--horizon", horizon)
     contestants = [Contestant(name, item, objective, ahead) for name in names for item in told]
     for one in contestants:
@@ -195,10 +199,10 @@ def _contestants(policies: str, knowledge: str, objective: str, horizon: str) ->
 
 
 def _settings(cost: str, curves: str, start_seconds: float | None, concurrent: int | None) -> ReplaySettings:
-    charged = _choice("--cost", cost, Cost)
+    charged = choice("--cost", cost, Cost)
     if start_seconds is not None and charged is not Cost.FULL:
         raise InvalidSettings("--start-seconds: starts are charged with --cost full only; give both")
-    settings = ReplaySettings(cost=charged, curves=_choice("--curves", curves, Curves), concurrent=concurrent)
+    settings = ReplaySettings(cost=charged, curves=choice("--curves", curves, Curves), concurrent=concurrent)
     return settings if start_seconds is None else replace(settings, start_seconds=start_seconds)
 
 
@@ -219,10 +223,6 @@ def _check_price(price: float | None) -> None:
         raise InvalidSettings(f"--node-hour-price must be zero or more, got {price:g}")
 
 
-def _choice(option: str, name: str, kind: type[_Choice]) -> _Choice:
-    return kind(known_name(option, name, (str(item.value) for item in kind)))
-
-
 def _seconds(option: str, text: str) -> float:
     value = _number(text)
     if not 0 < value < timedelta.max.total_seconds():
@@ -239,25 +239,6 @@ def _number(text: str) -> float:
 
 
 # Output.
-
-
-def _progress() -> Progress:
-    """Make the progress bars, on standard error and only if it is a terminal."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _teller(progress: Progress) -> OnProgress:
-    """Return a callback that updates one progress bar per task; at 0 the bar is indeterminate."""
-    tasks: dict[str, TaskID] = {}
-
-    def tell(doing: str, share: float) -> None:
-        if doing not in tasks:
-            tasks[doing] = progress.add_task(doing, total=None)
-        progress.update(tasks[doing], total=1.0 if share else None, completed=share)
-
-    return tell
 
 
 def _show(result: Mapping[str, Any]) -> None:
@@ -281,18 +262,3 @@ def _show(result: Mapping[str, Any]) -> None:
                 f"allocation was kept; the first: {entry['first_refusal']}",
                 err=True,
             )
-
-
-def _write(result: Mapping[str, Any], json: Path | None, report: Path | None) -> None:
-    for file, write in ((json, _write_json), (report, write_page)):
-        if file is None:
-            continue
-        try:
-            write(result, file)
-        except OSError as error:
-            raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-def _write_json(result: Mapping[str, Any], file: Path) -> None:
-    text = json_format.dumps(result, allow_nan=False, separators=(",", ":"))
-    write_output(file, f"{text}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -103,6 +104,9 @@ class PoolNode:
         Expected closings per second of such a node, if its closing is unknown.
     startup
         Seconds until its slots are ready if a block is requested now; zero for a node that is held or awaited.
+    host
+        The machine that it shares with other nodes of the pool, if the unit of allocation is smaller than a machine:
+        one accelerator, for example. Empty: it is a machine of its own.
     """
 
     name: str
@@ -110,6 +114,7 @@ class PoolNode:
     expected: float = math.inf
     closing_rate: float = 0.0
     startup: float = 0.0
+    host: str = ""
 
     @property
     def closes_or_inf(self) -> float:
@@ -145,6 +150,12 @@ class Pool(Mapping[str, PoolNode]):
         self.horizon = horizon
         self.max_blocks = max_blocks
         self._nodes = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
+        self._hosts = Counter(node.host for node in self._nodes.values() if node.host)
+
+    @property
+    def nodes_per_host(self) -> int:
+        """The largest number of nodes on one host; 1 if each node is a machine of its own."""
+        return max(self._hosts.values(), default=1)
 
     def __getitem__(self, name: str) -> PoolNode:
         return self._nodes[name]
@@ -207,6 +218,8 @@ class Trainer:
     since
         Since when it has been running or waiting, seconds: when it last got its first node or lost its last one;
         ``None`` means since it was submitted.
+    service
+        Node-seconds that it has had so far; the planner counts them.
     """
 
     name: str
@@ -219,6 +232,7 @@ class Trainer:
     deadline: float | None = None
     submitted: float = 0.0
     since: float | None = None
+    service: float = 0.0
 
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"

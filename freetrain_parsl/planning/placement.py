@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import PlanningError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
     from freetrain_parsl.planning.model import Allocation, Pool, Trainer
 
-__all__ = ["check_allocation", "current_counts", "place"]
+__all__ = ["check_allocation", "current_counts", "place", "place_emptiest_first"]
 
 
 def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
@@ -21,6 +22,10 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     A trainer keeps as many of its nodes as its count allows, those that close last. Growing trainers, in order of
     name, take the free nodes that close last, ready ones first. Unknown closings are replaced by the expected ones;
     ties are broken by node name.
+
+    If nodes share hosts, a trainer whose count changes is placed anew, on as few hosts as possible: any change is a
+    restart in such a cluster, and nearby nodes are faster. Larger trainers choose first, and a small one takes the host
+    that it leaves with the fewest free nodes.
 
     Parameters
     ----------
@@ -42,6 +47,8 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
         A negative count, more nodes in total than the pool has, or a node that two trainers already hold.
     """
     _check_counts(counts, pool)
+    if pool.nodes_per_host > 1:
+        return _place_on_hosts(dict(sorted(counts.items(), key=lambda item: -item[1])), pool, current, _tightest)
     held = _holders(current, pool)
     order = sorted(pool, key=lambda name: (pool[name].startup, -pool[name].lasts_until, name))
     kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
@@ -56,6 +63,61 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     for trainer, nodes in kept.items():
         nodes.extend(islice(spare, counts[trainer] - len(nodes)))
     return {trainer: frozenset(nodes) for trainer, nodes in kept.items() if nodes}
+
+
+def place_emptiest_first(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
+    """Choose nodes as `place` does, but each host with the most free nodes first, in the order of `counts`.
+
+    Tiresias and Optimus place trainers like this in Pollux' evaluation. Without shared hosts it is `place`.
+    """
+    if pool.nodes_per_host == 1:
+        return place(counts, pool, current)
+    _check_counts(counts, pool)
+    return _place_on_hosts(counts, pool, current, _emptiest)
+
+
+Choice = Callable[[Mapping[str, Sequence[str]], int], str]
+"""(free nodes of each host, nodes wanted) -> host."""
+
+
+def _emptiest(free: Mapping[str, Sequence[str]], wanted: int) -> str:  # noqa: ARG001 - signature of a choice
+    return max(free, key=lambda host: len(free[host]))
+
+
+def _tightest(free: Mapping[str, Sequence[str]], wanted: int) -> str:
+    """Return the host that keeps the fewest free nodes, or the emptiest if none has as many as wanted."""
+    fitting = [host for host in free if len(free[host]) >= wanted]
+    return min(fitting, key=lambda host: len(free[host])) if fitting else _emptiest(free, wanted)
+
+
+def _place_on_hosts(
+    counts: Mapping[str, int], pool: Pool, current: Allocation, choose: Choice
+) -> dict[str, frozenset[str]]:
+    """Keep trainers whose count is that of their nodes, and place the others anew, in the order of `counts`."""
+    kept = {
+        name: nodes
+        for name, nodes in current.items()
+        if nodes and counts.get(name, 0) == len(nodes) and all(node in pool for node in nodes)
+    }
+    taken = frozenset().union(*kept.values())
+    free: dict[str, list[str]] = {}
+    for node in pool.values():
+        if node.name not in taken:
+            free.setdefault(node.host or node.name, []).append(node.name)
+    placed = dict(kept)
+    for name, count in counts.items():
+        if name in kept or not count:
+            continue
+        nodes: list[str] = []
+        while len(nodes) < count:
+            host = choose(free, count - len(nodes))
+            share = min(count - len(nodes), len(free[host]))
+            nodes += free[host][:share]
+            del free[host][:share]
+            if not free[host]:
+                del free[host]
+        placed[name] = frozenset(nodes)
+    return placed
 
 
 def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trainer]) -> None:

@@ -125,6 +125,7 @@ class Planner:
             return []
         due = self.wake_at(self._planned_at)
         moved = self._in_order(events)
+        self._count_service(moved[-1].time)
         for event in moved:
             self._take(event)
         self._now = now = moved[-1].time
@@ -141,6 +142,14 @@ class Planner:
             now = max(now, event.time)
             moved.append(event if event.time == now else replace(event, time=now))
         return moved
+
+    def _count_service(self, now: float) -> None:
+        """Add the time since the last events to the service of each trainer that had nodes."""
+        if not math.isfinite(self._now):
+            return
+        for name, nodes in self._assigned.items():
+            trainer = self._trainers[name]
+            self._trainers[name] = replace(trainer, service=trainer.service + len(nodes) * (now - self._now))
 
     @singledispatchmethod
     def _take(self, event: ev.Event) -> None:
@@ -220,7 +229,7 @@ class Planner:
     @_take.register
     def _(self, event: ev.TrainerLearned) -> None:
         if (trainer := self._trainers.get(event.trainer.name)) is not None:
-            self._trainers[trainer.name] = replace(event.trainer, since=trainer.since)
+            self._trainers[trainer.name] = replace(event.trainer, since=trainer.since, service=trainer.service)
             self._dirty = self._dirty or event.trainer.max_nodes != trainer.max_nodes
 
     @_take.register(ev.TrainerFinished)

@@ -1,1 +1,1 @@
-"""Simulation: the planner driven by jobs that share a cluster, instead of by a recorded log."""
+"""Simulation of a shared cluster: many users' jobs arrive over time and are judged by their completion times."""

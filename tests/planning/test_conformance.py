@@ -11,8 +11,11 @@ from freetrain_parsl.planning.model import Decision
 from freetrain_parsl.planning.policies import (
     POLICIES,
     EqualSharePolicy,
+    FirstComeFirstServedPolicy,
     MilpPolicy,
+    OptimusPolicy,
     Policy,
+    TiresiasPolicy,
     WindowPolicy,
     resolve_policy,
 )
@@ -27,6 +30,21 @@ class TestMilp(PolicyConformance):
 class TestEqualShare(PolicyConformance):
     def make_policy(self):
         return EqualSharePolicy()
+
+
+class TestFirstComeFirstServed(PolicyConformance):
+    def make_policy(self):
+        return FirstComeFirstServedPolicy()
+
+
+class TestTiresias(PolicyConformance):
+    def make_policy(self):
+        return TiresiasPolicy()
+
+
+class TestOptimus(PolicyConformance):
+    def make_policy(self):
+        return OptimusPolicy()
 
 
 class TestWindow(PolicyConformance):
@@ -71,13 +89,15 @@ def test_suite_refuses_false_bounds_and_migration(check, monkeypatch):
 
 
 def test_policies_are_found_by_name():
-    assert {type(resolve_policy(name)) for name in POLICIES} == {MilpPolicy, EqualSharePolicy, WindowPolicy}
+    assert {resolve_policy(name).name for name in POLICIES} == POLICIES.keys()
     policy = _Broken()
     assert resolve_policy(policy) is policy
 
 
 def test_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidSettings, match="unknown policy 'best'; available: equal-share, milp, window"):
+    with pytest.raises(
+        InvalidSettings, match="unknown policy 'best'; available: equal-share, fcfs, milp, optimus, tiresias, window"
+    ):
         resolve_policy("best")
     with pytest.raises(InvalidSettings, match="got 42"):
         resolve_policy(42)

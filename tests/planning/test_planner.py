@@ -323,7 +323,19 @@ def test_trainers_know_since_when_they_run_or_wait() -> None:
     assert [before for before, _ in sinces] == [None, None, 10, 10, 40, 40, 60]
 
 
-def test_what_is_learned_of_a_trainer_replaces_what_was_told_but_not_since_when_it_runs() -> None:
+def test_service_is_counted_in_node_seconds() -> None:
+    """Two nodes for 10 s, none after they left: what is learned meanwhile does not reset it."""
+    spy = _Spy()
+    planner = Planner(spy, AT_ONCE)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")), joined(1, "b", *"xy", closes=None))
+    planner.advance(ev.TrainerLearned(5, trainer("t", most=2)))
+    planner.advance(ev.NodesLeft(11, ("x", "y")))
+    assert spy.trainers["t"].service == 20
+    planner.advance(joined(40, "b", *"x", closes=None))
+    assert spy.trainers["t"].service == 20
+
+
+def test_what_is_learned_of_a_trainer_replaces_what_was_told_but_not_its_past() -> None:
     spy = _Spy()
     planner = Planner(spy, AT_ONCE)
     flat = ScalingCurve({1: 10.0})
@@ -332,7 +344,7 @@ def test_what_is_learned_of_a_trainer_replaces_what_was_told_but_not_since_when_
     assert len(planner.assigned["t"]) == 2
     learned = replace(trainer("t", most=3), curve=flat)
     planner.advance(ev.TrainerLearned(2, learned), ev.TrainerLearned(2, trainer("stranger")), ev.NodesLeft(2, ("w",)))
-    assert spy.trainers["t"] == replace(learned, since=1)
+    assert spy.trainers["t"] == replace(learned, since=1, service=2)
     assert set(spy.trainers) == {"t", "u"}
     planner.advance(joined(500, "b", "v", closes=None))
     assert {name: len(nodes) for name, nodes in planner.assigned.items()} == {"t": 1, "u": 3}

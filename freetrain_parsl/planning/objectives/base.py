@@ -28,6 +28,7 @@ __all__ = [
     "Deadline",
     "MaxMin",
     "Moment",
+    "NetOfChanges",
     "Objective",
     "ObjectiveLike",
     "Tabulated",
@@ -39,6 +40,7 @@ __all__ = [
     "register_objective",
     "resolve_objective",
     "value_table",
+    "without_own_costs",
 ]
 
 Objective = Callable[[Trainer, int], float]
@@ -133,6 +135,26 @@ class WithBonus(Tabulated):
         bonus = self.bonus.get(trainer.name)
         # No trainer can exceed the pool, but a larger table may be requested for a previous count.
         return table if bonus is None else table + bonus[np.minimum(np.arange(last + 1), len(bonus) - 1)]
+
+
+@dataclass(frozen=True)
+class NetOfChanges(Tabulated):
+    """An objective that contains the costs of changes already: policies charge nothing on top.
+
+    Parameters
+    ----------
+    gross
+        The objective without these costs, for policies whose model of costs is their own.
+    net
+        The objective with them, for the current numbers of nodes.
+    """
+
+    gross: Objective
+    net: Tabulated
+
+    def table(self, trainer: Trainer, last: int) -> Table:
+        """Tabulate; see `Tabulated.table`."""
+        return self.net.table(trainer, last)
 
 
 def _one(trainer: Trainer) -> float:  # noqa: ARG001 - signature of a weight
@@ -355,6 +377,11 @@ def charged(objective: Objective) -> Objective:
     return objective.base if isinstance(objective, WithBonus) else objective
 
 
+def without_own_costs(objective: Objective) -> Objective:
+    """Return the objective for a policy that charges changes in its own way, even if it is `NetOfChanges`."""
+    return objective.gross if isinstance(objective, NetOfChanges) else objective
+
+
 def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> Table:
     """Tabulate O_j(0), …, O_j(max_nodes), shape (max_nodes + 1,), value per second.
 
@@ -385,7 +412,7 @@ def value_table(objective: Objective, trainer: Trainer, current: int, max_nodes:
 
     A trainer whose `current` count C is outside its bounds (some of its nodes are gone) cannot continue: it stops, at
     the cost of a shrink, or changes to an allowed count, at the cost of a grow or a shrink. O(C) is then taken at the
-    nearest bound.
+    nearest bound. An objective that is `NetOfChanges` is charged nothing: v(n) = T O(n).
 
     Parameters
     ----------
@@ -405,6 +432,9 @@ def value_table(objective: Objective, trainer: Trainer, current: int, max_nodes:
     numpy.ndarray
         Shape (max_nodes + 1,), in units of the objective times seconds; minus infinity for counts not allowed.
     """
+    if isinstance(objective, NetOfChanges):
+        values = horizon * objective_table(objective, trainer, max_nodes)
+        return np.where(np.isnan(values), -np.inf, values)
     nearest = min(max(current, trainer.min_nodes), trainer.max_nodes)
     rates = objective_table(charged(objective), trainer, max(max_nodes, nearest if current else 0))
     before = rates[nearest] if current else 0.0

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
+from freetrain_parsl.planning.policies.fcfs import FirstComeFirstServedPolicy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
+from freetrain_parsl.planning.policies.optimus import OptimusPolicy
+from freetrain_parsl.planning.policies.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.policies.window import WindowPolicy
 
 if TYPE_CHECKING:
@@ -19,14 +22,27 @@ __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
     "EqualSharePolicy",
+    "FirstComeFirstServedPolicy",
     "MilpPolicy",
+    "OptimusPolicy",
     "Policy",
     "PolicyLike",
+    "TiresiasPolicy",
     "WindowPolicy",
     "resolve_policy",
 ]
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (EqualSharePolicy, MilpPolicy, WindowPolicy)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        EqualSharePolicy,
+        FirstComeFirstServedPolicy,
+        MilpPolicy,
+        OptimusPolicy,
+        TiresiasPolicy,
+        WindowPolicy,
+    )
+}
 """Name -> class."""
 
 PolicyLike = str | Policy

@@ -20,6 +20,7 @@ from freetrain_parsl.planning.objectives.base import (
     charged,
     objective_table,
     resolve_objective,
+    without_own_costs,
 )
 from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies.base import Policy
@@ -96,7 +97,7 @@ class WindowPolicy(Policy):
         if not ranked or not pool:
             return Decision({}, 0.0, proven_optimal=True, bound=0.0)
         held = current_counts(ranked, pool, current)
-        objective = at_moment(self._objective, Moment(ranked, held, len(pool), now))
+        objective = without_own_costs(at_moment(self._objective, Moment(ranked, held, len(pool), now)))
         horizon = self._horizon or pool.horizon
         classes = _classes(pool, now, horizon, self._max_classes)
         instance = _instance(classes, ranked, held, current, objective, horizon, pool)

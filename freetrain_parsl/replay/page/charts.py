@@ -69,7 +69,7 @@ def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, axis: T
 def lines(title: str, summary: str, series: Sequence[Series], *, axis: TimeAxis, low: float | None = None) -> Element:
     """Draw shares (1 is 100 %) over time as lines.
 
-    The axis range is that of the last three quarters of the values, or begins at `low`.
+    The axis range is that of the last three quarters of the values, or from `low` to their largest.
     """
     settled = [value for one in series for value in one.values[len(one.values) // 4 :] if value is not None]
     low = math.floor(10 * min(settled, default=0.0)) / 10 if low is None else low

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.replay.page.comparison import comparison
 from freetrain_parsl.replay.page.dates import TimeAxis, period
 from freetrain_parsl.replay.page.details import policy_by_policy
-from freetrain_parsl.replay.page.markup import document, element
+from freetrain_parsl.replay.page.markup import document, element, page
 from freetrain_parsl.replay.page.sweeps import sweep_parts
 from freetrain_parsl.replay.page.what_if import what_if_table
 from freetrain_parsl.replay.page.wording import (
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["write_page"]
 
-# Nothing may be loaded or run; the page needs only its own style sheet and inline label positions.
-_CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-
 
 def write_page(result: Mapping[str, Any], path: Path) -> None:
     """Write the report of a replay as one self-contained HTML file.
@@ -53,36 +49,20 @@ def write_page(result: Mapping[str, Any], path: Path) -> None:
     OSError
         It cannot be written.
     """
-    write_output(path, document(_page(result)))
+    write_output(path, document(_report(result)))
 
 
-def _page(result: Mapping[str, Any]) -> Element:
+def _report(result: Mapping[str, Any]) -> Element:
     labelled = _labelled(result["policies"])
     axis = TimeAxis.of(result["log"])
-    style = files("freetrain_parsl.replay.page").joinpath("page.css").read_text(encoding="utf-8")
-    return element(
-        "html",
-        element(
-            "head",
-            element("meta", charset="utf-8"),
-            element("meta", http_equiv="Content-Security-Policy", content=_CONTENT_SECURITY_POLICY),
-            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            element("title", f"{result['log']['name']}: what idle nodes could have trained"),
-            element("style", style),
+    return page(
+        f"{result['log']['name']}: what idle nodes could have trained",
+        *(
+            sweep_parts(result, most_finished(labelled), axis)
+            if "fusion" in result
+            else _trainer_parts(result, best_first(labelled), axis)
         ),
-        element(
-            "body",
-            element(
-                "main",
-                *(
-                    sweep_parts(result, most_finished(labelled), axis)
-                    if "fusion" in result
-                    else _trainer_parts(result, best_first(labelled), axis)
-                ),
-                *_reproduction(result),
-            ),
-        ),
-        lang="en",
+        *_reproduction(result),
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, tostring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["document", "element", "scrolling_table"]
+__all__ = ["document", "element", "page", "scrolling_table"]
+
+# Nothing may be loaded or run; the page needs only its own style sheet and inline label positions.
+_CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def element(tag: str, /, *children: Element | str | None, **attributes: object) -> Element:
@@ -30,6 +34,24 @@ def element(tag: str, /, *children: Element | str | None, **attributes: object) 
         elif child is not None:
             made.append(child)
     return made
+
+
+def page(title: str, *parts: Element) -> Element:
+    """Build the ``<html>`` element of a report, with the style sheet."""
+    style = files("freetrain_parsl.replay.page").joinpath("page.css").read_text(encoding="utf-8")
+    return element(
+        "html",
+        element(
+            "head",
+            element("meta", charset="utf-8"),
+            element("meta", http_equiv="Content-Security-Policy", content=_CONTENT_SECURITY_POLICY),
+            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            element("title", title),
+            element("style", style),
+        ),
+        element("body", element("main", *parts)),
+        lang="en",
+    )
 
 
 def document(root: Element) -> str:

@@ -1,7 +1,8 @@
 """How many trainings an array should have: found by timing real steps, never assumed.
 
-First two trainings are timed one by one and fused, in turns, so that both are affected by what else the machine does;
-then their number doubles while each member-step becomes faster by a tenth. If fusing is not faster than one by one by a tenth, the trainings go on one by one.
+First two trainings are timed one by one and fused, in turns, so that both are affected by what else the machine does.
+Then their number doubles while each member-step becomes faster by a tenth. If fusing is not faster than one by one by a
+tenth, the trainings go on one by one.
 """
 
 from __future__ import annotations

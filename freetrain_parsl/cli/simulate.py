@@ -1,0 +1,102 @@
+"""``freetrain simulate``: compares policies by the completion times of many users' jobs on a shared cluster."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from freetrain_parsl.cli.options import (
+    check_targets,
+    choice,
+    on_progress_of,
+    progress_bars,
+    split_names,
+    write_json,
+    write_outputs,
+)
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.report.output import write_output
+from freetrain_parsl.simulate.cluster import ClusterShape
+from freetrain_parsl.simulate.comparison import compare_policies
+from freetrain_parsl.simulate.competitors import JobKnowledge, competitors
+from freetrain_parsl.simulate.example import write_example
+from freetrain_parsl.simulate.page import write_page
+from freetrain_parsl.simulate.profiles import read_profiles
+from freetrain_parsl.simulate.terminal import heading, result_table
+from freetrain_parsl.simulate.workload import read_workload
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    workload: Annotated[Path | None, typer.Argument(metavar="WORKLOAD", help="Jobs (CSV), one line each.")] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of applications.csv, throughput.csv and efficiency.csv."),
+    ] = None,
+    cluster: Annotated[str, typer.Option(metavar="NODESxGPUS", help="Nodes, and GPUs on each.")] = "16x4",
+    policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="Policies.")] = "milp,tiresias",
+    knowledge: Annotated[
+        str, typer.Option(metavar="NAME[,NAME]", help="Knowledge of milp: none, age, curves or work.")
+    ] = "work",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each job's completion time.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report to this file.")] = None,
+    example: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only write example inputs into this directory.")
+    ] = None,
+) -> None:
+    """Simulate a shared cluster, and compare policies by the completion times of its jobs."""
+    if example is not None:
+        for file in write_example(example):
+            typer.echo(file)
+        return
+    if workload is None or profiles is None:
+        missing = "WORKLOAD" if workload is None else "--profiles"
+        raise UsageError(
+            f"simulate: {missing} is missing; 'freetrain simulate --example DIR' writes inputs to try it with"
+        )
+    try:
+        shape = ClusterShape.parse(cluster)
+        told = [choice("--knowledge", name, JobKnowledge) for name in split_names("--knowledge", knowledge)]
+        chosen = competitors(split_names("--policy", policy), told)
+        check_targets([workload], {"--json": json, "--csv": csv, "--report": report})
+        requests = read_workload(workload, read_profiles(profiles), shape.gpus)
+        with progress_bars() as progress:
+            result = compare_policies(workload.name, requests, shape, chosen, on_progress_of(progress))
+    except KeyboardInterrupt:
+        typer.echo("freetrain: interrupted; nothing was written", err=True)
+        raise typer.Exit(130) from None
+    result["command"] = shlex.join(["freetrain", *sys.argv[1:]])
+    _show(result)
+    write_outputs(result, (json, write_json), (csv, _write_csv), (report, write_page))
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(heading(result), markup=False)
+    console.print()
+    console.print(result_table(result))
+    for entry in result["policies"]:
+        if entry["refused"]:
+            typer.echo(
+                f"freetrain: warning: policy {entry['policy']!r}: {entry['refused']:,} decisions were refused, and the "
+                "last good allocation was kept",
+                err=True,
+            )
+
+
+def _write_csv(result: Mapping[str, Any], file: Path) -> None:
+    lines = ["policy,knowledge,job,jct"]
+    lines += [
+        f"{entry['policy']},{entry['knowledge']},{job['job']},{job['jct']:g}"
+        for entry in result["policies"]
+        for job in entry["jobs"]
+    ]
+    write_output(file, "\n".join([*lines, ""]))

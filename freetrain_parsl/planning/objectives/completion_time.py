@@ -1,0 +1,137 @@
+"""The objective for the completion times of many users' jobs: fast progress of all, of those that end soon first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.planning.objectives.base import Contextual, NetOfChanges, Objective, Tabulated
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.objectives.base import Moment
+
+__all__ = ["CompletionTime", "Urgency"]
+
+_YOUNG = 600.0  # node-seconds: jobs that have had less are equally likely to end soon
+
+
+class Urgency(str, Enum):
+    """From what the seconds that a trainer still needs are estimated."""
+
+    WORK = "work"
+    """Its work left, on its smallest number of nodes. Trainers of unknown work count as equally urgent."""
+    SERVICE = "service"
+    """The node-seconds that it has had: the longer a job has run, the longer it is likely to run on."""
+    NONE = "none"
+    """Nothing: all are equally urgent."""
+
+
+@dataclass(frozen=True)
+class CompletionTime(Contextual):
+    r"""Minimise the mean completion time, approximately.
+
+    ::
+
+        maximise  sum_j  [s_j(n_j) (1 - c_j/h [n_j changes])]^(1-a) / (1-a)  R_j^(-b)
+
+    with s_j(n) the rate on n nodes relative to that on ``min_nodes``, c_j the cost of the change in seconds, h the time
+    that a decision is expected to last, and R_j the seconds that trainer j still needs. With b = 0 and a -> 1, the
+    shares are proportionally fair; a larger b favours short jobs, as shortest-remaining-time-first does.
+
+    Parameters
+    ----------
+    urgency
+        What R_j is.
+    fairness
+        a, from 0 (the sum of speed-ups) to less than 1.
+    preference
+        b, zero or more.
+    horizon
+        h, seconds.
+    """
+
+    urgency: Urgency = Urgency.WORK
+    fairness: float = 0.35
+    preference: float = 0.35
+    horizon: float = 180.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fairness < 1:
+            raise InvalidSettings(f"objective 'completion-time': fairness must lie in [0, 1), got {self.fairness!r}")
+        if not (math.isfinite(self.preference) and self.preference >= 0):
+            raise InvalidSettings(
+                f"objective 'completion-time': preference must be zero or more, got {self.preference!r}"
+            )
+        if not (math.isfinite(self.horizon) and self.horizon > 0):
+            raise InvalidSettings(f"objective 'completion-time': horizon must be positive, got {self.horizon!r}")
+
+    @classmethod
+    def knowing(cls, urgency: Urgency) -> CompletionTime:
+        """Return the objective with the exponents that suit what is known; docs/decisions/0040 has the measurements."""
+        return cls(urgency, *_EXPONENTS[urgency])
+
+    def at_moment(self, moment: Moment) -> Objective:
+        """Make the objective; see `Contextual.at_moment`."""
+        weights = {trainer.name: self._weight(trainer) for trainer in moment.trainers}
+        gross = _Progress(weights, self.fairness)
+        return NetOfChanges(gross, _Kept(gross, moment.held, self.horizon))
+
+    def _weight(self, trainer: Trainer) -> float:
+        seconds = _YOUNG
+        if self.urgency is Urgency.SERVICE:
+            seconds += trainer.service
+        elif self.urgency is Urgency.WORK and math.isfinite(trainer.work_left):
+            seconds = max(trainer.work_left / _unit(trainer), 1.0)
+        return float(seconds**-self.preference)
+
+
+_EXPONENTS = {Urgency.WORK: (0.35, 0.35, 180.0), Urgency.SERVICE: (0.6, 0.15, 200.0), Urgency.NONE: (0.75, 0.0, 150.0)}
+"""What is known -> a, b, h."""
+
+
+@dataclass(frozen=True)
+class _Progress(Tabulated):
+    """The value of each trainer's speed-up, without changes."""
+
+    weights: Mapping[str, float]
+    fairness: float
+
+    def table(self, trainer: Trainer, last: int) -> npt.NDArray[np.float64]:
+        """Tabulate; see `Tabulated.table`."""
+        power = 1 - self.fairness
+        speedups = trainer.curve.rates(last) / _unit(trainer)
+        table: npt.NDArray[np.float64] = self.weights[trainer.name] / power * speedups**power
+        return table
+
+
+@dataclass(frozen=True)
+class _Kept(Tabulated):
+    """The same, with speed-ups reduced by the share of the horizon that a change costs."""
+
+    gross: _Progress
+    held: Mapping[str, int]
+    horizon: float
+
+    def table(self, trainer: Trainer, last: int) -> npt.NDArray[np.float64]:
+        """Tabulate; see `Tabulated.table`."""
+        held, costs = self.held.get(trainer.name, 0), trainer.costs
+        seconds = np.full(last + 1, costs.up if held else costs.start)
+        seconds[: held + 1] = costs.down
+        seconds[held : held + 1] = 0.0
+        left = np.maximum(1 - seconds / self.horizon, 0.0)
+        return self.gross.table(trainer, last) * left ** (1 - self.gross.fairness)
+
+
+def _unit(trainer: Trainer) -> float:
+    """Return the rate on ``min_nodes``; one if that is zero."""
+    return trainer.rate(trainer.min_nodes) or 1.0

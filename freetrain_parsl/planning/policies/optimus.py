@@ -1,0 +1,65 @@
+"""Optimus (EuroSys 2018): one node after another to the trainer whose remaining time falls most."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.planning.placement import place_emptiest_first
+from freetrain_parsl.planning.policies.baseline import BaselinePolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.planning.model import Allocation, Pool, Trainer
+
+__all__ = ["OptimusPolicy"]
+
+
+class OptimusPolicy(BaselinePolicy):
+    """Greedy marginal gains: each trainer first gets ``min_nodes``, in order of submission; then nodes one by one.
+
+    The next node goes to the trainer whose remaining time, work left divided by rate, it reduces most in seconds, until
+    no node reduces any. Without work left (unknown or endless), the time of one sample counts instead.
+    """
+
+    name = "optimus"
+
+    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
+        """Decide the counts, smallest first; see `BaselinePolicy.counts`."""
+        counts, left = {}, len(pool)
+        for trainer in ranked:
+            if trainer.min_nodes <= left:
+                counts[trainer.name] = trainer.min_nodes
+                left -= trainer.min_nodes
+        gains = [
+            (-_gain(trainer, counts[trainer.name]), number)
+            for number, trainer in enumerate(ranked)
+            if trainer.name in counts
+        ]
+        heapq.heapify(gains)
+        while left and gains:
+            negative, number = heapq.heappop(gains)
+            if negative >= 0:
+                break
+            trainer = ranked[number]
+            counts[trainer.name] += 1
+            left -= 1
+            heapq.heappush(gains, (-_gain(trainer, counts[trainer.name]), number))
+        return dict(sorted(counts.items(), key=lambda item: item[1]))
+
+    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
+        """Choose the nodes, smallest trainer first; see `BaselinePolicy.place`."""
+        return place_emptiest_first(counts, pool, current)
+
+
+def _gain(trainer: Trainer, nodes: int) -> float:
+    """Return by how many seconds another node reduces the remaining time."""
+    if nodes >= trainer.max_nodes:
+        return 0.0
+    now, more = trainer.rate(nodes), trainer.rate(nodes + 1)
+    if more <= 0:
+        return 0.0
+    work = trainer.work_left if math.isfinite(trainer.work_left) else 1.0
+    return work / now - work / more if now > 0 else math.inf

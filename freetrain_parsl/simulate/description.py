@@ -1,0 +1,134 @@
+"""What a policy is told about a job: the job as a trainer of the planner."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.planning.curves.goodput import GoodputProfile
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.simulate.job import SimulatedJob
+from freetrain_parsl.simulate.step_times import packed
+
+if TYPE_CHECKING:
+    from freetrain_parsl.simulate.application import Application
+    from freetrain_parsl.simulate.cluster import ClusterShape
+    from freetrain_parsl.simulate.workload import JobRequest
+
+__all__ = ["JobDescription", "Sizing"]
+
+_COSTS = CostsInSeconds(up=30.0, down=30.0, start=30.0)
+
+
+class Sizing(str, Enum):
+    """What a policy may choose."""
+
+    RIGID = "rigid"
+    """Nothing: a job has the GPUs and the batch that its user asked for."""
+    GPUS = "gpus"
+    """The GPUs; the batch is the requested one."""
+    BOTH = "both"
+    """The GPUs, and for each number of these the best batch."""
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """Describes jobs as trainers, whose nodes are GPUs.
+
+    Parameters
+    ----------
+    cluster
+        Its GPUs per node determine which placements are expected.
+    sizing
+        What may be chosen.
+    work_known
+        Whether the work left is told.
+    curves_known
+        Whether the curves of jobs whose batches are chosen are told; otherwise they are measured while jobs run, and a
+        job may have at most twice the GPUs that it has been measured on.
+    """
+
+    cluster: ClusterShape
+    sizing: Sizing
+    work_known: bool
+    curves_known: bool = True
+
+    @property
+    def elastic_batch(self) -> bool:
+        """Whether batches are chosen."""
+        return self.sizing is Sizing.BOTH
+
+    def job(self, request: JobRequest) -> SimulatedJob:
+        """Make a job of a request."""
+        profile = GoodputProfile() if self.elastic_batch and not self.curves_known else None
+        return SimulatedJob(request, self.elastic_batch, profile)
+
+    def trainer(self, job: SimulatedJob) -> Trainer:
+        """Return the job as it is known now."""
+        request, application = job.request, job.request.application
+        if self.sizing is Sizing.BOTH:
+            most = min(application.max_gpus, self.cluster.gpus)
+            work = job.progress_left * application.limits.initial
+            costs = _COSTS
+            if job.profile is None:
+                curve = _goodput(application, job.epoch, most, self.cluster.gpus_per_node)
+            elif job.profile.most_nodes:
+                most = min(most, 2 * job.profile.most_nodes)
+                curve = _learned(job, job.profile, most, self.cluster.gpus_per_node)
+            else:
+                most, work, curve = 1, math.inf, ScalingCurve.to_be_learned()
+        else:
+            most = request.gpus
+            if self.sizing is Sizing.GPUS:
+                most = min(request.batch // application.limits.least_local, application.max_gpus, self.cluster.gpus)
+            curve = _throughput(application, request.batch, most, self.cluster.gpus_per_node)
+            work = request.batch * application.iterations_after(job.epoch, request.batch)
+            costs = CostsInSeconds()
+        return Trainer(
+            job.name,
+            request.gpus if self.sizing is Sizing.RIGID else 1,
+            max(most, 1),
+            curve,
+            costs,
+            work_left=work if self.work_known else math.inf,
+            submitted=request.time,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _throughput(application: Application, batch: int, most: int, gpus_per_node: int) -> ScalingCurve:
+    """Return samples per second of a fixed batch on the fewest nodes."""
+    return ScalingCurve(
+        (gpus, batch / application.step_seconds(packed(gpus, gpus_per_node), application.limits.plan(batch, gpus)))
+        for gpus in range(1, max(most, 1) + 1)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _goodput(application: Application, epoch: int, most: int, gpus_per_node: int) -> ScalingCurve:
+    """Return the samples of the initial batch per second, with the best batch, on the fewest nodes.
+
+    Known at the numbers of GPUs of one node, and of whole nodes.
+    """
+    return ScalingCurve(
+        (gpus, application.limits.initial * application.best(packed(gpus, gpus_per_node), epoch)[1])
+        for gpus in _counts(most, gpus_per_node)
+    )
+
+
+def _learned(job: SimulatedJob, profile: GoodputProfile, most: int, gpus_per_node: int) -> ScalingCurve:
+    """Return the same, as far as has been measured."""
+    limits, noise = job.request.application.limits, job.noise
+    return ScalingCurve(
+        (gpus, limits.initial * profile.best(limits, gpus, len(packed(gpus, gpus_per_node)), noise)[1])
+        for gpus in _counts(most, gpus_per_node)
+    )
+
+
+def _counts(most: int, gpus_per_node: int) -> list[int]:
+    """List the numbers of GPUs that are part of a node, or whole nodes."""
+    return sorted({*range(1, min(most, gpus_per_node) + 1), *range(gpus_per_node, most + 1, gpus_per_node)})
