@@ -14,7 +14,7 @@ from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
 from freetrain_parsl.executor.trainings import fusion_of
 from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.strict_yaml import read_text
-from freetrain_parsl.sweeps.names import NameTemplate
+from freetrain_parsl.sweeps.names import NameTemplate, is_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -133,11 +133,12 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
     arguments = section.section("arguments").values()
     grid = _read_grid(section, arguments)
     repeat = section.count("repeat") or 1
-    template = section.checked(
-        NameTemplate, section.text("name") or _default_name(reference, grid, repeat), (*grid, "repeat"), key="name"
-    )
+    count = math.prod(map(len, grid.values())) * repeat
+    given = section.text("name") or _default_name(reference, grid, repeat)
+    template = section.checked(NameTemplate, given, (*grid, "repeat"), key="name")
+    numbered = repeat > 1 and not grid and not is_template(given)
     section.done()
-    if math.prod(map(len, grid.values())) * repeat > _MOST_TRAININGS:
+    if count > _MOST_TRAININGS:
         raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
     first_seed = options.get("seed", app.request("seed").options.seed)
     for values in itertools.product(*grid.values()):
@@ -146,6 +147,8 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
         section.checked(check_arguments, app, called, key="arguments" if section.has("arguments") else "grid")
         for number in range(repeat):
             name = section.checked(template.fill, {**point, "repeat": number + 1}, key="name")
+            if numbered:
+                name = f"{name}-{number + 1}"
             own = {**options, "seed": first_seed + number} if repeat > 1 else options
             yield CampaignTraining(name, section.checked(app.options, name=name, **own), called)
 

@@ -138,7 +138,9 @@ def trainings_of(store: RunStore) -> list[TrainingRecord]:
     trainings = store.trainings()
     if driver_state(store.last_driver()) is not DriverState.DEAD:
         return trainings
-    return [replace(item, state="waiting", nodes=()) if item.state == "running" else item for item in trainings]
+    return [
+        replace(item, state="waiting", nodes=(), remark="") if item.state == "running" else item for item in trainings
+    ]
 
 
 def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:

@@ -100,9 +100,11 @@ class TrainingState:
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
 
     def _fusion_remark(self) -> str:
+        if self.state not in ("waiting", "running"):
+            return ""
         if self.state == "running" and self.array:
             others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
-            return f"in {self.array} {others}" if self.fused_with else f"in {self.array}"
+            return f"in {self.array} {others}, fused" if self.fused_with else f"in {self.array}, alone"
         return f"not fused: {self.alone_because}" if self.alone_because else ""
 
     @property

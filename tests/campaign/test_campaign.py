@@ -88,6 +88,11 @@ trainings:
     assert all(item.arguments["fail"] is False for item in read.trainings)
 
 
+def test_repeats_of_a_plain_name_are_numbered() -> None:
+    read = campaign(f"trainings: [{{app: '{APP}', name: baseline, repeat: 3}}]")
+    assert [training.name for training in read.trainings] == ["baseline-1", "baseline-2", "baseline-3"]
+
+
 def test_repeats_begin_with_the_seed_of_the_app(tmp_path: Path) -> None:
     (tmp_path / "seeded.py").write_text(
         "from freetrain_parsl import training_app\n\n@training_app(seed=5)\ndef train(session): ...\n", encoding="utf-8"

@@ -149,7 +149,7 @@ def fused(tmp_path: Path) -> RunState:
 
 
 def test_trainings_tell_with_how_many_others_they_run(fused: RunState) -> None:
-    assert fused.trainings["t0"].remark() == "in array-5 with 5 others"
+    assert fused.trainings["t0"].remark() == "in array-5 with 5 others, fused"
     assert fused.trainings["t1"].remark() == ""
     assert fused.trainings["alone"].remark() == "not fused: they are 0.9 times as fast"
     assert fused.gains == {"cohort-1": (6, 2.5)}
@@ -168,4 +168,4 @@ def test_the_live_view_of_an_array_is_short(fused: RunState) -> None:
     console.print(live_view(fused, nodes, 30.0, 30.0, "demo"))
     text = console.export_text()
     assert "■ t0 ■ t2 ■ t3 ■ t4 and 2 more, fused" in text
-    assert "t0, t2, t3, t4 and 2 more in array-5 with 5 others" in text
+    assert "t0, t2, t3, t4 and 2 more in array-5 with 5 others, fused" in text

@@ -18,11 +18,11 @@ MEMBERS = 3
 _INTRODUCTION = """\
 # Operators in fused trainings
 
-Trainings whose models have equal structure can compute as one *array*; the executor does not use arrays yet. This page
-lists how layers and operators behave
-in its forward and backward pass. The tests compute every line with float64 for three trainings, on the same and on
-different samples, with the same and with different random numbers, and compare outputs, gradients and buffers
-with those of each training alone; `python -m tests.training.fusion.operator_table` writes this page from the results.
+Trainings whose models have equal structure can compute as one *array* ([how](../howto/sweep.md#fused-trainings)). This
+page lists how layers and operators behave in its forward and backward pass. The tests compute every line with float64
+for three trainings, on the same and on different samples, with the same and with different random numbers, and compare
+outputs, gradients and buffers with those of each training alone; `python -m tests.training.fusion.operator_table`
+writes this page from the results.
 
 - **fused**: one computation for all trainings, with the results that each has alone.
 - **row by row**: the named operators run once per training, with the results and at the speed that each has alone.

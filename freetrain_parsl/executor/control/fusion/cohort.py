@@ -454,7 +454,7 @@ class Cohort:
                 begun = sum(each.tracker.latest is not None for each in self._queue)
                 self._queue.insert(begun if member.tracker.latest is not None else len(self._queue), member)
             case MemberGoal.REGROUP:
-                member.response.do(do.Regroup(member.structure))
+                member.response.do(do.JoinCohort(member.structure))
                 self._forget(member)
             case MemberGoal.ALONE:
                 member.response.do(do.TrainAlone(member.alone_because))

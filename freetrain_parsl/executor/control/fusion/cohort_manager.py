@@ -237,7 +237,7 @@ class CohortManager:
                 case do.Inform(event):
                     self._curves.take_stated(event)
                     self._runner.run(managed.cohort.name, None, command)
-                case do.Regroup(structure):
+                case do.JoinCohort(structure):
                     assert training is not None
                     self._gathering.add(replace(managed.key, structure=structure), training, self._clock())
                 case do.TrainAlone(reason):

@@ -24,6 +24,7 @@ __all__ = ["CohortTrainer", "cohort_as_trainer"]
 
 _SIGNIFICANT = 0.05  # relative change of a rate below which the planner keeps the curve that it has
 _POINTS = 16  # of a curve
+_FEW = 50  # members, below which each counts
 _WEIGHT = 0.2  # of the newest measurement of a rate
 
 
@@ -65,7 +66,8 @@ class CohortTrainer:
         self._response = response
         self._rate: float | None = None  # of one member alone, samples per second
         self._sent: Trainer | None = None
-        self._left = math.inf
+        self._counted = 0  # members, when the curve was computed
+        self._known: object = None
 
     @property
     def start_seconds(self) -> float:
@@ -91,7 +93,7 @@ class CohortTrainer:
 
     def update(self, members: Collection[CohortMember]) -> None:
         """Report significant changes of its members, of their throughput and of their remaining work."""
-        if (sent := self._sent) is None:
+        if (sent := self._sent) is None or not self._is_news(len(members)):
             return
         now = self._described(members)
         if (
@@ -104,6 +106,15 @@ class CohortTrainer:
         elif abs(now.work_left - sent.work_left) > _SIGNIFICANT * sent.work_left:
             self._sent = replace(sent, work_left=now.work_left)
             self._response.inform(planner.TrainerProgressed(self._response.now, self._name, now.work_left))
+
+    def _is_news(self, members: int) -> bool:
+        """Return whether the curve should be computed anew: that takes long for a thousand members."""
+        rate = None if self._rate is None else round(math.log(self._rate) / _SIGNIFICANT)
+        known = (self.fusion, rate, self._costs)
+        if known == self._known and abs(members - self._counted) * _FEW <= self._counted and members > _FEW:
+            return False
+        self._known, self._counted = known, members
+        return True
 
     def started(self, seconds: float) -> None:
         """Take the time from the start of an array to its first step."""

@@ -21,11 +21,11 @@ __all__ = [
     "ForgetStorage",
     "FormArray",
     "Inform",
+    "JoinCohort",
     "KeepProgress",
     "Kill",
     "Log",
     "OpenStore",
-    "Regroup",
     "Release",
     "Resolve",
     "Send",
@@ -170,7 +170,7 @@ class TrainAlone:
 
 
 @dataclass(frozen=True)
-class Regroup:
+class JoinCohort:
     """Train the training with others of its structure, in another cohort."""
 
     structure: str
@@ -201,6 +201,6 @@ Command: TypeAlias = (
     | Log
     | Resolve
     | TrainAlone
-    | Regroup
+    | JoinCohort
     | Fail
 )
