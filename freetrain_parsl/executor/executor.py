@@ -93,7 +93,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         ``window``
             the same, also by when the nodes close;
         ``equal-share``
-            as many nodes for each: a simple baseline.
+            as many nodes for each: a simple baseline;
+        ``fcfs``
+            first come, first served, without backfilling;
+        ``tiresias``
+            least attained service first, in two queues;
+        ``optimus``
+            nodes one by one to the training whose remaining time falls most.
     planner
         Assumptions about the site: start-up time, shortest useful block, …
     trainings
