@@ -190,6 +190,18 @@ def test_trainings_of_different_structures_are_fused_with_their_own(make) -> Non
     assert {len(names & {"t1", "t3", "t5"}) > 0 for names in together} == {True, False}
 
 
+def test_trainings_that_arrays_do_not_support_train_alone(make) -> None:
+    world = make(nodes=1)
+    world.structures = {"t0": "", "t1": "", "t2": "common"}
+    submit(world, 3)
+    world.advance(1.0)
+    for _ in range(40):
+        world.assign_all()
+        world.settle()
+    assert {entry.subject for entry in records(world, record.TrainsAlone)} == {"t0", "t1"}
+    assert all(future.result(0) for future in world.futures.values())
+
+
 def test_few_trainings_with_many_nodes_train_alone_on_several(make) -> None:
     world = make(nodes=3)
     submit(world, 2, max_nodes=4)

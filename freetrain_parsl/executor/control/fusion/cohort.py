@@ -45,6 +45,7 @@ Addressed: TypeAlias = "tuple[str | None, Command]"
 """A command with the name of the member that it concerns; ``None``: all."""
 
 _OWN_ERRORS = ("NonFiniteLoss", "UsageError", "CheckpointMismatch", "CodeChanged")  # not caused by an array
+_UNSUPPORTED = "it has a sharded model, a GradScaler, or a loader with micro_batch, deterministic or scaled"
 _WORTH_MOVING = 3.0  # starts of an array that a member must still need to be moved to a free slot
 _MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the cause
 _FIRST_SIZE = 2  # members of an array that does not know yet how many it can train
@@ -317,12 +318,18 @@ class Cohort:
             if not self._holds:  # else it was sent before the directory failed
                 self._do(do.ForgetStorage())
         self._take_progress(array, member, event.progress)
-        self._structure = self._structure or member.structure
-        if member.structure != self._structure and member.goal is MemberGoal.TRAIN:
-            member.goal = MemberGoal.REGROUP
-            self._release(array, member.name)
+        self._check_structure(array, member)
         if event.progress.rate is not None:
             self._trainer.measured_rate(len(array.members), event.progress.rate)
+
+    def _check_structure(self, array: RunningArray, member: CohortMember) -> None:
+        """Let a member leave that cannot be fused at all, or not with the others."""
+        self._structure = self._structure or member.structure
+        if not member.structure:
+            self._leave(member, _UNSUPPORTED)
+        elif member.structure != self._structure and member.goal is MemberGoal.TRAIN:
+            member.goal = MemberGoal.REGROUP
+            self._release(array, member.name)
 
     def _take_progress(self, array: RunningArray, member: CohortMember, progress: Progress) -> None:
         if member.began is None:
