@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.control.fusion.cohort_trainer import CohortTrainer
-from freetrain_parsl.executor.control.fusion.members import CohortMember, MemberGoal, RunningArray
+from freetrain_parsl.executor.control.fusion.members import CohortMember, MemberGoal, MemberResponse, RunningArray
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
 from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
@@ -96,6 +96,7 @@ class Cohort:
         self._trainer = CohortTrainer(name, self._limit, costs, slots_per_node, best_rate, self._response)
         self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
         self._queue: list[CohortMember] = []
+        self._answering: list[MemberResponse] = []  # those with commands
         self._arrays: dict[str, RunningArray] = {}  # by slot
         self._desired: frozenset[str] = frozenset()
         self._holds = False  # the checkpoint directory cannot be used
@@ -152,7 +153,7 @@ class Cohort:
         """Add trainings; they wait until an array has room for them."""
         self._response.now = now
         for request in requests:
-            response = Response(now)
+            response = MemberResponse(request.name, now, self._answering)
             member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
             self._members[member.name] = member
             self._queue.append(member)
@@ -182,8 +183,6 @@ class Cohort:
             Seconds.
         """
         self._registry, self._response.now = registry, now
-        for member in self._members.values():
-            member.response.now = now
         match event:
             case on.TimePassed():
                 self._tick()
@@ -512,8 +511,9 @@ class Cohort:
     def _collect(self) -> None:
         """Take the commands so far: those to slots in order, which a member's follow."""
         self._commands += [(None, command) for command in self._response.take()]
-        for member in self._members.values():
-            self._commands += [(member.name, command) for command in member.response.take()]
+        for response in self._answering:
+            self._commands += [(response.name, command) for command in response.take()]
+        self._answering.clear()
 
     def _log(self, entry: record.Record) -> None:
         self._response.log(entry)

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.executor.control.training.response import Response
+
 if TYPE_CHECKING:
+    from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
-    from freetrain_parsl.executor.control.training.response import Response
     from freetrain_parsl.executor.trainings import TrainingRequest
 
-__all__ = ["CohortMember", "MemberGoal", "RunningArray"]
+__all__ = ["CohortMember", "MemberGoal", "MemberResponse", "RunningArray"]
 
 
 class MemberGoal(Enum):
@@ -21,6 +23,31 @@ class MemberGoal(Enum):
     REGROUP = "train with others of its structure, in another cohort"
     ALONE = "train alone, outside the cohort"
     CANCEL = "end"
+
+
+class MemberResponse(Response):
+    """Collects the commands that concern one member.
+
+    Parameters
+    ----------
+    name
+        The training's.
+    now
+        Seconds.
+    answering
+        Gets this object with its first command.
+    """
+
+    def __init__(self, name: str, now: float, answering: list[MemberResponse]) -> None:
+        super().__init__(now)
+        self.name = name
+        self._answering = answering
+
+    def do(self, command: Command) -> None:
+        """Add a command."""
+        if self not in self._answering:
+            self._answering.append(self)
+        super().do(command)
 
 
 @dataclass
@@ -46,7 +73,7 @@ class CohortMember:
     """
 
     request: TrainingRequest
-    response: Response
+    response: MemberResponse
     tracker: ProgressTracker
     goal: MemberGoal = MemberGoal.TRAIN
     alone_because: str = ""
