@@ -21,7 +21,15 @@ from freetrain_parsl.executor.journal import Journal, read_journal, read_progres
 from freetrain_parsl.executor.run_log import RunLog, keep_private
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.protocol.journal import Checkpoint, TrainingFailed
-from freetrain_parsl.protocol.reports import PeersFailed, Progress, RunFinished, StorageFailed
+from freetrain_parsl.protocol.messages import StartRun
+from freetrain_parsl.protocol.reports import (
+    PauseReason,
+    PeersFailed,
+    Progress,
+    RunFinished,
+    RunPaused,
+    StorageFailed,
+)
 from freetrain_parsl.report.run import RunState
 from tests.executor.stage import kinds
 from tests.small_disk import fill, small_disk
@@ -127,6 +135,18 @@ def test_a_training_that_fails_to_start_again_waits_longer(stage: Stage, disk: D
     stage.on("n0")
     refuse_to_start(stage, "s0")
     assert told(stage, "training_waits")[-1]["until"] == 5.0 + 10.0
+
+
+def test_a_member_that_pauses_while_its_group_is_abandoned_changes_nothing(stage: Stage, disk: Disk) -> None:
+    """Its node closes just when another member has found the disk full."""
+    stage.running("n0", "n1")
+    stage.ends("s0", StorageFailed(f"cannot save: {FULL}", FULL))
+    stage.ends("s1", RunPaused(PauseReason.CLOSING, stage.report(step=1)))
+    assert told(stage, "training_waits")
+    disk.works = True
+    stage.now = 5.0
+    settle(stage)
+    assert {type(message) for _, message in stage.on("n0")} == {StartRun}
 
 
 def test_a_mount_that_hangs_holds_nobody_but_who_waits_for_it(stage: Stage, disk: Disk) -> None:
