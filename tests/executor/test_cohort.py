@@ -50,6 +50,20 @@ def submit(world: ArrayWorld, count: int, **options: int) -> None:
         world.submit(f"t{number}", **options)
 
 
+def train(world: ArrayWorld, count: int, **options: int) -> None:
+    """Submit trainings, and let them run on all nodes for two turns."""
+    submit(world, count, **options)
+    world.advance(1.0)
+    world.assign_all()
+    world.settle(2)
+
+
+def busy_slot(world: ArrayWorld) -> str:
+    """Return the only slot that runs something."""
+    (slot,) = [name for name, process in world.processes.items() if process.run]
+    return slot
+
+
 def test_a_single_training_is_not_delayed_for_long_and_trains_alone(make) -> None:
     world = make()
     future = world.submit("t")
@@ -95,10 +109,7 @@ def test_trainings_of_other_keys_priorities_and_sizes_are_not_mixed(make) -> Non
 
 def test_later_trainings_join_the_cohort_and_fill_its_arrays(make) -> None:
     world = make(nodes=1)
-    submit(world, 2)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
+    train(world, 2)
     world.submit("late")
     world.settle(4)
     assert list(world.trainers) == ["cohort-1"]
@@ -225,11 +236,8 @@ def test_every_slot_of_a_node_has_an_array(make) -> None:
 def test_a_training_that_raises_an_exception_in_an_array_is_repeated_alone(make) -> None:
     """The array may be the cause."""
     world = make(nodes=1)
-    submit(world, 3)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
-    (slot,) = [name for name, process in world.processes.items() if process.run]
+    train(world, 3)
+    slot = busy_slot(world)
     world.step(slot, fails=True)
     for _ in range(30):
         world.assign_all()
@@ -241,12 +249,9 @@ def test_a_training_that_raises_an_exception_in_an_array_is_repeated_alone(make)
 
 def test_an_exception_of_a_training_alone_is_its_own(make) -> None:
     world = make(nodes=1)
-    submit(world, 2)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
+    train(world, 2)
     for _ in range(2):
-        (slot,) = [name for name, process in world.processes.items() if process.run]
+        slot = busy_slot(world)
         world.step(slot, fails=True)
         world.settle(1)
         world.assign("cohort-1", frozenset())
@@ -263,11 +268,8 @@ def test_an_exception_of_a_training_alone_is_its_own(make) -> None:
 def test_errors_that_are_not_due_to_arrays_are_not_repeated(make, reason) -> None:
     world = make(nodes=1)
     world.reason = reason
-    submit(world, 2)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
-    (slot,) = [name for name, process in world.processes.items() if process.run]
+    train(world, 2)
+    slot = busy_slot(world)
     world.step(slot, fails=True)
     world.settle(20)
     assert [future.exception(0) is None for future in world.futures.values()] == [False, True]
@@ -321,11 +323,8 @@ def test_a_node_that_the_batch_system_takes_is_no_crash(make) -> None:
 
 def test_a_full_disk_takes_the_cohort_off_its_nodes_until_it_can_be_used(make) -> None:
     world = make(nodes=1)
-    submit(world, 2)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
-    (slot,) = [name for name, process in world.processes.items() if process.run]
+    train(world, 2)
+    slot = busy_slot(world)
     world.step(slot, full=True)
     world.settle(3)
     assert not world.trainers
@@ -343,10 +342,7 @@ def test_a_full_disk_takes_the_cohort_off_its_nodes_until_it_can_be_used(make) -
 
 def test_all_fail_when_the_driver_gives_up(make) -> None:
     world = make(nodes=1)
-    submit(world, 3)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
+    train(world, 3)
     world.submit("gathering")
     world.manager.fail_all(RuntimeError("over"))
     assert all(str(future.exception(0)) == "over" for future in world.futures.values())
@@ -356,11 +352,8 @@ def test_all_fail_when_the_driver_gives_up(make) -> None:
 
 def test_a_process_that_does_not_end_is_killed(make) -> None:
     world = make(nodes=1)
-    submit(world, 2)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
-    (slot,) = [name for name, process in world.processes.items() if process.run]
+    train(world, 2)
+    slot = busy_slot(world)
     world.manager.fail_all(RuntimeError("over"))
     world.advance(11.0)
     assert slot not in world.processes
@@ -454,10 +447,7 @@ def test_whatever_happens_every_training_ends_once(tmp_path_factory, seed, count
 
 def test_a_message_of_an_earlier_run_has_no_effect(make) -> None:
     world = make(nodes=1)
-    submit(world, 2)
-    world.advance(1.0)
-    world.assign_all()
-    world.settle(2)
+    train(world, 2)
     (process,) = [process for process in world.processes.values() if process.run]
     before = dict(process.members)
     world.manager.on_member_message(process.slot, msg.MemberEnded("cohort-1", 99, "t0", None))  # type: ignore[arg-type]
