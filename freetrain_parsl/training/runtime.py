@@ -378,7 +378,8 @@ class Runtime:
         if closes_in is None:
             return False
         margin = self.options.save_margin.total_seconds()
-        return closes_in <= self._write_seconds + margin + self.reporter.pace.longest_step
+        writing = self.reporter.trainings * self._write_seconds  # the members of an array save one after another
+        return closes_in <= writing + margin + self.reporter.pace.longest_step
 
     def _pause(self, reason: PauseReason) -> NoReturn:
         self._save_last(reason.sentence, mark=self._mark, patiently=False)

@@ -13,6 +13,7 @@ from torch import nn
 from freetrain_parsl.errors import NonFiniteLoss
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason
+from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
 from freetrain_parsl.training.fusion.sizing import ArraySizing
 from freetrain_parsl.training.mailbox import Paused
@@ -402,3 +403,15 @@ def test_the_mailbox_of_an_array_passes_on_when_the_node_closes() -> None:
     mailbox.end()
     assert early.pause_requested.is_set()
     assert mailbox.of("later").pause_requested.is_set()
+
+
+@pytest.mark.parametrize(("count", "pauses"), [(1, False), (2, True)])
+def test_members_pause_early_enough_to_save_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, pauses: bool
+) -> None:
+    """Each takes three seconds to save, with a margin of two, and the node closes in seven: time for one of them."""
+    monkeypatch.setattr(CheckpointManager, "write_seconds_estimate", 3.0)
+    mailbox = ArrayMailbox()
+    mailbox.close_after(timedelta(seconds=7))
+    outcome = together(tmp_path, [{"lr": 0.01}, {"lr": 0.1}][:count], mailbox=mailbox)
+    assert any(isinstance(end, Paused) for end in outcome.ends.values()) is pauses
