@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.planning.curves.point_files import read_points
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -265,26 +265,9 @@ def _point(members: Any, throughput: Any) -> tuple[int, float]:
 
 
 def _read_csv(file: Path, text: str) -> list[tuple[str, Any, Any]]:
-    """Return rows (file:line, members, throughput); values that are not numbers remain strings."""
-    reader = csv.reader(text.splitlines())
-    header = [name.strip().lower() for name in next(reader, [])]
-    if header != ["members", "throughput"]:
-        raise InvalidInput(f"{file}:1: the first line must be 'members,throughput', got {','.join(header)!r}")
-    rows = []
-    for row in reader:
-        if not row:
-            continue
-        if len(row) != 2:
-            raise InvalidInput(f"{file}:{reader.line_num}: expected 'members,throughput', got {','.join(row)!r}")
-        rows.append((f"{file}:{reader.line_num}", _number(row[0], int), _number(row[1], float)))
-    return rows
-
-
-def _number(text: str, kind: type[int | float]) -> int | float | str:
-    try:
-        return kind(text)
-    except ValueError:
-        return text
+    """Return rows (file:line, members, throughput)."""
+    rows = read_points(file, text, ("members", "throughput"))
+    return [(f"{file}:{line}", members, throughput) for line, members, throughput in rows]
 
 
 def _read_json(file: Path, text: str) -> list[tuple[str, Any, Any]]:

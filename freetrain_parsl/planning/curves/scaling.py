@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.planning.curves.point_files import read_points
 
 __all__ = ["LEARN", "CurveLike", "ScalingCurve"]
 
@@ -235,26 +235,7 @@ def _rate(value: Any) -> float:
 
 
 def _read_csv(file: Path, text: str) -> list[tuple[int, Any, Any]]:
-    """Return rows (line, nodes, rate); values that are not numbers remain strings, for the caller to reject."""
-    reader = csv.reader(text.splitlines())
-    header = [name.strip().lower() for name in next(reader, [])]
-    if header != ["nodes", "rate"]:
-        raise InvalidInput(f"{file}:1: the first line must be 'nodes,rate', got {','.join(header)!r}")
-    rows = []
-    for row in reader:
-        if not row:
-            continue
-        if len(row) != 2:
-            raise InvalidInput(f"{file}:{reader.line_num}: expected 'nodes,rate', got {','.join(row)!r}")
-        rows.append((reader.line_num, _number(row[0], int), _number(row[1], float)))
-    return rows
-
-
-def _number(text: str, kind: type[int | float]) -> int | float | str:
-    try:
-        return kind(text)
-    except ValueError:
-        return text
+    return read_points(file, text, ("nodes", "rate"))
 
 
 def _read_yaml(file: Path, text: str) -> list[tuple[int, Any, Any]]:
