@@ -11,6 +11,7 @@ from freetrain_parsl.cli.checkpoints import checkpoints
 from freetrain_parsl.cli.clean import clean
 from freetrain_parsl.cli.demo import demo
 from freetrain_parsl.cli.explain import explain
+from freetrain_parsl.cli.init import init
 from freetrain_parsl.cli.plan import plan
 from freetrain_parsl.cli.replay import replay
 from freetrain_parsl.cli.resume import resume
@@ -26,10 +27,10 @@ app = typer.Typer(
     name="freetrain",
     help="Train neural networks on the idle nodes of a cluster.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(init)
 app.command()(run)
 app.command()(status)
 app.command()(stop)
