@@ -14,6 +14,7 @@ from freetrain_parsl.cli.explain import explain
 from freetrain_parsl.cli.init import init
 from freetrain_parsl.cli.plan import plan
 from freetrain_parsl.cli.replay import replay
+from freetrain_parsl.cli.report import report
 from freetrain_parsl.cli.resume import resume
 from freetrain_parsl.cli.run import run
 from freetrain_parsl.cli.simulate import simulate
@@ -37,6 +38,7 @@ app.command()(stop)
 app.command()(cancel)
 app.command()(resume)
 app.command()(clean)
+app.command()(report)
 app.command()(replay)
 app.command()(simulate)
 app.command()(windows)
