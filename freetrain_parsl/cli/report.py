@@ -106,7 +106,8 @@ def _read(store: RunStore) -> tuple[NodeTime, dict[str, dict[str, Any]]]:
     from freetrain_parsl.executor.journal import read_journal, read_progress
     from freetrain_parsl.report.node_time import NodeTime, node_time
 
-    account, progress = NodeTime(), {}
+    account = NodeTime()
+    progress: dict[str, dict[str, Any]] = {}
     for driver in store.drivers():
         if driver.journal is None or not (path := Path(driver.journal)).exists():
             continue
