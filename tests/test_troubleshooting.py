@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "howto" / "troubleshooting.md"
-MESSAGES = re.findall(r"^```message\n(.*?)\n```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+MESSAGES = re.findall(r"^```text\n(.*?)\n```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 @cache
