@@ -1,7 +1,8 @@
 """Run the test suite in parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
 
 Those that use a GPU run alone and first, so that the last summary is never that of skipped tests only. Tests without
-daemons use all cores, the quick ones first; tests with daemons run two at a time; those that measure delays run alone.
+daemons use all cores, the quick ones first. Tests with daemons wait most of the time, so two of them share a core.
+Those that measure delays run alone.
 ``python -m pytest`` runs the same tests one by one.
 """
 
@@ -14,14 +15,15 @@ import time
 
 import pytest
 
-# Part -> maximum number of concurrent tests.
-PARTS = {"gpu": 1, "quick": 4, "slow": 4, "daemons": 2, "alone": 1}
+# Part -> maximum number of concurrent tests; those with daemons use less than half a core each.
+PARTS = {"gpu": 1, "quick": 4, "slow": 4, "daemons": 4, "alone": 1}
+TESTS_PER_CORE = {"daemons": 2}
 NOTHING, FAILED = int(pytest.ExitCode.NO_TESTS_COLLECTED), int(pytest.ExitCode.TESTS_FAILED)
 
 
 def arguments_of(part: str, cores: int) -> list[str]:
-    """Return pytest's arguments for a part; one worker per core, none for one core."""
-    workers = min(PARTS[part], cores)
+    """Return pytest's arguments for a part."""
+    workers = min(PARTS[part], cores * TESTS_PER_CORE.get(part, 1))
     return ["--part", part] + (["-n", str(workers), "--dist", "load", "--maxschedchunk", "1"] if workers > 1 else [])
 
 

@@ -15,6 +15,10 @@ from tests.__main__ import PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+# Part -> the marks of its tests; a test with marks of several is in the first of these parts, one with none in `quick`.
+MARKS = {"gpu": ("gpu",), "alone": ("alone",), "daemons": ("cluster", "slurm", "hosts"), "slow": ("slow",)}
 
 REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # comma-separated requirements whose absence is a failure instead of a skip
 
@@ -39,17 +43,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def part_of(item: pytest.Item) -> str:
     """Return the part of a test by its marks."""
-    if item.get_closest_marker("gpu"):
-        return "gpu"
-    if item.get_closest_marker("alone"):
-        return "alone"
-    if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))):
-        return "daemons"
-    return "slow" if item.get_closest_marker("slow") else "quick"
+    return next((part for part, marks in MARKS.items() if any(map(item.get_closest_marker, marks))), "quick")
+
+
+def may_have(part: str, file: Path) -> bool:
+    """Return whether a file may have tests of a part; without an import, which takes seconds for all files.
+
+    A mark is written in the file, or in a ``conftest.py`` of its directory, as that of a fixture's parameter.
+    """
+    if part not in MARKS:
+        return True
+    texts = [path.read_text(encoding="utf-8") for path in (file, file.with_name("conftest.py")) if path.is_file()]
+    return any(f"mark.{mark}" in text for mark in MARKS[part] for text in texts)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files without tests of the part."""
+    part = config.getoption("--part")
+    return True if part and collection_path.is_file() and not may_have(part, collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of other parts."""
+    """Deselect the tests of other parts; each must be collected when it is the turn of its own."""
+    missed = [item.nodeid for item in items if not may_have(part_of(item), item.path)]
+    if missed:
+        raise pytest.UsageError(f"no part would run {missed[0]}: write its mark in its file, as pytest.mark.NAME")
     if part := config.getoption("--part"):
         config.hook.pytest_deselected(items=[item for item in items if part_of(item) != part])
         items[:] = [item for item in items if part_of(item) == part]

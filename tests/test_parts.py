@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.__main__ import FAILED, NOTHING, PARTS, arguments_of, main, verdict
-from tests.conftest import part_of
+from tests.conftest import may_have, part_of, pytest_collection_modifyitems
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,17 @@ def test_what_follows_a_failed_test_runs_but_not_what_follows_an_interruption(co
     assert all(command[-2:] == ["-k", "x"] for command in asked)
 
 
-def test_on_one_core_tests_run_one_after_another():
-    assert [arguments_of(part, 1) for part in PARTS] == [["--part", part] for part in PARTS]
+def workers_of(part, cores):
+    """Return how many tests of a part run at a time."""
+    arguments = arguments_of(part, cores)
+    assert arguments[:2] == ["--part", part]
+    return int(arguments[arguments.index("-n") + 1]) if "-n" in arguments else 1
+
+
+def test_tests_that_compute_have_a_core_each_and_two_that_wait_for_daemons_share_one():
+    assert [workers_of(part, 1) for part in ("quick", "slow", "daemons")] == [1, 1, 2]
+    assert [workers_of(part, 2) for part in ("quick", "slow", "daemons")] == [2, 2, 4]
+    assert all(workers_of(part, 64) <= 4 for part in PARTS)
 
 
 def test_what_measures_runs_alone_on_any_machine():
@@ -60,3 +69,21 @@ def test_marks_tell_the_part():
     parts = [part(), part("gpu"), part("slow"), part("cluster"), part("slurm"), part("hosts", "slow")]
     assert parts == ["quick", "gpu", "slow", "daemons", "daemons", "daemons"]
     assert part("slurm", "alone") == "alone"
+
+
+def test_a_file_is_collected_for_the_parts_of_its_marks_and_its_fixtures_marks_and_for_the_quick_one(
+    tmp_path,
+):
+    """Written in parts here, because this file has no such tests."""
+    file = tmp_path / "test_x.py"
+    file.write_text("pytestmark = pytest." + "mark.slow")
+    assert [part for part in PARTS if may_have(part, file)] == ["quick", "slow"]
+    (tmp_path / "conftest.py").write_text("marks=pytest." + "mark.hosts")
+    assert [part for part in PARTS if may_have(part, file)] == ["quick", "slow", "daemons"]
+
+
+def test_a_test_that_no_part_would_collect_is_an_error_when_the_quick_part_runs(tmp_path):
+    item = SimpleNamespace(path=tmp_path / "test_x.py", nodeid="test_x", get_closest_marker=lambda name: name == "slow")
+    item.path.touch()
+    with pytest.raises(pytest.UsageError, match="no part would run test_x: write its mark in its file"):
+        pytest_collection_modifyitems(SimpleNamespace(), [item])

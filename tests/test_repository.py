@@ -6,6 +6,7 @@ import ast
 import re
 import stat
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -78,10 +79,16 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@cache
+def parsed(module: Path) -> ast.Module:
+    return ast.parse(module.read_text(encoding="utf-8"))
+
+
+@cache
 def imports(module: Path, *, for_type_checkers: bool = True) -> set[str]:
     """Return the names of the modules that a module imports, including inside functions and ``if TYPE_CHECKING``."""
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(module.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [parsed(module)]
     while waiting:
         node = waiting.pop()
         if _is_type_checking(node) and not for_type_checkers:
@@ -151,7 +158,7 @@ def test_no_two_public_classes_share_a_name():
     for name, module in NAMES.items():
         if name == "freetrain_parsl.protocol.journal":
             continue
-        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        for node in parsed(module).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
@@ -163,7 +170,7 @@ def test_records_of_the_journal_are_imported_under_the_name_record():
     taken = {
         alias.name
         for module in MODULES
-        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(module))
         if isinstance(node, ast.ImportFrom) and node.module == "freetrain_parsl.protocol.journal"
         for alias in node.names
     }

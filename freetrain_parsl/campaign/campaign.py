@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.apps import LoadedApp, check_arguments, load_app
 from freetrain_parsl.campaign.site import read_costs
 from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
+from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.executor.trainings import fusion_of
 from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.strict_yaml import read_text
@@ -180,9 +181,18 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
 
 def _read_fuse(section: Section) -> Fuse | None:
     value = section.value("fuse")
-    section.checked(fusion_of, "auto" if value is None else value, None, key="fuse")
+    section.checked(_check_fuse, "auto" if value is None else value, key="fuse")
     fuse: Fuse | None = value
     return fuse
+
+
+def _check_fuse(value: Any) -> None:
+    """Reject what an app rejects, in the words of YAML."""
+    try:
+        fusion_of(value, None)
+    except InvalidTrainer:
+        given = "true" if value is True else repr(value)
+        raise InvalidTrainer(f"fuse must be auto, false or a whole number of at least 2, got {given}") from None
 
 
 def _read_grid(section: Section, arguments: Mapping[str, Any]) -> dict[str, list[Any]]:

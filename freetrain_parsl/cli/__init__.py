@@ -25,8 +25,10 @@ def main() -> None:
     Usage errors print one line to standard error and exit with code 2; an interruption exits with code 130.
     """
     with _exit_if_interrupted():
-        from freetrain_parsl.cli.commands import app
+        from freetrain_parsl.cli.verbs import app_of
         from freetrain_parsl.errors import FreeTrainError, UsageError
+
+        app = app_of(*sys.argv[1:2])
     try:
         app()
     except UsageError as error:

@@ -15,6 +15,8 @@ from parsl.providers import PBSProProvider, SlurmProvider
 
 from freetrain_parsl import EmbeddedClusterProvider
 from freetrain_parsl.cluster import registry
+from freetrain_parsl.executor.warm_start import ADDRESS
+from freetrain_parsl.executor.warm_start.client import circumstances
 from freetrain_parsl.testing.fake_commands import calls, clear_mishaps, install_fake_pbs, install_fake_slurm, set_mishap
 
 if TYPE_CHECKING:
@@ -175,7 +177,15 @@ class FakePbs(_Fake):
         self.commands = install_fake_pbs(directory, cluster.name)
 
     def provider(self) -> ExecutionProvider:
-        return PBSProProvider(queue="backfill", cpus_per_node=4, launcher=MpiExecLauncher(), worker_init=WORKER_INIT)
+        # A PBS job has no other variables of its submitter; without these its nodes could not be forked.
+        passed = ",".join([ADDRESS, *circumstances()["variables"]])
+        return PBSProProvider(
+            queue="backfill",
+            cpus_per_node=4,
+            scheduler_options=f"#PBS -v {passed}",
+            launcher=MpiExecLauncher(),
+            worker_init=WORKER_INIT,
+        )
 
 
 class Slurm(Backend):

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from freetrain_parsl.cli.verbs import VERBS
+
 # Prints a line when imports start, and imports slowly; an extension module that is interrupted during its import may
 # raise something other than KeyboardInterrupt.
 SLOW_MODULE = """
@@ -64,12 +66,12 @@ def test_a_command_that_ignores_interrupts_goes_on_ignoring_them(importing):
 
 
 def test_ctrl_c_in_a_verb_is_code_130_without_a_traceback(monkeypatch, capsys):
-    from freetrain_parsl.cli import commands, main
+    from freetrain_parsl.cli import main, verbs
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "app", interrupted)
+    monkeypatch.setattr(verbs, "app_of", lambda *_: interrupted)
     with pytest.raises(SystemExit) as end:
         main()
     assert (end.value.code, capsys.readouterr().err) == (130, "freetrain: interrupted\n")
@@ -80,3 +82,38 @@ def test_the_entry_point_imports_no_verb():
     script = "import sys, freetrain_parsl.cli; print(*[name for name in sys.modules if 'freetrain' in name])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
     assert set(done.stdout.split()) == {"freetrain_parsl", "freetrain_parsl._version", "freetrain_parsl.cli"}
+
+
+_IMPORTED = """
+import sys
+from freetrain_parsl.cli import main
+try:
+    main()
+finally:
+    print(*sys.modules)
+"""
+
+
+def imported_by(*arguments):
+    """Return the modules that a command imports which prints nothing to its standard output."""
+    return set(
+        subprocess.run([sys.executable, "-c", _IMPORTED, *arguments], stdout=subprocess.PIPE).stdout.decode().split()
+    )
+
+
+def test_a_verb_imports_no_other_and_neither_torch_nor_parsl(tmp_path):
+    """Bad input is refused in a fraction of a second."""
+    imported = imported_by("stop", str(tmp_path / "missing"))
+    assert [verb for verb in VERBS if f"freetrain_parsl.cli.{verb}" in imported] == ["stop"]
+    assert not imported & {"torch", "parsl", "highspy"}
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["statu"]])
+def test_without_a_verb_all_are_known(words, monkeypatch, capsys):
+    from freetrain_parsl.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["freetrain", *words])
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capsys.readouterr()
+    assert all(f" {verb} " in out for verb in VERBS) or "Did you mean 'status'" in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from parsl.serialize import deserialize
 
@@ -34,8 +35,6 @@ from tests.training.fusion.sweep_trainings import alone, classify, distance
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import pytest
 
 
 class Slot:
@@ -109,6 +108,7 @@ def test_the_driver_learns_how_many_members_an_array_can_have(tmp_path: Path) ->
     assert sizes[1].gain > 0
 
 
+@pytest.mark.slow
 def test_the_next_run_uses_the_size_that_an_earlier_one_has_measured(tmp_path: Path) -> None:
     first = Slot(tmp_path, POINTS[:1])
     write_array_size(tmp_path, first.run._key(), MeasuredSize(4, 2.5))

@@ -195,6 +195,13 @@ def test_nodes_in_other_circumstances_start_by_themselves_and_say_why(node: Node
     assert "different executable" in node.errors
 
 
+def test_what_scikit_learn_sets_in_the_environment_of_a_driver_is_no_other_circumstance(node: Node) -> None:
+    node.end(node.submit("exit", "0", KMP_DUPLICATE_LIB_OK="True", KMP_INIT_AT_FORK="FALSE"))
+    assert (node.report["forked"], node.errors) == (True, "")
+    node.end(node.submit("exit", "0", KMP_BLOCKTIME="0"))
+    assert node.errors.endswith(": different variables KMP_BLOCKTIME\n")
+
+
 def test_a_path_of_its_own_is_a_nodes_own_unless_it_has_modules_that_the_server_has_imported(node: Node) -> None:
     more = node.directory / "more"
     more.mkdir()

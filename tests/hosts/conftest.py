@@ -26,12 +26,16 @@ def hosts_are_here() -> None:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Iterator[Callable[..., Login]]:
-    """Start a driver on the host ``login`` of these hosts; it ends with the module's last test."""
+def start(tmp_path_factory, warm_start) -> Iterator[Callable[..., Login]]:
+    """Start a driver on the host ``login`` of these hosts; it ends with the module's last test.
+
+    The nodes of an embedded cluster are forked from the suite's warm start server, into the namespaces of their hosts.
+    """
     started: list[Login] = []
 
     def on(hosts: Hosts, **settings) -> Login:
-        started.append(Login(hosts, tmp_path_factory.mktemp("login"), **settings))
+        environment = {**(settings.pop("environment", None) or os.environ), **warm_start.environment}
+        started.append(Login(hosts, tmp_path_factory.mktemp("login"), environment=environment, **settings))
         return started[-1]
 
     yield on

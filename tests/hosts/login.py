@@ -92,8 +92,8 @@ class Login:
         hosts: Hosts,
         directory: Path,
         *,
+        environment: dict[str, str],
         provider: str = "embedded",
-        environment=None,
         max_failed_blocks: int = 5,
         **settings,
     ) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training_crew import DictionaryServer, classify, member_loop
+from warm_processes import forked_warm
 
 from freetrain_parsl.protocol.reports import Joined, Progress, Ready
 from freetrain_parsl.training.fragment import Finished, Membership
@@ -22,6 +23,7 @@ from freetrain_parsl.training.mailbox import Regroup
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.context import BaseContext
 
     from training_crew import Outcome
 
@@ -75,10 +77,16 @@ class Member:
 
 
 class Crew:
-    """Processes that stay warm between trainings; a killed process is replaced at its next use."""
+    """Processes that stay warm between trainings; a killed process is replaced at its next use.
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    Parameters
+    ----------
+    context
+        Starts them; default: forked, with the environment of this process when the first was forked.
+    """
+
+    def __init__(self, context: BaseContext | None = None) -> None:
+        self._context: Any = context or forked_warm()
         self._server = DictionaryServer(("127.0.0.1", 0), b"crew", ctx=self._context)
         self._server.start()
         self._members: list[Member] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
+from warm_processes import forked_warm
 
 from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.training.checkpoints.loading import load_into
@@ -178,7 +178,7 @@ class ShardedCrew:
     """Members that stay warm from one group to the next."""
 
     def __init__(self, size: int, directory: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forked_warm()
         self._directory = directory
         self._generation = 0
         self._members = []

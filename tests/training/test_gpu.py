@@ -6,6 +6,7 @@ makes a difference. NCCL does not support processes that share a GPU: their grad
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_checkpoint_of_a_gpu_goes_on_without_one(crew: Crew, tmp_path: Path, m
     moments = [value for entry in state["objects"]["optimizer"]["state"].values() for value in entry.values()]
     assert {value.device.type for value in moments} == {"cpu"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    without = Crew()
+    without = Crew(multiprocessing.get_context("spawn"))  # with the environment of now
     try:
         end = first(without.run(1, tmp_path, classify)).end
     finally:

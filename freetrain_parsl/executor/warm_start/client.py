@@ -15,22 +15,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from freetrain_parsl.cluster.processes import MARK
-from freetrain_parsl.executor.warm_start import ADDRESS
+from freetrain_parsl.executor.warm_start import ADDRESS, namespaces
 
 __all__ = ["LENGTH", "circumstances", "run_forked"]
 
 LENGTH: Final = struct.Struct("!I")
-"""Precedes the request, which is JSON; the standard streams are sent with it."""
+"""Precedes the request, which is JSON; the standard streams and the namespaces are sent with it."""
 
 _PATIENCE: Final = 60.0  # seconds until the server's answer; it may still be importing
 _LOST: Final = 128 + signal.SIGKILL  # exit code of a process that ended without one, as a shell would report
 
-_NAMESPACES: Final = ("cgroup", "ipc", "mnt", "net", "pid", "user")
-
-# Variables that interpreter and libraries read when they are loaded. What PYTHONPATH changes is sent.
+# Variables that interpreter and libraries read when they are loaded. What PYTHONPATH changes is sent. scikit-learn sets
+# two of OpenMP's when it is imported, in the environment of all later child processes; they do not concern results.
 _READ_AT_IMPORT: Final = re.compile(
-    r"PYTHON(?!PATH$)|LD_|LANG|LC_|TZ|MALLOC_|OMP_|KMP_|GOMP_|MKL_|OPENBLAS_|NUMEXPR_|DNNL_|ONEDNN_|TORCH|PYTORCH_|ATEN_"
-    r"|CUDA_|NVIDIA_|HIP_|HSA_|ROC|ZE_|NCCL_|GLOO_"
+    r"PYTHON(?!PATH$)|LD_|LANG|LC_|TZ|MALLOC_|OMP_|KMP_(?!DUPLICATE_LIB_OK$|INIT_AT_FORK$)|GOMP_|MKL_|OPENBLAS_"
+    r"|NUMEXPR_|DNNL_|ONEDNN_|TORCH|PYTORCH_|ATEN_|CUDA_|NVIDIA_|HIP_|HSA_|ROC|ZE_|NCCL_|GLOO_"
 )
 
 
@@ -40,7 +39,9 @@ def circumstances() -> dict[str, Any]:
         "executable": [sys.executable, sys.prefix, sys.version],
         "flags": [str(sys.flags), *sys.warnoptions],
         "variables": {name: value for name, value in sorted(os.environ.items()) if _READ_AT_IMPORT.match(name)},
-        "namespaces": [str(Path("/proc/self/ns", kind).readlink()) for kind in _NAMESPACES],
+        "namespaces": [str(Path("/proc/self/ns", kind).readlink()) for kind in namespaces.FIXED],
+        # The file system may be mounted differently; what has been imported must be the same.
+        "files": [[found.st_dev, found.st_ino] for found in map(os.stat, _imported_from())],
         "identity": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
         "processors": sorted(os.sched_getaffinity(0)),
         "niceness": os.nice(0),
@@ -89,6 +90,10 @@ def run_forked(arguments: list[str]) -> int | None:
     return None
 
 
+def _imported_from() -> list[str]:
+    return ["/", os.path.realpath(sys.executable), sys.prefix, sys.base_prefix, str(Path(__file__).parents[2])]
+
+
 def _send(server: socket.socket, arguments: list[str], *, ignored: list[int]) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
@@ -103,8 +108,11 @@ def _send(server: socket.socket, arguments: list[str], *, ignored: list[int]) ->
         "ignored": ignored,
     }
     payload = json.dumps(request).encode()
-    streams = array.array("i", [0, 1, 2])
-    server.sendmsg([LENGTH.pack(len(payload))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    opened = namespaces.descriptors()
+    passed = array.array("i", [0, 1, 2, *opened])
+    server.sendmsg([LENGTH.pack(len(payload))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+    for descriptor in opened:
+        os.close(descriptor)
     server.sendall(payload)
 
 

@@ -1,10 +1,10 @@
 """The server: ``python -m freetrain_parsl.executor.warm_start.server DESCRIPTOR ROOM``, started by `owner`.
 
 A request names a node's program, environment, directory and standard streams. The server forks, and the forked process
-becomes that program: it leaves the server's session, and replaces everything that it has inherited and that a new
-interpreter would have from its parent, down to the command line and environment that other processes see in ``/proc``:
-the cluster finds the processes of a node by these. It cannot replace what the libraries read when they were imported,
-so the server refuses a node whose `client.circumstances` differ from its own.
+becomes that program: it leaves the server's session, enters the node's namespaces, and replaces everything that it has
+inherited and that a new interpreter would have from its parent, down to the command line and environment that other
+processes see in ``/proc``: the cluster finds the processes of a node by these. It cannot replace what the libraries
+read when they were imported, so the server refuses a node whose `client.circumstances` differ from its own.
 
 It ends when its standard input is closed, with its owner; processes that it has forked continue.
 """
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 from freetrain_parsl.cluster import processes
 from freetrain_parsl.executor.htex.worker_pool import WARM
 from freetrain_parsl.executor.slot import pilot
-from freetrain_parsl.executor.warm_start import forked
+from freetrain_parsl.executor.warm_start import forked, namespaces
 from freetrain_parsl.executor.warm_start.client import LENGTH, circumstances
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _SECONDS: Final = 5.0  # for a client to send its request, or to confirm the answer
 _REAP: Final = 1.0  # seconds between looks for processes that have ended
 _STREAMS: Final = 3
+_PASSED: Final = _STREAMS + len(namespaces.ENTERED)  # descriptors
 
 
 def main(descriptor: int) -> None:
@@ -79,7 +80,7 @@ def _serve(listener: socket.socket, own: dict[str, Any], set_by_imports: dict[st
 
 def _answer(client: socket.socket, own: dict[str, Any], set_by_imports: dict[str, str]) -> Callable[[], None] | None:
     client.settimeout(_SECONDS)
-    request, streams = _receive(client)
+    request, passed = _receive(client)
     try:
         theirs = request["circumstances"]
         request["environment"] = set_by_imports | request["environment"]
@@ -92,11 +93,13 @@ def _answer(client: socket.socket, own: dict[str, Any], set_by_imports: dict[str
             _tell(client, refused=f"its path has other modules: {', '.join(others)}")
         elif len(forked.environment_block(request["environment"])) > forked.environment_room():
             _tell(client, refused="its environment is too long")
+        elif len(passed) != _PASSED:
+            _tell(client, refused=f"it has passed {len(passed)} descriptors instead of {_PASSED}")
         elif os.fork() == 0:
-            return lambda: _become(client, request, streams)
+            return lambda: _become(client, request, passed)
     finally:
         if os.getpid() == _SERVER:
-            _close(streams)
+            _close(passed)
     return None
 
 
@@ -117,19 +120,19 @@ def _other_modules(path: list[str]) -> list[str]:
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, streams, _, _ = socket.recv_fds(client, LENGTH.size, _STREAMS)
+    head, passed, _, _ = socket.recv_fds(client, LENGTH.size, _PASSED)
     try:
         with client.makefile("rb") as stream:
             request: dict[str, Any] = json.loads(stream.read(*LENGTH.unpack(head)))
     except BaseException:
-        _close(streams)
+        _close(passed)
         raise
-    return request, streams
+    return request, passed
 
 
-def _close(streams: list[int]) -> None:
-    for stream in streams:
-        os.close(stream)
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _tell(client: socket.socket, **answer: object) -> None:
@@ -145,12 +148,17 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
 # -- in the forked process -----------------------------------------------------------------------------------
 
 
-def _become(client: socket.socket, request: dict[str, Any], streams: list[int]) -> None:
+def _become(client: socket.socket, request: dict[str, Any], passed: list[int]) -> None:
     """Become the program of the node, run it, and tell the client its exit code."""
     os.setsid()
-    for number, stream in enumerate(streams):
+    try:
+        namespaces.enter(passed[_STREAMS:])
+    except OSError as error:
+        _tell(client, refused=error.strerror)
+        return
+    for number, stream in enumerate(passed[:_STREAMS]):
         os.dup2(stream, number)
-        os.close(stream)
+    _close(passed)
     for number in signal.valid_signals():
         if number in request["ignored"]:
             signal.signal(number, signal.SIG_IGN)

@@ -47,6 +47,7 @@ def qsub(store: Store, arguments: list[str]) -> None:
     walltime = as_duration(resources.get("max_walltime") or resources.get("walltime"))
     env = {key: os.environ[key] for key in _PASSED_ON if key in os.environ}
     env |= {f"PBS_O_{key}": os.environ[key] for key in ("HOME", "PATH") if key in os.environ}
+    env |= {name: os.environ[name] for name in options.get("v", "").split(",") if name in os.environ}
     env |= {"PBS_JOBNAME": name, "PBS_QUEUE": queue, "PBS_O_QUEUE": queue, "PBS_O_WORKDIR": str(Path.cwd())}
     stdout = Path(options.get("o", f"{name}.o"))
     stderr = stdout if "o" in options.get("j", "") else Path(options.get("e", f"{name}.e"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import secrets
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -121,7 +120,7 @@ class Store:
         """
         if submission.queue not in QUEUES:
             raise InvalidSettings(f"there is no queue {submission.queue!r}")
-        spooled = self.directory / _SPOOL / secrets.token_hex(8)
+        spooled = self.directory / _SPOOL / os.urandom(8).hex()
         with os.fdopen(os.open(spooled, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w") as file:
             file.write(script)
         job = self.client.submit(

@@ -122,15 +122,21 @@ def joins_a_head(model: Any, _steps: Any, *, epoch: int, **_: Any) -> None:
     model.with_head = epoch >= 3
 
 
+def slow(change: Callable[..., None], *optimizers: str) -> Any:
+    """Return the parameters of slow tests."""
+    return (pytest.param(change, name, marks=pytest.mark.slow) for name in optimizers)
+
+
 @pytest.mark.parametrize(
     ("change", "optimizer"),
     [
         *((change, "SGD") for change in (unfreezes, evaluates_the_norm, changes_dropout, changes_the_temperature)),
         *((change, "SGD") for change in (replaces_a_layer, assigns_data, turns_momentum_off)),
-        *((rewinds, name) for name in ("SGD", "Adam", "RMSprop")),
-        *((resets_the_optimizer, name) for name in ("SGD", "Adam", "NAdam")),
-        *((scales_the_states, name) for name in ("SGD", "Adam", "RMSprop")),
-        *((joins_a_head, name) for name in ("SGD", "Adam", "RMSprop", "NAdam")),
+        *((change, "Adam") for change in (rewinds, resets_the_optimizer, scales_the_states, joins_a_head)),
+        *slow(rewinds, "SGD", "RMSprop"),
+        *slow(resets_the_optimizer, "SGD", "NAdam"),
+        *slow(scales_the_states, "SGD", "RMSprop"),
+        *slow(joins_a_head, "SGD", "RMSprop", "NAdam"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

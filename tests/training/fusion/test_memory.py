@@ -22,6 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize(
 """
 
 
+@pytest.mark.slow  # a process of its own that imports torch
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not the C library of Linux")
 def test_freed_memory_is_used_again() -> None:
     """Instead of coming page by page twenty times; in a process whose heap has no other history."""

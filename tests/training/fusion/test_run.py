@@ -69,29 +69,33 @@ def test_every_training_of_a_sweep_is_what_it_is_alone(tmp_path: Path, kind: str
     assert_as_alone(tmp_path, points, seeds=seeds)
 
 
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.5}),
+    ("SGD", {"momentum": 0.9, "maximize": True}),
+    ("Adam", {}),
+    ("Adam", {"amsgrad": True}),
+    ("Adam", {"betas": (0.5, 0.9), "eps": 1e-3, "fused": True}),
+    ("AdamW", {}),
+    ("RMSprop", {}),
+    ("RMSprop", {"centered": True, "momentum": 0.5}),
+    ("Adagrad", {"initial_accumulator_value": 0.1, "lr_decay": 0.01}),
+    ("NAdam", {}),
+    ("Adadelta", {}),
+    ("Adamax", {}),
+    ("RAdam", {}),
+    ("ASGD", {}),
+    ("Rprop", {}),
+    ("Adafactor", {}),
+]
+QUICK = ("SGD", "Adam", "AdamW")
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [
-        ("SGD", {}),
-        ("SGD", {"momentum": 0.9}),
-        ("SGD", {"momentum": 0.9, "nesterov": True}),
-        ("SGD", {"momentum": 0.9, "dampening": 0.5}),
-        ("SGD", {"momentum": 0.9, "maximize": True}),
-        ("Adam", {}),
-        ("Adam", {"amsgrad": True}),
-        ("Adam", {"betas": (0.5, 0.9), "eps": 1e-3, "fused": True}),
-        ("AdamW", {}),
-        ("RMSprop", {}),
-        ("RMSprop", {"centered": True, "momentum": 0.5}),
-        ("Adagrad", {"initial_accumulator_value": 0.1, "lr_decay": 0.01}),
-        ("NAdam", {}),
-        ("Adadelta", {}),
-        ("Adamax", {}),
-        ("RAdam", {}),
-        ("ASGD", {}),
-        ("Rprop", {}),
-        ("Adafactor", {}),
-    ],
+    [pytest.param(name, options, marks=[] if name in QUICK else pytest.mark.slow) for name, options in OPTIMIZERS],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "plain",
 )
 def test_any_optimizer_makes_the_steps_that_it_makes_alone(
