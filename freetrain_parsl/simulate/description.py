@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning.curves.goodput import GoodputProfile
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, EpochCount, Trainer
 from freetrain_parsl.simulate.job import SimulatedJob
 from freetrain_parsl.simulate.step_times import packed
 
 if TYPE_CHECKING:
     from freetrain_parsl.simulate.application import Application
     from freetrain_parsl.simulate.cluster import ClusterShape
+    from freetrain_parsl.simulate.step_times import Placement
     from freetrain_parsl.simulate.workload import JobRequest
 
-__all__ = ["JobDescription", "Sizing"]
+__all__ = ["JobDescription", "PlacedGoodput", "Sizing"]
 
 _COSTS = CostsInSeconds(up=30.0, down=30.0, start=30.0)
 
@@ -50,12 +51,21 @@ class JobDescription:
     curves_known
         Whether the curves of jobs whose batches are chosen are told; otherwise they are measured while jobs run, and a
         job may have at most twice the GPUs that it has been measured on.
+    placements_known
+        Whether the goodput on each placement is told, not only that on the fewest nodes.
+    epochs_known
+        Whether the epochs done and left are told.
+    most_requested
+        A job may have at most this times the GPUs that its user asks for; ``None`` for no limit.
     """
 
     cluster: ClusterShape
     sizing: Sizing
     work_known: bool
     curves_known: bool = True
+    placements_known: bool = False
+    epochs_known: bool = False
+    most_requested: int | None = None
 
     @property
     def elastic_batch(self) -> bool:
@@ -70,12 +80,16 @@ class JobDescription:
     def trainer(self, job: SimulatedJob) -> Trainer:
         """Return the job as it is known now."""
         request, application = job.request, job.request.application
+        placed = None
         if self.sizing is Sizing.BOTH:
-            most = min(application.max_gpus, self.cluster.gpus)
+            most = min(
+                application.max_gpus, self.cluster.gpus, (self.most_requested or self.cluster.gpus) * request.gpus
+            )
             work = job.progress_left * application.limits.initial
             costs = _COSTS
             if job.profile is None:
-                curve = _goodput(application, job.epoch, most, self.cluster.gpus_per_node)
+                curve = _goodput(application, job.epoch, most, self.cluster.gpus_per_node, every=self.placements_known)
+                placed = PlacedGoodput(application, job.epoch) if self.placements_known else None
             elif job.profile.most_nodes:
                 most = min(most, 2 * job.profile.most_nodes)
                 curve = _learned(job, job.profile, most, self.cluster.gpus_per_node)
@@ -96,7 +110,26 @@ class JobDescription:
             costs,
             work_left=work if self.work_known else math.inf,
             submitted=request.time,
+            placed=placed,
+            epochs=_epochs(job) if self.epochs_known else None,
         )
+
+
+@dataclass(frozen=True)
+class PlacedGoodput:
+    """The samples of the initial batch per second of a job in some epoch, by its GPUs on each node."""
+
+    application: Application
+    epoch: int
+
+    def __call__(self, placement: Placement) -> float:
+        """Return the rate with the best batch."""
+        return self.application.limits.initial * self.application.best(placement, self.epoch)[1]
+
+
+def _epochs(job: SimulatedJob) -> EpochCount:
+    epochs = job.request.application.epochs
+    return EpochCount(job.epoch, epochs - job.epoch, job.progress * job.request.application.limits.initial)
 
 
 @lru_cache(maxsize=4096)
@@ -109,15 +142,14 @@ def _throughput(application: Application, batch: int, most: int, gpus_per_node: 
 
 
 @lru_cache(maxsize=4096)
-def _goodput(application: Application, epoch: int, most: int, gpus_per_node: int) -> ScalingCurve:
+def _goodput(application: Application, epoch: int, most: int, gpus_per_node: int, *, every: bool) -> ScalingCurve:
     """Return the samples of the initial batch per second, with the best batch, on the fewest nodes.
 
-    Known at the numbers of GPUs of one node, and of whole nodes.
+    Known at `every` number of GPUs, or at those of one node and of whole nodes.
     """
-    return ScalingCurve(
-        (gpus, application.limits.initial * application.best(packed(gpus, gpus_per_node), epoch)[1])
-        for gpus in _counts(most, gpus_per_node)
-    )
+    rate = PlacedGoodput(application, epoch)
+    counts = range(1, most + 1) if every else _counts(most, gpus_per_node)
+    return ScalingCurve((gpus, rate(packed(gpus, gpus_per_node))) for gpus in counts)
 
 
 def _learned(job: SimulatedJob, profile: GoodputProfile, most: int, gpus_per_node: int) -> ScalingCurve:
