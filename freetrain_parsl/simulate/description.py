@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["JobDescription", "PlacedGoodput", "Sizing"]
 
-_COSTS = CostsInSeconds(up=30.0, down=30.0, start=30.0)
-
 
 class Sizing(str, Enum):
     """What a policy may choose."""
@@ -80,15 +78,17 @@ class JobDescription:
     def trainer(self, job: SimulatedJob) -> Trainer:
         """Return the job as it is known now."""
         request, application = job.request, job.request.application
-        placed = None
+        placed, least = None, request.least
         if self.sizing is Sizing.BOTH:
             most = min(
                 application.max_gpus, self.cluster.gpus, (self.most_requested or self.cluster.gpus) * request.gpus
             )
             work = job.progress_left * application.limits.initial
-            costs = _COSTS
+            costs = request.costs
             if job.profile is None:
-                curve = _goodput(application, job.epoch, most, self.cluster.gpus_per_node, every=self.placements_known)
+                curve = _goodput(
+                    application, job.epoch, (least, most), self.cluster.gpus_per_node, every=self.placements_known
+                )
                 placed = PlacedGoodput(application, job.epoch) if self.placements_known else None
             elif job.profile.most_nodes:
                 most = min(most, 2 * job.profile.most_nodes)
@@ -99,12 +99,12 @@ class JobDescription:
             most = request.gpus
             if self.sizing is Sizing.GPUS:
                 most = min(request.batch // application.limits.least_local, application.max_gpus, self.cluster.gpus)
-            curve = _throughput(application, request.batch, most, self.cluster.gpus_per_node)
+            curve = _throughput(application, request.batch, (least, max(most, least)), self.cluster.gpus_per_node)
             work = request.batch * application.iterations_after(job.epoch, request.batch)
             costs = CostsInSeconds()
         return Trainer(
             job.name,
-            request.gpus if self.sizing is Sizing.RIGID else 1,
+            request.gpus if self.sizing is Sizing.RIGID else min(least, max(most, 1)),
             max(most, 1),
             curve,
             costs,
@@ -133,23 +133,26 @@ def _epochs(job: SimulatedJob) -> EpochCount:
 
 
 @lru_cache(maxsize=4096)
-def _throughput(application: Application, batch: int, most: int, gpus_per_node: int) -> ScalingCurve:
+def _throughput(application: Application, batch: int, bounds: tuple[int, int], gpus_per_node: int) -> ScalingCurve:
     """Return samples per second of a fixed batch on the fewest nodes."""
     return ScalingCurve(
         (gpus, batch / application.step_seconds(packed(gpus, gpus_per_node), application.limits.plan(batch, gpus)))
-        for gpus in range(1, max(most, 1) + 1)
+        for gpus in range(bounds[0], bounds[1] + 1)
     )
 
 
 @lru_cache(maxsize=4096)
-def _goodput(application: Application, epoch: int, most: int, gpus_per_node: int, *, every: bool) -> ScalingCurve:
+def _goodput(
+    application: Application, epoch: int, bounds: tuple[int, int], gpus_per_node: int, *, every: bool
+) -> ScalingCurve:
     """Return the samples of the initial batch per second, with the best batch, on the fewest nodes.
 
     Known at `every` number of GPUs, or at those of one node and of whole nodes.
     """
     rate = PlacedGoodput(application, epoch)
+    least, most = bounds
     counts = range(1, most + 1) if every else _counts(most, gpus_per_node)
-    return ScalingCurve((gpus, rate(packed(gpus, gpus_per_node))) for gpus in counts)
+    return ScalingCurve((gpus, rate(packed(gpus, gpus_per_node))) for gpus in sorted({least, *counts}) if gpus >= least)
 
 
 def _learned(job: SimulatedJob, profile: GoodputProfile, most: int, gpus_per_node: int) -> ScalingCurve:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["ClusterUse", "SimulatedRun", "simulate"]
 
 _TICK = 60.0  # seconds between two decisions
-_PAUSE = 30.0  # seconds that a job stands still after a change of its GPUs
 _SETTINGS = PlannerSettings(
     closing_margin=timedelta(0), settle=timedelta(0), replan_interval=timedelta(seconds=_TICK)
 ).in_seconds()
@@ -164,7 +163,7 @@ class _Simulation:
         for name, job in self._alive.items():
             slots = assigned.get(name, frozenset())
             if slots != job.slots:
-                job.move(slots, self._placement(slots), now, _PAUSE)
+                job.move(slots, self._placement(slots), now)
 
     def _placement(self, slots: frozenset[str]) -> Placement:
         return tuple(sorted(Counter(self._hosts[slot] for slot in slots).values(), reverse=True))
