@@ -30,6 +30,7 @@ from freetrain_parsl.simulate.curve_jobs import read_job_log, read_trainer_workl
 from freetrain_parsl.simulate.example import write_example
 from freetrain_parsl.simulate.page import write_page
 from freetrain_parsl.simulate.profiles import read_profiles
+from freetrain_parsl.simulate.simulation import DEFAULT_INTERVAL
 from freetrain_parsl.simulate.terminal import heading, result_table
 from freetrain_parsl.simulate.workload import JobRequest, read_workload
 
@@ -54,6 +55,7 @@ def simulate(
     knowledge: Annotated[
         str, typer.Option(metavar="NAME[,NAME]", help="Knowledge of milp and ones: none, age, curves or work.")
     ] = "work",
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two decisions.")] = DEFAULT_INTERVAL,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each job's completion time.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report to this file.")] = None,
@@ -81,7 +83,9 @@ def simulate(
         check_targets([workload], {"--json": json, "--csv": csv, "--report": report})
         requests = _read_jobs(workload, profiles, trainers, shape.gpus, lenient=lenient)
         with progress_bars() as progress:
-            result = compare_policies(workload.name, requests, shape, chosen, on_progress_of(progress))
+            result = compare_policies(
+                workload.name, requests, shape, chosen, on_progress_of(progress), interval=interval
+            )
     except KeyboardInterrupt:
         typer.echo("freetrain: interrupted; nothing was written", err=True)
         raise typer.Exit(130) from None

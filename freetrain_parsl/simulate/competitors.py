@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
 from freetrain_parsl.planning.objectives.completion_time import CompletionTime, Urgency
+from freetrain_parsl.planning.objectives.completion_utility import CompletionUtility
 from freetrain_parsl.planning.policies import (
     EqualSharePolicy,
     FirstComeFirstServedPolicy,
@@ -60,6 +61,8 @@ class Competitor:
         Whether it knows the goodput on each placement.
     epochs
         Whether it knows the epochs done and left.
+    deadline_factor
+        Deadlines of jobs, if it knows any: multiples of the time that they take as requested.
     most_requested
         The most GPUs of a job, in units of those that its user asks for; ``None`` for no limit.
     """
@@ -70,6 +73,7 @@ class Competitor:
     make: Callable[[], Policy]
     placements: bool = False
     epochs: bool = False
+    deadline_factor: float | None = None
     most_requested: int | None = None
 
     def description(self, cluster: ClusterShape) -> JobDescription:
@@ -81,6 +85,7 @@ class Competitor:
             curves_known=self.knowledge is not JobKnowledge.CURVES,
             placements_known=self.placements,
             epochs_known=self.epochs,
+            deadline_factor=self.deadline_factor,
             most_requested=self.most_requested,
         )
 
@@ -110,6 +115,13 @@ _FIXED = {
         Competitor("tiresias", JobKnowledge.AGE, Sizing.RIGID, TiresiasPolicy),
         Competitor("optimus", JobKnowledge.WORK, Sizing.GPUS, OptimusPolicy),
         Competitor("equal-share", JobKnowledge.NONE, Sizing.BOTH, EqualSharePolicy),
+        Competitor(
+            "smd",
+            JobKnowledge.WORK,
+            Sizing.BOTH,
+            lambda: MilpPolicy(CompletionUtility()),
+            deadline_factor=2.0,
+        ),
         Competitor(
             OnesPublishedPolicy.name,
             JobKnowledge.WORK,

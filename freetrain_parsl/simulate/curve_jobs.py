@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.job_log import RecordedJob
     from freetrain_parsl.simulate.step_times import Placement
 
-__all__ = ["read_job_log", "read_trainer_workload"]
+__all__ = ["curve_request", "read_job_log", "read_trainer_workload"]
 
 _EPOCHS = 10  # of a job: Optimus counts the work left by epochs
 
@@ -80,7 +80,7 @@ def read_trainer_workload(file: Path, gpus: int) -> tuple[JobRequest, ...]:
         return None
 
     jobs = [
-        _request(trainer, trainer.name, trainer.submitted, trainer.max_nodes, trainer.work_left)
+        curve_request(trainer, trainer.name, trainer.submitted, trainer.max_nodes, trainer.work_left)
         for trainer in read_trainers(file, MODELS, problem)
     ]
     return tuple(sorted(jobs, key=lambda job: job.time))
@@ -133,13 +133,27 @@ def _recorded_request(trainer: Trainer, job: RecordedJob, number: int, gpus: int
     rate = trainer.rate(max(job.nodes, trainer.curve.first_nodes))
     if rate <= 0:
         raise InvalidInput(f"{job.where}: the curve of trainer {trainer.name!r} is zero on its {job.nodes} nodes")
-    return _request(trainer, f"job-{number}", job.submit, job.nodes, rate * (job.end - job.began), (least, most))
+    return curve_request(trainer, f"job-{number}", job.submit, job.nodes, rate * (job.end - job.began), (least, most))
 
 
-def _request(
+def curve_request(
     trainer: Trainer, name: str, submitted: float, gpus: int, work: float, bounds: tuple[int, int] | None = None
 ) -> JobRequest:
-    """Make a job that trains the curve of a trainer, all steps of the same batch, until its work is done."""
+    """Make a job that trains with a curve, all steps of the same batch, until its work is done.
+
+    Parameters
+    ----------
+    trainer
+        Its curve and costs of changes.
+    name, submitted
+        Name and time of submission, seconds.
+    gpus
+        What policies give it that choose nothing.
+    work
+        Samples.
+    bounds
+        Fewest and most GPUs; ``None`` for those of the trainer.
+    """
     least, most = bounds or (trainer.min_nodes, trainer.max_nodes)
     curve = trainer.curve
     if curve.first_nodes > least:

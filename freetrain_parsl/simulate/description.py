@@ -53,6 +53,8 @@ class JobDescription:
         Whether the goodput on each placement is told, not only that on the fewest nodes.
     epochs_known
         Whether the epochs done and left are told.
+    deadline_factor
+        A job's deadline after its submission, as a multiple of the time that it takes as requested; ``None`` for none.
     most_requested
         A job may have at most this times the GPUs that its user asks for; ``None`` for no limit.
     """
@@ -63,6 +65,7 @@ class JobDescription:
     curves_known: bool = True
     placements_known: bool = False
     epochs_known: bool = False
+    deadline_factor: float | None = None
     most_requested: int | None = None
 
     @property
@@ -109,10 +112,16 @@ class JobDescription:
             curve,
             costs,
             work_left=work if self.work_known else math.inf,
+            deadline=None if self.deadline_factor is None else self._deadline(request),
             submitted=request.time,
             placed=placed,
             epochs=_epochs(job) if self.epochs_known else None,
         )
+
+    def _deadline(self, request: JobRequest) -> float:
+        assert self.deadline_factor is not None, "called for policies that know deadlines"
+        placement = packed(request.gpus, self.cluster.gpus_per_node)
+        return request.time + self.deadline_factor * request.application.seconds(placement, request.batch)
 
 
 @dataclass(frozen=True)

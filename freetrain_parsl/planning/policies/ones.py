@@ -130,6 +130,7 @@ class _Problem:
         for number in self._host_of.values():
             sizes[number] += 1
         self._now = self._layout(current)
+        self._held = [_nodes(row) for row in self._now]
         self._known: dict[tuple[int, Row], float] = {}
         bounds = [(trainer.min_nodes, min(trainer.max_nodes, len(pool))) for trainer in moment.trainers]
         self.breeder = LayoutBreeder(sizes, bounds, self._value)
@@ -180,8 +181,7 @@ class _Problem:
         key = number, row
         if key not in self._known:
             placement = tuple(sorted((nodes for _, nodes in row), reverse=True))
-            now = self._now[number]
-            moved = bool(row) and row != now and sum(placement) == _nodes(now)
+            moved = bool(row) and row != self._now[number] and sum(placement) == self._held[number]
             self._known[key] = self._values.value(number, placement, moved=moved)
         return self._known[key]
 

@@ -6,7 +6,8 @@ each host from either parent, mutation evicts trainers, and the nodes that becom
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class LayoutBreeder:
     hosts: Sequence[int]
     bounds: Sequence[tuple[int, int]]
     value: Callable[[int, Row], float]
+    _growth: dict[tuple[int, Row, int], list[_Step]] = field(default_factory=dict, init=False, repr=False)
 
     def score(self, layout: Layout) -> float:
         """Return the total value."""
@@ -108,18 +110,32 @@ class LayoutBreeder:
         return free
 
     def _steps(self, rows: Sequence[Row], free: Sequence[int], host: int) -> Iterator[_Step]:
-        """Yield the ways to use free nodes of a host, and others if a trainer that waits needs them."""
+        """Yield the best way of each trainer to use free nodes of a host, and others if one that waits needs them."""
         for trainer, row in enumerate(rows):
-            had = sum(nodes for _, nodes in row)
             least, most = self.bounds[trainer]
-            now = self.value(trainer, row)
-            for more in range(max(1, min(least - had, free[host])), min(free[host], most - had) + 1):
-                after = _with(row, host, more)
-                if had + more < least:
-                    after = self._topped_up(after, free, host, least - had - more)
-                    if not after:
-                        continue
-                yield _Step((self.value(trainer, after) - now) / more, trainer, after)
+            if row or least <= free[host]:
+                key = trainer, row, host
+                if key not in self._growth:
+                    self._growth[key] = self._best_growths(trainer, row, host, most)
+                growths = self._growth[key]
+                if growths and (step := growths[min(free[host], len(growths)) - 1]).gain > 0:
+                    yield step
+            elif least <= most:
+                after = self._topped_up(_with(row, host, free[host]), free, host, least - free[host])
+                if after:
+                    yield _Step((self.value(trainer, after) - self.value(trainer, row)) / least, trainer, after)
+
+    def _best_growths(self, trainer: int, row: Row, host: int, most: int) -> list[_Step]:
+        """Return the best growth of a trainer on a host by at most 1, 2, ... nodes; empty if it is at its maximum."""
+        had, now = sum(nodes for _, nodes in row), self.value(trainer, row)
+        least = self.bounds[trainer][0]
+        best: list[_Step] = []
+        for more in range(1, min(self.hosts[host], most - had) + 1):
+            after = _with(row, host, more)
+            gain = (self.value(trainer, after) - now) / more if had + more >= least else -math.inf
+            step = _Step(gain, trainer, after)
+            best.append(max(step, best[-1]) if best else step)
+        return best
 
     @staticmethod
     def _topped_up(row: Row, free: Sequence[int], host: int, missing: int) -> Row:
