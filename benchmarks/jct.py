@@ -1,6 +1,6 @@
 """Completion times of all policies, next to the published ones of Pollux.
 
-    python benchmarks/jct.py WORKLOAD.csv [WORKLOAD.csv ...] --profiles DIR [--published published-jct.csv] [--json FILE]
+    python benchmarks/jct.py WORKLOAD.csv ... --profiles DIR [--published published-jct.csv] [--json FILE]
 
 The published times are a CSV file with the columns workload, policy, job and jct; by default the one in DIR, if any.
 With several workloads, a second table has the geometric mean of the ratios of mean times, and the largest ratios of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from freetrain_parsl.planning.resources.policies.base import ResourceDecision, ResourcePolicy
 from freetrain_parsl.planning.resources.policies.esw import EqualServersPolicy
 from freetrain_parsl.planning.resources.policies.optimus import MarginalGainPolicy
@@ -41,15 +43,12 @@ class _Greedy(ResourcePolicy):
         return ResourceDecision(chosen, considered, 0.0, 0.0)
 
 
-def test_suite_refuses_a_policy_that_exceeds_the_resources():
-    class Suite(ResourcePolicyConformance):
-        def make_policy(self):
-            return _Greedy()
+class _GreedySuite(ResourcePolicyConformance):
+    def make_policy(self):
+        return _Greedy()
 
-    refused = 0
-    for check in (Suite().test_decision_fits, Suite().test_bound_is_consistent):
-        try:
-            check(6.0)
-        except AssertionError:
-            refused += 1
-    assert refused == 2
+
+@pytest.mark.parametrize("check", [_GreedySuite().test_decision_fits, _GreedySuite().test_bound_is_consistent])
+def test_suite_refuses_a_policy_that_exceeds_the_resources(check):
+    with pytest.raises(AssertionError):
+        check(6.0)
