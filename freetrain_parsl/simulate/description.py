@@ -83,9 +83,9 @@ class JobDescription:
         request, application = job.request, job.request.application
         placed, least = None, request.least
         if self.sizing is Sizing.BOTH:
-            most = min(
-                application.max_gpus, self.cluster.gpus, (self.most_requested or self.cluster.gpus) * request.gpus
-            )
+            most = min(application.max_gpus, self.cluster.gpus)
+            if self.most_requested is not None:
+                most = min(most, self.most_requested * request.gpus)
             work = job.progress_left * application.limits.initial
             costs = request.costs
             if job.profile is None:

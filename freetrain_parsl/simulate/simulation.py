@@ -30,7 +30,6 @@ __all__ = ["DEFAULT_INTERVAL", "ClusterUse", "SimulatedRun", "simulate"]
 DEFAULT_INTERVAL = 60.0
 """Seconds between two decisions, as in Pollux' simulator."""
 
-
 _STUCK = 100  # decisions in a row that leave all GPUs idle while jobs wait
 
 
@@ -135,8 +134,7 @@ class _Simulation:
 
     def run(self) -> SimulatedRun:
         began = wall_clock.perf_counter()
-        run, now, idle_since = self._run, 0.0, 0.0
-        tick = run.interval
+        run, tick, now, idle_since = self._run, self._run.interval, 0.0, 0.0
         while self._waiting or self._alive:
             if not self._alive:
                 now = max(now, tick * (math.ceil(self._waiting[0].request.time / tick) - 1))
