@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from freetrain_parsl.planning.resources.demands import ResourceProblem
+from freetrain_parsl.planning.resources.demands import ResourceJob, ResourceProblem
+from freetrain_parsl.planning.resources.utility import SigmoidUtility
 from freetrain_parsl.planning.solvers.multiple_choice import fits
-from freetrain_parsl.simulate.resource_instances import generate_instance, parse_instance
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.resources.policies.base import ResourcePolicy
@@ -30,8 +30,29 @@ __all__ = ["ResourcePolicyConformance"]
 _LOADS = (0.5, 3.0, 6.0)
 
 
+_HOUR = 3600.0
+
+
 def _problem(load: float, seed: int = 0, jobs: int = 6) -> ResourceProblem:
-    return parse_instance(generate_instance(jobs, load=load, seed=seed), "generated").problem
+    """Make a random problem with GPUs, of which servers need none, and CPUs; the load is as in `ResourceProblem`."""
+    rng = np.random.default_rng(seed)
+    made = [_job(rng, number) for number in range(jobs)]
+    wanted = np.sum([job.limit for job in made], axis=0)
+    return ResourceProblem(("gpu", "cpu"), tuple((wanted / load).tolist()), tuple(made))
+
+
+def _job(rng: np.random.Generator, number: int) -> ResourceJob:
+    worker, server = (float(rng.integers(1, 5)), float(rng.integers(1, 9))), (0.0, float(rng.integers(1, 5)))
+    workers, servers = rng.integers(2, 13, 2).tolist()
+    compute, exchange, fixed = rng.uniform((4, 0.1, 0.1), (40, 2, 1)) * _HOUR
+    return ResourceJob(
+        f"job-{number}",
+        worker,
+        server,
+        tuple(workers * one + servers * other for one, other in zip(worker, server, strict=True)),
+        lambda w, s: compute / w + exchange * w / s + fixed,
+        SigmoidUtility(float(rng.uniform(1, 100)), float(rng.choice([0.0, 0.5, 5.0])) / _HOUR, 5 * _HOUR),
+    )
 
 
 class ResourcePolicyConformance(ABC):
