@@ -1,8 +1,10 @@
-"""Completion times of all policies on one workload, next to the published ones of Pollux.
+"""Completion times of all policies, next to the published ones of Pollux.
 
-    python benchmarks/jct.py WORKLOAD.csv --profiles DIR [--published published-jct.csv] [--json FILE]
+    python benchmarks/jct.py WORKLOAD.csv ... --profiles DIR [--published published-jct.csv] [--json FILE]
 
 The published times are a CSV file with the columns workload, policy, job and jct; by default the one in DIR, if any.
+With several workloads, a second table has the geometric mean of the ratios of mean times, and the largest ratios of
+medians and 99th percentiles.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import argparse
 import csv
 import sys
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, geometric_mean
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from _report import report
 
 from freetrain_parsl.simulate.cluster import ClusterShape
@@ -22,48 +25,88 @@ from freetrain_parsl.simulate.competitors import COMPETITORS, JobKnowledge, comp
 from freetrain_parsl.simulate.profiles import read_profiles
 from freetrain_parsl.simulate.workload import read_workload
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-def published_mean(file: Path, workload: str) -> float | None:
-    """Return the published mean completion time of Pollux; ``None`` if there is none."""
+
+def published_times(file: Path, workload: str) -> list[float]:
+    """Return the published completion times of Pollux; nothing if there are none."""
     if not file.exists():
-        return None
+        return []
     with file.open(encoding="utf-8", newline="") as stream:
         rows = csv.DictReader(stream)
-        times = [float(row["jct"]) for row in rows if (row["workload"], row["policy"]) == (workload, "pollux")]
-    return fmean(times) if times else None
+        return [float(row["jct"]) for row in rows if (row["workload"], row["policy"]) == (workload, "pollux")]
 
 
-def row(entry: dict[str, Any], pollux: float | None) -> dict[str, Any]:
+def row(workload: str, entry: dict[str, Any], pollux: Sequence[float]) -> dict[str, Any]:
     """Return one row of the table."""
+    mean, median, p99 = (fmean(pollux), np.median(pollux), np.percentile(pollux, 99)) if pollux else (None,) * 3
     return {
+        "workload": workload,
         "policy": entry["policy"],
         "knowledge": entry["knowledge"],
         "mean_jct": entry["mean_jct"],
         "median_jct": entry["median_jct"],
         "p99_jct": entry["p99_jct"],
-        "ratio_to_published_pollux": None if pollux is None else entry["mean_jct"] / pollux,
+        "ratio_to_published_pollux": ratio(entry["mean_jct"], mean),
+        "median_ratio": ratio(entry["median_jct"], median),
+        "p99_ratio": ratio(entry["p99_jct"], p99),
         "restarts": entry["restarts"],
         "solve_ms_median": entry["solve_ms_median"],
         "wall_seconds": entry["wall_seconds"],
     }
 
 
+def ratio(value: float, published: float | None) -> float | None:
+    """Return the ratio to a published value, if there is one."""
+    return None if published is None else float(value / published)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each policy and knowledge, over the workloads with published times."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in rows:
+        if one["ratio_to_published_pollux"] is not None:
+            groups.setdefault((one["policy"], one["knowledge"]), []).append(one)
+    return [
+        {
+            "policy": policy,
+            "knowledge": knowledge,
+            "workloads": len(group),
+            "mean_ratio": geometric_mean([one["ratio_to_published_pollux"] for one in group]),
+            "largest_median_ratio": max(one["median_ratio"] for one in group),
+            "largest_p99_ratio": max(one["p99_ratio"] for one in group),
+        }
+        for (policy, knowledge), group in groups.items()
+    ]
+
+
 def main() -> int:
     """Run all policies and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", type=Path)
+    parser.add_argument("workloads", type=Path, nargs="+", metavar="WORKLOAD")
     parser.add_argument("--profiles", type=Path, required=True, metavar="DIR")
     parser.add_argument("--published", type=Path, default=None, metavar="FILE")
     parser.add_argument("--cluster", type=ClusterShape.parse, default=ClusterShape(16, 4), metavar="NODESxGPUS")
     parser.add_argument("--policy", default=",".join(COMPETITORS), metavar="NAME[,NAME]")
+    parser.add_argument("--knowledge", default="none,age,curves,work", metavar="NAME[,NAME]")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args()
-    requests = read_workload(options.workload, read_profiles(options.profiles), options.cluster.gpus)
-    chosen = competitors(options.policy.split(","), list(JobKnowledge))
-    result = compare_policies(options.workload.stem, requests, options.cluster, chosen)
-    pollux = published_mean(options.published or options.profiles / "published-jct.csv", options.workload.stem)
-    rows = [row(entry, pollux) for entry in result["policies"]]
-    report(f"Completion times, {options.workload.stem}, seconds", rows, ["highspy", "numpy"], options.json)
+    told = [JobKnowledge(name) for name in options.knowledge.split(",")]
+    chosen = competitors(options.policy.split(","), told)
+    applications = read_profiles(options.profiles)
+    file = options.published or options.profiles / "published-jct.csv"
+    rows = []
+    for workload in options.workloads:
+        requests = read_workload(workload, applications, options.cluster.gpus)
+        result = compare_policies(workload.stem, requests, options.cluster, chosen)
+        pollux = published_times(file, workload.stem)
+        rows += [row(workload.stem, entry, pollux) for entry in result["policies"]]
+    names = ", ".join(workload.stem for workload in options.workloads)
+    packages = ["highspy", "numpy"]
+    report(f"Completion times, {names}, seconds", rows, packages, options.json)
+    if len(options.workloads) > 1 and (overall := summary(rows)):
+        report("Relative to published Pollux", overall, packages)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -193,6 +193,27 @@ class CostsInSeconds:
                 raise InvalidTrainer(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
 
 
+PlacedRate = Callable[[tuple[int, ...]], float]
+"""Nodes of a trainer on each host, largest first -> samples per second."""
+
+
+@dataclass(frozen=True)
+class EpochCount:
+    """A trainer's progress in epochs, for policies that predict its end from it.
+
+    Parameters
+    ----------
+    done, left
+        Epochs, complete or begun, and epochs that are left or predicted to be.
+    samples
+        Samples processed so far.
+    """
+
+    done: float
+    left: float
+    samples: float
+
+
 @dataclass(frozen=True)
 class Trainer:
     """A training as the planner sees it.
@@ -220,6 +241,11 @@ class Trainer:
         ``None`` means since it was submitted.
     service
         Node-seconds that it has had so far; the planner counts them.
+    placed
+        Throughput by placement, if nodes share hosts and it is known; the curve is then that of the fewest hosts.
+        ``None``: the curve holds wherever its nodes are.
+    epochs
+        Its progress in epochs, if known.
     """
 
     name: str
@@ -233,6 +259,8 @@ class Trainer:
     submitted: float = 0.0
     since: float | None = None
     service: float = 0.0
+    placed: PlacedRate | None = None
+    epochs: EpochCount | None = None
 
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"

@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from freetrain_parsl.errors import PlanningError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import numpy.typing as npt
+
     from freetrain_parsl.planning.model import Allocation, Pool, Trainer
 
-__all__ = ["check_allocation", "current_counts", "place", "place_emptiest_first"]
+__all__ = ["check_allocation", "current_counts", "keep_to_whole_hosts", "place", "place_emptiest_first"]
 
 
 def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
@@ -118,6 +122,26 @@ def _place_on_hosts(
                 del free[host]
         placed[name] = frozenset(nodes)
     return placed
+
+
+def keep_to_whole_hosts(values: npt.NDArray[np.float64], nodes_per_host: int) -> None:
+    """Disallow counts that need a part of a host besides whole ones: such trainers would share hosts and slow down.
+
+    A trainer that could then have no count at all keeps those that it has.
+
+    Parameters
+    ----------
+    values
+        Value of each trainer on 0, 1, …, N nodes, shape (J, N + 1); becomes minus infinity for these counts.
+    nodes_per_host
+        Nodes of a host.
+    """
+    if nodes_per_host == 1:
+        return
+    counts = np.arange(values.shape[1])
+    partial = (counts > nodes_per_host) & (counts % nodes_per_host != 0)
+    runs_otherwise = np.isfinite(values[:, ~partial][:, 1:]).any(axis=1)
+    values[np.ix_(runs_otherwise, partial)] = -np.inf
 
 
 def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trainer]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.replay.holes import HoleLog
 
-__all__ = ["open_log"]
+__all__ = ["open_log", "read_jobs"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _FIRST_YEAR = 1980  # no job log is older
@@ -97,6 +97,37 @@ def open_log(
     return LogWithoutOutages(log, spans) if spans else log
 
 
+def read_jobs(path: str | PathLike[str], *, lenient: bool = False) -> Iterator[RecordedJob]:
+    """Yield the jobs of a log in Standard Workload Format, or of the text of ``sacct``, without placing them on nodes.
+
+    Parameters
+    ----------
+    path
+        The log, as in `open_log`.
+    lenient
+        Skip malformed lines.
+
+    Raises
+    ------
+    InvalidInput
+        The log cannot be read, is malformed, or is no job log.
+    """
+    path = Path(path)
+    kind = _kind(path)
+    if kind == "idle":
+        raise InvalidInput(f"{path}: is an idle log; give a job log: the output of 'sacct', or a .swf file")
+    if kind == "swf":
+        return _swf_jobs(path, SwfLog(path, lenient=lenient))
+    return iter(SacctLog(path, lenient=lenient))
+
+
+def _swf_jobs(path: Path, swf: SwfLog) -> Iterator[RecordedJob]:
+    for job in swf:
+        start = job.submit + job.wait
+        where = f"{path}, job {job.number}"
+        yield RecordedJob(where, job.submit, start, start + job.run, job.nodes, job.requested_time)
+
+
 def _kind(path: Path) -> Literal["idle", "swf", "sacct"]:
     """Determine a log's format from its name or else from its first line."""
     plain = path.with_suffix("") if path.suffix == ".gz" else path
@@ -127,14 +158,8 @@ def _open_swf(
             f"{partition!r}"
         )
 
-    def jobs() -> Iterator[RecordedJob]:
-        for job in swf:
-            start = job.submit + job.wait
-            where = f"{path}, job {job.number}"
-            yield RecordedJob(where, job.submit, start, start + job.run, job.nodes, job.requested_time)
-
     size = swf.nodes if nodes is None else nodes
-    log = JobLog(path.name, jobs(), size, lenient=lenient, epoch=_swf_epoch(swf))
+    log = JobLog(path.name, _swf_jobs(path, swf), size, lenient=lenient, epoch=_swf_epoch(swf))
     if log.date is not None and log.date.year < _FIRST_YEAR:
         log.date = None  # UnixStartTime is 0 and times do not count from 1970
     log.skipped += swf.malformed

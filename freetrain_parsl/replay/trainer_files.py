@@ -13,7 +13,7 @@ from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from freetrain_parsl.replay.models import Model
 
@@ -53,7 +53,9 @@ class _Entry:
         return int(number)
 
 
-def read_trainers(path: Path, models: Mapping[str, Model]) -> tuple[Trainer, ...]:
+def read_trainers(
+    path: Path, models: Mapping[str, Model], problem: Callable[[Trainer], str | None] | None = None
+) -> tuple[Trainer, ...]:
     """Read a list of trainers.
 
     In YAML a list of mappings, in CSV a header and one line per trainer, with the keys
@@ -75,6 +77,8 @@ def read_trainers(path: Path, models: Mapping[str, Model]) -> tuple[Trainer, ...
         The list, ``.csv`` or YAML.
     models
         Models that a curve may refer to.
+    problem
+        Says why a trainer cannot be used, if it cannot; its message is raised with file and line.
 
     Raises
     ------
@@ -90,6 +94,8 @@ def read_trainers(path: Path, models: Mapping[str, Model]) -> tuple[Trainer, ...
         for trainer in _trainers(entry, models):
             if trainer.name in trainers:
                 raise entry.wrong("name", f"a trainer {trainer.name!r} already exists; names must be unique")
+            if problem is not None and (why := problem(trainer)) is not None:
+                raise entry.wrong("name", f"trainer {trainer.name!r}: {why}")
             trainers[trainer.name] = trainer
     if not trainers:
         raise InvalidInput(f"{path}: contains no trainers; 'freetrain replay --example' writes a list to start from")

@@ -123,6 +123,12 @@ class Application:
             )
         return self._best[key]
 
+    def seconds(self, placement: Placement, batch: int) -> float:
+        """Return the seconds that a whole job takes there at a fixed batch."""
+        known = self.efficiency
+        iterations = float(np.interp(batch, known.batches, known.iterations[-1]))
+        return iterations * self.step_seconds(placement, self.limits.plan(batch, sum(placement)))
+
     def iterations_after(self, epoch: int, batch: int) -> float:
         """Return the steps of a fixed batch in the epochs after this one, at least one step.
 

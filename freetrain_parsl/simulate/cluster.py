@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from freetrain_parsl.errors import InvalidSettings
@@ -45,7 +46,9 @@ class ClusterShape:
         return self.nodes * self.gpus_per_node
 
     def slots(self) -> tuple[PoolNode, ...]:
-        """Return the GPUs as the planner sees them; nodes are their hosts."""
+        """Return the GPUs as the planner sees them: they never close, and machines are their hosts."""
         width = len(str(self.nodes - 1))
         hosts = [f"n{node:0{width}d}" for node in range(self.nodes)]
-        return tuple(PoolNode(f"{host}/{gpu}", host=host) for host in hosts for gpu in range(self.gpus_per_node))
+        return tuple(
+            PoolNode(f"{host}/{gpu}", closes=math.inf, host=host) for host in hosts for gpu in range(self.gpus_per_node)
+        )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import __version__
 from freetrain_parsl.simulate.figures import figures
-from freetrain_parsl.simulate.simulation import simulate
+from freetrain_parsl.simulate.simulation import DEFAULT_INTERVAL, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +24,8 @@ def compare_policies(
     cluster: ClusterShape,
     competitors: Sequence[Competitor],
     on_progress: Callable[[str, float], None] | None = None,
+    *,
+    interval: float = DEFAULT_INTERVAL,
 ) -> dict[str, Any]:
     """Simulate a workload with each policy.
 
@@ -37,6 +39,8 @@ def compare_policies(
         The policies.
     on_progress
         Called from time to time with what is being done, and the share that is done.
+    interval
+        Seconds between two decisions.
 
     Returns
     -------
@@ -51,7 +55,7 @@ def compare_policies(
             if on_progress is not None:
                 on_progress(doing, share)
 
-        run = simulate(requests, cluster, competitor.make(), competitor.description(cluster), tell)
+        run = simulate(requests, cluster, competitor.make(), competitor.description(cluster), tell, interval=interval)
         entries.append(figures(competitor, run, cluster))
     return {
         "version": __version__,
@@ -61,5 +65,6 @@ def compare_policies(
             "seconds": requests[-1].time - requests[0].time,
         },
         "cluster": {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpus": cluster.gpus},
+        "interval": interval,
         "policies": entries,
     }

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
 from freetrain_parsl.planning.objectives.completion_time import CompletionTime, Urgency
+from freetrain_parsl.planning.objectives.completion_utility import CompletionUtility
 from freetrain_parsl.planning.policies import (
     EqualSharePolicy,
     FirstComeFirstServedPolicy,
     MilpPolicy,
+    OnesPolicy,
+    OnesPublishedPolicy,
     OptimusPolicy,
     Policy,
     TiresiasPolicy,
@@ -54,12 +57,24 @@ class Competitor:
         What it may choose.
     make
         Makes the policy.
+    placements
+        Whether it knows the goodput on each placement.
+    epochs
+        Whether it knows the epochs done and left.
+    deadline_factor
+        Deadlines of jobs, if it knows any: multiples of the time that they take as requested.
+    most_requested
+        The most GPUs of a job, in units of those that its user asks for; ``None`` for no limit.
     """
 
     policy: str
     knowledge: JobKnowledge
     sizing: Sizing
     make: Callable[[], Policy]
+    placements: bool = False
+    epochs: bool = False
+    deadline_factor: float | None = None
+    most_requested: int | None = None
 
     def description(self, cluster: ClusterShape) -> JobDescription:
         """Return what it is told about jobs."""
@@ -68,6 +83,10 @@ class Competitor:
             self.sizing,
             work_known=self.knowledge in {JobKnowledge.WORK, JobKnowledge.CURVES},
             curves_known=self.knowledge is not JobKnowledge.CURVES,
+            placements_known=self.placements,
+            epochs_known=self.epochs,
+            deadline_factor=self.deadline_factor,
+            most_requested=self.most_requested,
         )
 
 
@@ -84,6 +103,11 @@ def _milp(knowledge: JobKnowledge) -> Competitor:
     return Competitor(MilpPolicy.name, knowledge, Sizing.BOTH, lambda: MilpPolicy(objective))
 
 
+def _ones(knowledge: JobKnowledge) -> Competitor:
+    objective = CompletionTime.knowing(_URGENCY[knowledge])
+    return Competitor(OnesPolicy.name, knowledge, Sizing.BOTH, lambda: OnesPolicy(objective), placements=True)
+
+
 _FIXED = {
     made.policy: made
     for made in (
@@ -91,12 +115,27 @@ _FIXED = {
         Competitor("tiresias", JobKnowledge.AGE, Sizing.RIGID, TiresiasPolicy),
         Competitor("optimus", JobKnowledge.WORK, Sizing.GPUS, OptimusPolicy),
         Competitor("equal-share", JobKnowledge.NONE, Sizing.BOTH, EqualSharePolicy),
+        Competitor(
+            "smd",
+            JobKnowledge.WORK,
+            Sizing.BOTH,
+            lambda: MilpPolicy(CompletionUtility()),
+            deadline_factor=2.0,
+        ),
+        Competitor(
+            OnesPublishedPolicy.name,
+            JobKnowledge.WORK,
+            Sizing.BOTH,
+            OnesPublishedPolicy,
+            epochs=True,
+            most_requested=4,
+        ),
     )
 }
-_CHOOSING: dict[str, Callable[[JobKnowledge], Competitor]] = {MilpPolicy.name: _milp}
+_CHOOSING: dict[str, Callable[[JobKnowledge], Competitor]] = {MilpPolicy.name: _milp, OnesPolicy.name: _ones}
 
 COMPETITORS = (*_FIXED, *_CHOOSING)
-"""Names of the policies. All but ``milp`` have a knowledge of their own."""
+"""Names of the policies. All but ``milp`` and ``ones`` have a knowledge of their own."""
 
 
 def competitors(policies: Sequence[str], knowledge: Sequence[JobKnowledge]) -> list[Competitor]:

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning.curves.goodput import GoodputProfile
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, EpochCount, Trainer
 from freetrain_parsl.simulate.job import SimulatedJob
 from freetrain_parsl.simulate.step_times import packed
 
 if TYPE_CHECKING:
     from freetrain_parsl.simulate.application import Application
     from freetrain_parsl.simulate.cluster import ClusterShape
+    from freetrain_parsl.simulate.step_times import Placement
     from freetrain_parsl.simulate.workload import JobRequest
 
-__all__ = ["JobDescription", "Sizing"]
-
-_COSTS = CostsInSeconds(up=30.0, down=30.0, start=30.0)
+__all__ = ["JobDescription", "PlacedGoodput", "Sizing"]
 
 
 class Sizing(str, Enum):
@@ -50,12 +49,24 @@ class JobDescription:
     curves_known
         Whether the curves of jobs whose batches are chosen are told; otherwise they are measured while jobs run, and a
         job may have at most twice the GPUs that it has been measured on.
+    placements_known
+        Whether the goodput on each placement is told, not only that on the fewest nodes.
+    epochs_known
+        Whether the epochs done and left are told.
+    deadline_factor
+        A job's deadline after its submission, as a multiple of the time that it takes as requested; ``None`` for none.
+    most_requested
+        A job may have at most this times the GPUs that its user asks for; ``None`` for no limit.
     """
 
     cluster: ClusterShape
     sizing: Sizing
     work_known: bool
     curves_known: bool = True
+    placements_known: bool = False
+    epochs_known: bool = False
+    deadline_factor: float | None = None
+    most_requested: int | None = None
 
     @property
     def elastic_batch(self) -> bool:
@@ -70,12 +81,18 @@ class JobDescription:
     def trainer(self, job: SimulatedJob) -> Trainer:
         """Return the job as it is known now."""
         request, application = job.request, job.request.application
+        placed, least = None, request.least
         if self.sizing is Sizing.BOTH:
             most = min(application.max_gpus, self.cluster.gpus)
+            if self.most_requested is not None:
+                most = min(most, self.most_requested * request.gpus)
             work = job.progress_left * application.limits.initial
-            costs = _COSTS
+            costs = request.costs
             if job.profile is None:
-                curve = _goodput(application, job.epoch, most, self.cluster.gpus_per_node)
+                curve = _goodput(
+                    application, job.epoch, (least, most), self.cluster.gpus_per_node, every=self.placements_known
+                )
+                placed = PlacedGoodput(application, job.epoch) if self.placements_known else None
             elif job.profile.most_nodes:
                 most = min(most, 2 * job.profile.most_nodes)
                 curve = _learned(job, job.profile, most, self.cluster.gpus_per_node)
@@ -85,39 +102,66 @@ class JobDescription:
             most = request.gpus
             if self.sizing is Sizing.GPUS:
                 most = min(request.batch // application.limits.least_local, application.max_gpus, self.cluster.gpus)
-            curve = _throughput(application, request.batch, most, self.cluster.gpus_per_node)
+            curve = _throughput(application, request.batch, (least, max(most, least)), self.cluster.gpus_per_node)
             work = request.batch * application.iterations_after(job.epoch, request.batch)
             costs = CostsInSeconds()
         return Trainer(
             job.name,
-            request.gpus if self.sizing is Sizing.RIGID else 1,
+            request.gpus if self.sizing is Sizing.RIGID else min(least, max(most, 1)),
             max(most, 1),
             curve,
             costs,
             work_left=work if self.work_known else math.inf,
+            deadline=None if self.deadline_factor is None else self._deadline(request),
             submitted=request.time,
+            placed=placed,
+            epochs=_epochs(job) if self.epochs_known else None,
         )
+
+    def _deadline(self, request: JobRequest) -> float:
+        assert self.deadline_factor is not None, "called for policies that know deadlines"
+        placement = packed(request.gpus, self.cluster.gpus_per_node)
+        return request.time + self.deadline_factor * request.application.seconds(placement, request.batch)
+
+
+@dataclass(frozen=True)
+class PlacedGoodput:
+    """The samples of the initial batch per second of a job in some epoch, by its GPUs on each node."""
+
+    application: Application
+    epoch: int
+
+    def __call__(self, placement: Placement) -> float:
+        """Return the rate with the best batch."""
+        return self.application.limits.initial * self.application.best(placement, self.epoch)[1]
+
+
+def _epochs(job: SimulatedJob) -> EpochCount:
+    epochs = job.request.application.epochs
+    return EpochCount(job.epoch, epochs - job.epoch, job.progress * job.request.application.limits.initial)
 
 
 @lru_cache(maxsize=4096)
-def _throughput(application: Application, batch: int, most: int, gpus_per_node: int) -> ScalingCurve:
+def _throughput(application: Application, batch: int, bounds: tuple[int, int], gpus_per_node: int) -> ScalingCurve:
     """Return samples per second of a fixed batch on the fewest nodes."""
     return ScalingCurve(
         (gpus, batch / application.step_seconds(packed(gpus, gpus_per_node), application.limits.plan(batch, gpus)))
-        for gpus in range(1, max(most, 1) + 1)
+        for gpus in range(bounds[0], bounds[1] + 1)
     )
 
 
 @lru_cache(maxsize=4096)
-def _goodput(application: Application, epoch: int, most: int, gpus_per_node: int) -> ScalingCurve:
+def _goodput(
+    application: Application, epoch: int, bounds: tuple[int, int], gpus_per_node: int, *, every: bool
+) -> ScalingCurve:
     """Return the samples of the initial batch per second, with the best batch, on the fewest nodes.
 
-    Known at the numbers of GPUs of one node, and of whole nodes.
+    Known at `every` number of GPUs, or at those of one node and of whole nodes.
     """
-    return ScalingCurve(
-        (gpus, application.limits.initial * application.best(packed(gpus, gpus_per_node), epoch)[1])
-        for gpus in _counts(most, gpus_per_node)
-    )
+    rate = PlacedGoodput(application, epoch)
+    least, most = bounds
+    counts = range(1, most + 1) if every else _counts(most, gpus_per_node)
+    return ScalingCurve((gpus, rate(packed(gpus, gpus_per_node))) for gpus in sorted({least, *counts}) if gpus >= least)
 
 
 def _learned(job: SimulatedJob, profile: GoodputProfile, most: int, gpus_per_node: int) -> ScalingCurve:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["figures"]
 
-_TICK = 60.0
-
 
 def figures(competitor: Competitor, run: SimulatedRun, cluster: ClusterShape) -> dict[str, Any]:
     """Return the figures of one policy; times in seconds unless their name says otherwise."""
@@ -25,7 +23,7 @@ def figures(competitor: Competitor, run: SimulatedRun, cluster: ClusterShape) ->
     solves = 1000 * np.array(run.solve_seconds or [0.0])
     training = sum(job.training_seconds for job in run.jobs)
     restarts = sum(job.restart_seconds for job in run.jobs)
-    held = sum(use.gpus for use in run.use) * _TICK
+    held = sum(use.gpus for use in run.use) * run.interval
     return {
         "policy": competitor.policy,
         "knowledge": competitor.knowledge.value,
@@ -41,7 +39,7 @@ def figures(competitor: Competitor, run: SimulatedRun, cluster: ClusterShape) ->
             "training": training,
             "restarts": restarts,
             "ended": held - training - restarts,
-            "idle": len(run.use) * _TICK * cluster.gpus - held,
+            "idle": len(run.use) * run.interval * cluster.gpus - held,
         },
         "wall_seconds": run.wall_seconds,
         "jobs": [{"job": job.name, "jct": job.jct} for job in run.jobs],
@@ -52,11 +50,11 @@ def figures(competitor: Competitor, run: SimulatedRun, cluster: ClusterShape) ->
 
 def _series(run: SimulatedRun) -> dict[str, Any]:
     """Return means over equal parts of the simulated time."""
-    begin, end = run.use[0].time, run.use[-1].time + _TICK
+    begin, end = run.use[0].time, run.use[-1].time + run.interval
     bins = Bins(begin, end)
     for use in run.use:
         for name, value in (("gpus", use.gpus), ("running", use.running), ("waiting", use.waiting)):
-            bins.add_rate(name, use.time, use.time + _TICK, value)
+            bins.add_rate(name, use.time, use.time + run.interval, value)
     names = ("gpus", "running", "waiting")
     width = (end - begin) / len(bins.sums("gpus"))
     return {"seconds": end - begin, **{name: [float(value) / width for value in bins.sums(name)] for name in names}}

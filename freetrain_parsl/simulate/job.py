@@ -63,12 +63,15 @@ class SimulatedJob:
         assert self.done_at is not None, "called for jobs that are done"
         return self.done_at - self.request.time
 
-    def move(self, slots: frozenset[str], placement: Placement, now: float, pause: float) -> None:
+    def move(self, slots: frozenset[str], placement: Placement, now: float) -> None:
         """Continue on other slots, after a pause; without slots, wait."""
+        had, costs = len(self.slots), self.request.costs
         self.slots, self.placement = slots, placement
         if slots:
             self.restarts += 1
-            self.standing = pause
+            # Other slots of the same number are a stop and a start.
+            changed = costs.up if len(slots) > had else costs.down if len(slots) < had else costs.start
+            self.standing = changed if had else costs.start
         self._note(now)
 
     def advance(self, now: float, seconds: float) -> None:

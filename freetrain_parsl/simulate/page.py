@@ -30,9 +30,9 @@ _KNOWING = {
 }
 _WORDS = {
     "Completion time": "From the submission of a job to its end, waiting included.",
-    "Restart": "A change of a job's GPUs after its first start; it stands still for 30 s.",
+    "Restart": "A change of a job's GPUs after its first start. It stands still meanwhile.",
     "Goodput": "Progress: steps per second times what each is worth in steps of the initial batch size.",
-    "Ended": "GPU time of jobs that ended before the next decision, which is taken every 60 s.",
+    "Ended": "GPU time of jobs that ended before the next decision.",
 }
 
 

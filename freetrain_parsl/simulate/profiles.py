@@ -12,7 +12,7 @@ from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.planning.curves.goodput import BatchLimits
 from freetrain_parsl.simulate.application import Application, Efficiency
 from freetrain_parsl.simulate.csv_rows import CsvRow, read_rows
-from freetrain_parsl.simulate.step_times import Measurement, StepTimes
+from freetrain_parsl.simulate.step_times import MeasuredStepTimes, Measurement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -79,7 +79,7 @@ def _by_application(file: Path, columns: Sequence[str], known: Collection[str]) 
     return rows
 
 
-def _step_times(application: CsvRow, rows: Sequence[CsvRow], file: Path) -> StepTimes:
+def _step_times(application: CsvRow, rows: Sequence[CsvRow], file: Path) -> MeasuredStepTimes:
     name = application.text("application")
     measurements = [_measurement(row) for row in rows]
     alone = [(m.local_batch, row) for m, row in zip(measurements, rows, strict=True) if m.gpus == 1]
@@ -92,7 +92,7 @@ def _step_times(application: CsvRow, rows: Sequence[CsvRow], file: Path) -> Step
             f"application {name!r}: its times on one GPU begin at {smallest} samples; "
             f"add one at its min_local_batch, {application.count('min_local_batch')}"
         )
-    return StepTimes(measurements)
+    return MeasuredStepTimes(measurements)
 
 
 def _measurement(row: CsvRow) -> Measurement:

@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.simulate.step_times import Placement
     from freetrain_parsl.simulate.workload import JobRequest
 
-__all__ = ["ClusterUse", "SimulatedRun", "simulate"]
+__all__ = ["DEFAULT_INTERVAL", "ClusterUse", "SimulatedRun", "simulate"]
 
-_TICK = 60.0  # seconds between two decisions
-_PAUSE = 30.0  # seconds that a job stands still after a change of its GPUs
-_SETTINGS = PlannerSettings(
-    closing_margin=timedelta(0), settle=timedelta(0), replan_interval=timedelta(seconds=_TICK)
-).in_seconds()
+DEFAULT_INTERVAL = 60.0
+"""Seconds between two decisions, as in Pollux' simulator."""
+
+_STUCK = 100  # decisions in a row that leave all GPUs idle while jobs wait
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,8 @@ class SimulatedRun:
     ----------
     jobs
         The jobs, all done, in order of submission.
+    interval
+        Seconds between two decisions.
     use
         The cluster over time.
     solve_seconds
@@ -65,6 +66,7 @@ class SimulatedRun:
     """
 
     jobs: list[SimulatedJob]
+    interval: float = DEFAULT_INTERVAL
     use: list[ClusterUse] = field(default_factory=list)
     solve_seconds: list[float] = field(default_factory=list)
     refused: int = 0
@@ -78,6 +80,8 @@ def simulate(
     policy: Policy,
     description: JobDescription,
     on_progress: Callable[[float], None] | None = None,
+    *,
+    interval: float = DEFAULT_INTERVAL,
 ) -> SimulatedRun:
     """Run a workload until its last job is done.
 
@@ -93,13 +97,17 @@ def simulate(
         What the policy is told about jobs.
     on_progress
         Called from time to time with the share of jobs that are done.
+    interval
+        Seconds between two decisions.
 
     Raises
     ------
     InvalidSettings
-        The policy leaves all GPUs idle while jobs wait, for ever.
+        The interval is not positive, or the policy leaves all GPUs idle while jobs wait, for ever.
     """
-    return _Simulation(requests, cluster, policy, description, on_progress).run()
+    if not (math.isfinite(interval) and interval > 0):
+        raise InvalidSettings(f"the interval between two decisions must be positive, got {interval!r}")
+    return _Simulation(requests, cluster, policy, description, on_progress, interval).run()
 
 
 class _Simulation:
@@ -110,11 +118,15 @@ class _Simulation:
         policy: Policy,
         description: JobDescription,
         on_progress: Callable[[float], None] | None,
+        interval: float,
     ) -> None:
         self._description = description
         self._on_progress = on_progress
-        self._run = SimulatedRun([description.job(request) for request in requests])
-        self._planner = Planner(policy, _SETTINGS, self._decided)
+        self._run = SimulatedRun([description.job(request) for request in requests], interval)
+        settings = PlannerSettings(
+            closing_margin=timedelta(0), settle=timedelta(0), replan_interval=timedelta(seconds=interval)
+        )
+        self._planner = Planner(policy, settings.in_seconds(), self._decided)
         self._hosts = {node.name: node.host for node in cluster.slots()}
         self._waiting = deque(self._run.jobs)
         self._alive: dict[str, SimulatedJob] = {}
@@ -122,19 +134,19 @@ class _Simulation:
 
     def run(self) -> SimulatedRun:
         began = wall_clock.perf_counter()
-        run, now, idle_since = self._run, 0.0, 0.0
+        run, tick, now, idle_since = self._run, self._run.interval, 0.0, 0.0
         while self._waiting or self._alive:
             if not self._alive:
-                now = max(now, _TICK * (math.ceil(self._waiting[0].request.time / _TICK) - 1))
+                now = max(now, tick * (math.ceil(self._waiting[0].request.time / tick) - 1))
             for job in self._alive.values():
-                job.advance(now, _TICK)
-            now += _TICK
+                job.advance(now, tick)
+            now += tick
             self._decide(now)
             used = sum(len(job.slots) for job in self._alive.values())
             running = sum(bool(job.slots) for job in self._alive.values())
             run.use.append(ClusterUse(now, used, running, len(self._alive) - running))
             idle_since = idle_since if self._alive and not used else now
-            if now - idle_since > 100 * _TICK:
+            if now - idle_since > _STUCK * tick:
                 raise InvalidSettings(
                     f"policy {self._planner.policy.name!r}: all GPUs are idle while {len(self._alive)} jobs wait"
                 )
@@ -164,7 +176,7 @@ class _Simulation:
         for name, job in self._alive.items():
             slots = assigned.get(name, frozenset())
             if slots != job.slots:
-                job.move(slots, self._placement(slots), now, _PAUSE)
+                job.move(slots, self._placement(slots), now)
 
     def _placement(self, slots: frozenset[str]) -> Placement:
         return tuple(sorted(Counter(self._hosts[slot] for slot in slots).values(), reverse=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Measurement", "Placement", "StepTimes", "packed"]
+__all__ = ["MeasuredStepTimes", "Measurement", "Placement", "StepTimes", "packed"]
 
 Table = npt.NDArray[np.float64]
 
@@ -44,6 +44,16 @@ class Measurement(NamedTuple):
     sync_time: float
 
 
+class StepTimes(Protocol):
+    """Times of a step of one application, by placement and samples on each GPU."""
+
+    def __call__(self, placement: Placement, local_batch: int) -> tuple[float, float]:
+        """Return the seconds of a step, and of its exchange of gradients."""
+
+    def table(self, placement: Placement, local_batch: Table) -> Table:
+        """Tabulate the two times over numbers of samples on each GPU, shape (2, batches)."""
+
+
 class _Curve:
     """(step time, exchange time) over the samples on each GPU; linear, and constant beyond the ends."""
 
@@ -60,8 +70,8 @@ class _Curve:
         return np.stack([np.interp(batch, self.batches, self.times[:, column]) for column in (0, 1)])
 
 
-class StepTimes:
-    """Times of a step of one application.
+class MeasuredStepTimes:
+    """Times of a step, measured, and interpolated where they were not.
 
     A measured placement is interpolated linearly in the samples on each GPU. For others, means over placements are
     interpolated in the samples, then in GPUs, then between the measured numbers of nodes at equal GPUs per node.

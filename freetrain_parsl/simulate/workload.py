@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.simulate.csv_rows import read_rows
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JobRequest", "read_workload"]
 
+_COSTS = CostsInSeconds(up=30.0, down=30.0, start=30.0)  # as in Pollux' simulator
 _COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 
@@ -33,6 +35,10 @@ class JobRequest:
         What it trains.
     gpus, batch
         The GPUs and the global batch that its user asks for.
+    least
+        The fewest GPUs that it runs on.
+    costs
+        Seconds that it stands still when its GPUs change.
     """
 
     name: str
@@ -40,6 +46,8 @@ class JobRequest:
     application: Application
     gpus: int
     batch: int
+    least: int = 1
+    costs: CostsInSeconds = _COSTS
 
 
 def read_workload(file: Path, applications: Mapping[str, Application], gpus: int) -> tuple[JobRequest, ...]:

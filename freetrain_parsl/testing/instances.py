@@ -9,7 +9,7 @@ import numpy as np
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Pool, PoolNode, Trainer
 
-__all__ = ["Instance", "measured_like_instance", "random_instance"]
+__all__ = ["Instance", "SpreadRate", "measured_like_instance", "random_instance", "shared_hosts_instance"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,68 @@ def measured_like_instance(seed: int, *, trainers: int, nodes: int) -> Instance:
     rng = np.random.default_rng(seed)
     made = [_real_trainer(rng, index, nodes) for index in range(trainers)]
     return Instance(_pool(rng, nodes, closing=0.5), tuple(made), _running(rng, made, _names(nodes)))
+
+
+@dataclass(frozen=True)
+class SpreadRate:
+    """A rate by placement: that of the curve, reduced for each host beyond the fewest.
+
+    Parameters
+    ----------
+    curve
+        Rates on the fewest hosts.
+    nodes_per_host
+        Nodes of each host.
+    kept
+        Share of the rate that is left with another host.
+    """
+
+    curve: ScalingCurve
+    nodes_per_host: int
+    kept: float
+
+    def __call__(self, placement: tuple[int, ...]) -> float:
+        """Return the rate; see `freetrain_parsl.planning.model.PlacedRate`."""
+        fewest = -(-sum(placement) // self.nodes_per_host)
+        return self.curve(sum(placement)) * self.kept ** (len(placement) - fewest)
+
+
+def shared_hosts_instance(seed: int, *, hosts: int = 4, nodes_per_host: int = 4, trainers: int = 6) -> Instance:
+    """Make a problem in which nodes share hosts, such as accelerators, and batches are chosen.
+
+    Curves are goodputs at the best batch size: throughput grows with the nodes, but each sample is worth less in a
+    larger batch. Trainers are slower on more hosts than necessary. Some hosts have lost nodes, and some trainers are
+    spread over hosts.
+    """
+    rng = np.random.default_rng(seed)
+    nodes = [
+        PoolNode(f"host{host}/{slot}", host=f"host{host}")
+        for host in range(hosts)
+        for slot in range(nodes_per_host)
+        if rng.random() > 0.1
+    ]
+    made = [_elastic_trainer(rng, index, hosts * nodes_per_host, nodes_per_host) for index in range(trainers)]
+    return Instance(Pool(nodes), tuple(made), _running(rng, made, [node.name for node in nodes]), now=0.0)
+
+
+def _elastic_trainer(rng: np.random.Generator, index: int, nodes: int, nodes_per_host: int) -> Trainer:
+    low = int(rng.choice([1, 1, 1, 2, 3, nodes_per_host + 1]))
+    high = min(nodes, low * int(rng.choice([1, 4, 8])))
+    rate, noise, power = float(rng.uniform(10, 1000)), float(rng.uniform(1, 100)), float(rng.uniform(0.7, 1.0))
+    # The worth of a step at n times the initial batch, relative to n steps; McCandlish et al., 2018.
+    points = {count: rate * count**power * (noise + 1) / (noise + count) for count in range(1, high + 1)}
+    curve = ScalingCurve(points)
+    return Trainer(
+        f"trainer{index}",
+        low,
+        high,
+        curve,
+        CostsInSeconds(*(30.0 * rng.random(3)).tolist()),
+        work_left=float(rng.uniform(1e3, 1e7)),
+        submitted=float(index),
+        service=float(rng.choice([0.0, 1e5])),
+        placed=SpreadRate(curve, nodes_per_host, float(rng.uniform(0.3, 1.0))),
+    )
 
 
 def _names(nodes: int) -> list[str]:

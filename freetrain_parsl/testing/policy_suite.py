@@ -20,7 +20,7 @@ import pytest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
 from freetrain_parsl.planning.placement import check_allocation
-from freetrain_parsl.testing.instances import Instance, random_instance
+from freetrain_parsl.testing.instances import Instance, random_instance, shared_hosts_instance
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Decision
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyConformance"]
 
 _SEEDS = range(25)
+_SHARED_SEEDS = range(8)
 
 
 def _decide(policy: Policy, case: Instance) -> Decision:
@@ -96,6 +97,35 @@ class PolicyConformance(ABC):
         assert decision.bound >= decision.objective - slack
         assert not decision.proven_optimal or decision.bound <= decision.objective + slack
         assert decision.solve_seconds >= 0
+
+    @pytest.mark.parametrize("seed", _SHARED_SEEDS)
+    def test_shared_hosts_are_not_exceeded(self, seed: int) -> None:
+        """With nodes that share hosts, curves of elastic batches and known placements, allocations are feasible."""
+        case = shared_hosts_instance(seed)
+        decision = _decide(self.make_policy(), case)
+        check_allocation(decision.allocation, case.pool, case.trainers)
+        assert decision.bound >= decision.objective - 1e-9 * max(1.0, abs(decision.objective))
+
+    @pytest.mark.parametrize("seed", _SHARED_SEEDS)
+    def test_hosts_do_not_depend_on_the_order_of_arguments(self, seed: int) -> None:
+        """With nodes that share hosts, too, the same question has the same answer."""
+        case = shared_hosts_instance(seed)
+        used = self.make_policy()
+        answer = _decide(used, case).allocation
+        turned = Pool(reversed(list(case.pool.values())))
+        assert used.allocate(turned, case.trainers[::-1], case.current, case.now).allocation == answer
+
+    @pytest.mark.parametrize("seed", _SHARED_SEEDS)
+    def test_nobody_changes_hosts_at_the_same_count(self, seed: int) -> None:
+        """On shared hosts, a trainer that keeps its number of nodes keeps its nodes: a change is a restart.
+
+        A policy that weighs such a restart against a better placement sets this test to ``None`` in its class.
+        """
+        case = shared_hosts_instance(seed)
+        allocation = _decide(self.make_policy(), case).allocation
+        for trainer, nodes in case.current.items():
+            if len(allocation.get(trainer, ())) == len(nodes):
+                assert allocation[trainer] == nodes
 
     def test_empty_pool_gives_nobody_anything(self) -> None:
         """Without nodes no trainer runs, even if it ran before."""

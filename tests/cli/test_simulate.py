@@ -71,7 +71,46 @@ def test_example_can_be_simulated(freetrain, tmp_path):
 
 def test_missing_inputs_are_named(freetrain):
     assert "WORKLOAD is missing; 'freetrain simulate --example DIR'" in freetrain("simulate").err
-    assert "--profiles is missing" in freetrain("simulate jobs.csv").err
+    assert "a workload of applications needs --profiles, a job log --trainers" in freetrain("simulate jobs.csv").err
+
+
+LISTED = "name,submit,min,max,work,curve\na,0,1,4,40000,1:10;4:30\nb,60,2,2,6000,2:20\n"
+LOG = """JobID|Submit|Start|End|NNodes|Timelimit
+1|2026-01-01T00:00:00|2026-01-01T00:00:00|2026-01-01T00:30:00|2|01:00:00
+2|2026-01-01T00:10:00|2026-01-01T00:20:00|2026-01-01T00:40:00|x|01:00:00
+"""
+
+
+def test_lists_of_trainers_and_job_logs_are_workloads(freetrain, tmp_path):
+    (tmp_path / "list.csv").write_text(LISTED)
+    (tmp_path / "log").write_text(LOG)
+    done = freetrain("simulate list.csv --cluster 2x2 --policy milp,ones,tiresias --interval 30 --json out.json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["interval"] == 30
+    assert [len(entry["jobs"]) for entry in result["policies"]] == [2, 2, 2]
+    done = freetrain("simulate log --trainers list.csv --cluster 2x2 --policy fcfs --lenient")
+    assert (done.code, done.err) == (0, "")
+    assert "1 jobs" in done.out
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("simulate list.csv --cluster 1x2", "list.csv:2: trainer 'a': max is 4 GPUs, the cluster has 2"),
+        ("simulate list.csv --knowledge curves", "--knowledge curves is for workloads with --profiles"),
+        ("simulate list.csv --profiles . --trainers list.csv", "give one of them"),
+        ("simulate list.csv --interval 0", "the interval between two decisions must be positive, got 0.0"),
+        ("simulate log --trainers list.csv", "log:3: NNodes must be an integer, got 'x'"),
+    ],
+)
+def test_wrong_own_workloads_are_refused_in_one_line(freetrain, tmp_path, call, message):
+    (tmp_path / "list.csv").write_text(LISTED)
+    (tmp_path / "log").write_text(LOG)
+    done = freetrain(call)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_names_of_jobs_cannot_become_markup(freetrain, tmp_path):

@@ -13,6 +13,8 @@ from freetrain_parsl.planning.policies import (
     EqualSharePolicy,
     FirstComeFirstServedPolicy,
     MilpPolicy,
+    OnesPolicy,
+    OnesPublishedPolicy,
     OptimusPolicy,
     Policy,
     TiresiasPolicy,
@@ -52,6 +54,20 @@ class TestWindow(PolicyConformance):
 
     def make_policy(self):
         return WindowPolicy(time_limit=timedelta(minutes=1))
+
+
+class TestOnes(PolicyConformance):
+    test_nobody_changes_hosts_at_the_same_count = None  # it may move a trainer to fewer hosts
+
+    def make_policy(self):
+        return OnesPolicy()
+
+
+class TestOnesPublished(PolicyConformance):
+    test_nobody_changes_hosts_at_the_same_count = None  # it reorders trainers
+
+    def make_policy(self):
+        return OnesPublishedPolicy()
 
 
 class _Broken(Policy):
@@ -96,7 +112,8 @@ def test_policies_are_found_by_name():
 
 def test_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(
-        InvalidSettings, match="unknown policy 'best'; available: equal-share, fcfs, milp, optimus, tiresias, window"
+        InvalidSettings,
+        match="'best'; available: equal-share, fcfs, milp, ones, ones-published, optimus, tiresias, window",
     ):
         resolve_policy("best")
     with pytest.raises(InvalidSettings, match="got 42"):

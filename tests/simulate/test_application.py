@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.planning.curves.goodput import BatchPlan
-from freetrain_parsl.simulate.step_times import Measurement, StepTimes, packed
+from freetrain_parsl.simulate.step_times import MeasuredStepTimes, Measurement, packed
 from tests.simulate.small_profiles import NOISE, small_applications
 
 
@@ -61,7 +61,7 @@ def test_an_application_whose_largest_batch_fits_on_one_gpu_stays_there(tmp_path
 
 def test_ring_order_does_not_depend_on_where_it_begins():
     rows = [Measurement(3, 7, (1, 2, 4), 8, 2.0, 1.0), Measurement(3, 7, (1, 4, 2), 8, 3.0, 1.0)]
-    times = StepTimes(rows)
+    times = MeasuredStepTimes(rows)
     assert [times(p, 8)[0] for p in [(2, 4, 1), (4, 1, 2), (4, 2, 1)]] == [2.0, 2.0, 3.0]
 
 
@@ -69,7 +69,7 @@ def test_unmeasured_placements_are_interpolated_at_equal_gpus_per_node():
     rows = [
         Measurement(nodes, nodes * each, None, 8, float(10 * nodes + each), 1.0) for nodes in (2, 6) for each in (1, 3)
     ]
-    times = StepTimes(rows)
+    times = MeasuredStepTimes(rows)
     assert times((3, 3, 3, 3), 8)[0] == pytest.approx(43.0)
     assert times((2, 2, 2, 2), 8)[0] == pytest.approx(42.0)
     assert times((3,) * 9, 8)[0] == pytest.approx(63.0)  # beyond the largest measured: constant

@@ -336,7 +336,8 @@ OBJECTIVES: dict[str, Objective] = {
 
 CONTEXTUAL: dict[str, Contextual] = {"deadline": Deadline(), "max-min": MaxMin()}
 """Name -> objective that depends on the moment. Deadline: meet all feasible deadlines, then maximise throughput.
-Max-min: maximise the smallest speedup."""
+Max-min: maximise the smallest speedup. The package adds ``completion-time`` and
+``completion-utility``."""
 
 
 def register_objective(name: str, objective: Objective | Contextual) -> None:

@@ -9,6 +9,8 @@ from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
 from freetrain_parsl.planning.policies.fcfs import FirstComeFirstServedPolicy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
+from freetrain_parsl.planning.policies.ones import OnesPolicy
+from freetrain_parsl.planning.policies.ones_published import OnesPublishedPolicy
 from freetrain_parsl.planning.policies.optimus import OptimusPolicy
 from freetrain_parsl.planning.policies.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.policies.window import WindowPolicy
@@ -24,6 +26,8 @@ __all__ = [
     "EqualSharePolicy",
     "FirstComeFirstServedPolicy",
     "MilpPolicy",
+    "OnesPolicy",
+    "OnesPublishedPolicy",
     "OptimusPolicy",
     "Policy",
     "PolicyLike",
@@ -38,6 +42,8 @@ POLICIES: dict[str, type[Policy]] = {
         EqualSharePolicy,
         FirstComeFirstServedPolicy,
         MilpPolicy,
+        OnesPolicy,
+        OnesPublishedPolicy,
         OptimusPolicy,
         TiresiasPolicy,
         WindowPolicy,

@@ -13,7 +13,7 @@ import numpy as np
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
-from freetrain_parsl.planning.placement import current_counts, place
+from freetrain_parsl.planning.placement import current_counts, keep_to_whole_hosts, place
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.solvers.counts import Counts, CountSolution, Table, maximise_counts
 from freetrain_parsl.settings_checks import check_duration
@@ -80,7 +80,7 @@ class MilpPolicy(Policy):
         objective = at_moment(self._objective, Moment(ranked, held, len(pool), now))
         horizon = self._horizon or pool.horizon
         values = np.stack([value_table(objective, t, held[t.name], len(pool), horizon) for t in ranked])
-        _keep_to_whole_hosts(values, pool.nodes_per_host)
+        keep_to_whole_hosts(values, pool.nodes_per_host)
         solution = self._solve(values, _as_it_is(values, held, ranked))
         counts = {t.name: int(count) for t, count in zip(ranked, solution.counts, strict=True)}
         return Decision(
@@ -105,19 +105,6 @@ class MilpPolicy(Policy):
 
 def _is_proven(solution: CountSolution) -> bool:
     return solution.bound - solution.objective <= _PROVEN * abs(solution.bound)
-
-
-def _keep_to_whole_hosts(values: Table, nodes_per_host: int) -> None:
-    """Disallow counts that need a part of a host besides whole ones: such trainers would share hosts and slow down.
-
-    A trainer that could then have no count at all keeps those that it has.
-    """
-    if nodes_per_host == 1:
-        return
-    counts = np.arange(values.shape[1])
-    partial = (counts > nodes_per_host) & (counts % nodes_per_host != 0)
-    runs_otherwise = np.isfinite(values[:, ~partial][:, 1:]).any(axis=1)
-    values[np.ix_(runs_otherwise, partial)] = -np.inf
 
 
 def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[Trainer]) -> Counts:

@@ -7,7 +7,7 @@
 One binary variable per trainer and count would be correct but slow. Instead:
 
 1. The linear relaxation, over the upper concave envelope of every v_j, is solved first. The dual L of its one
-   row bounds the optimum from above, for any v_j: ``L N + sum_j max_n (v_j(n) - L n)``.
+   row bounds the optimum from above, for any v_j: ``L N + sum_j max_n (v_j(n) - L n)``. Sorting solves it.
 2. Rounding its solution, which has at most one trainer between two true points of its envelope, gives an
    incumbent. Often it meets the bound and is thereby proven optimal.
 3. If not, a count n of trainer j is in no better solution if its regret, ``max_m (v_j(m) - L m)`` less
@@ -101,10 +101,7 @@ def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -
         # There are enough nodes for all: the relaxation without the shared row is the optimum.
         free = _total(values, peaks)
         return CountSolution(peaks if free > objective else best, max(free, objective), max(free, objective))
-    relaxed = _relax(values, time_limit)
-    if relaxed is None:
-        return CountSolution(best, objective, max(objective, _total(values, peaks)))
-    price, start = relaxed
+    price, start = _relax(values)
     reduced = values - price * np.arange(nodes + 1)
     tops = reduced.max(axis=1)
     bound = price * nodes + float(tops.sum())
@@ -138,10 +135,12 @@ _OPTIONS: Mapping[str, bool | float] = MappingProxyType(
 )
 
 
-def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
+def _relax(values: Table) -> tuple[float, Counts]:
     """Solve the relaxation over concave envelopes; return the price of a node and counts at or below its solution.
 
-    The counts are true points of the envelopes. ``None`` if the time limit was reached.
+    The counts are true points of the envelopes, whose peaks need more nodes than there are. With one shared row, the
+    optimum takes the steepest segments first (Sinha and Zoltners, 1979); the price is the slope of the first that does
+    not fit.
     """
     rows, nodes = len(values), values.shape[1] - 1
     corners = [_envelope(row) for row in values]
@@ -149,37 +148,24 @@ def _relax(values: Table, time_limit: float) -> tuple[float, Counts] | None:
     ends = np.concatenate([at[1:] for at in corners])
     lengths = np.concatenate([np.diff(at) for at in corners])
     slopes = np.concatenate([np.diff(values[row, at]) for row, at in enumerate(corners)]) / lengths
-    rising = slopes > 0
-    owner, ends, lengths, slopes = owner[rising], ends[rising], lengths[rising], slopes[rising]
-    unit = slopes.max()
-    columns = len(slopes)
-    model = _Model()
-    model.add_columns(-slopes / unit, lengths)
-    model.add_row(np.arange(columns), np.ones(columns), -np.inf, nodes)
-    solver = make_solver({**_OPTIONS, "time_limit": time_limit})
-    if model.run(solver) != highspy.HighsModelStatus.kOptimal:
-        return None
-    solution = solver.getSolution()
-    dual = -solution.row_dual[0] * unit
-    nearest = float(slopes[np.argmin(np.abs(slopes - dual))])
-    # The dual is the slope of the only basic column; use its exact value.
-    price = nearest if abs(nearest - dual) <= 1e-6 * unit else max(dual, 0.0)
-    taken = np.asarray(solution.col_value) >= lengths - 0.5
+    order = np.argsort(-slopes, kind="stable")
+    fitting = int(np.searchsorted(np.cumsum(lengths[order]), nodes, side="right"))
+    taken = order[:fitting]
     counts = np.zeros(rows, dtype=np.int64)
     np.maximum.at(counts, owner[taken], ends[taken])
-    return price, counts
+    return float(slopes[order[fitting]]), counts
 
 
 def _envelope(row: Table) -> Counts:
     """Return the corners of the upper concave envelope, up to its highest point, as counts."""
-    at = np.flatnonzero(np.isfinite(row))
+    at = np.flatnonzero(np.isfinite(row[: int(np.argmax(row)) + 1]))
     at = at[_kinks(at, row[at], upper=True)]
-    values = row[at]
+    counts, values = at.tolist(), row[at].tolist()
     hull: list[int] = []
-    for i in range(len(at)):
+    for i, (count, value) in enumerate(zip(counts, values, strict=True)):
         while len(hull) > 1:
             a, b = hull[-2:]
-            if (values[b] - values[a]) * (at[i] - at[a]) > (values[i] - values[a]) * (at[b] - at[a]):
+            if (values[b] - values[a]) * (count - counts[a]) > (value - values[a]) * (counts[b] - counts[a]):
                 break
             hull.pop()
         hull.append(i)
@@ -215,7 +201,7 @@ def _fill(values: Table, counts: Counts) -> Counts:
         gains = np.zeros(rows)
         chosen = counts.copy()
         for row in range(rows):
-            best = int(np.argmax(values[row, : counts[row] + left + 1]))
+            best = counts[row] + int(np.argmax(values[row, counts[row] : counts[row] + left + 1]))
             chosen[row], gains[row] = best, values[row, best] - now[row]
         winner = int(np.argmax(gains))
         if gains[winner] <= 0:

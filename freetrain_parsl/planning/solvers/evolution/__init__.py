@@ -1,0 +1,1 @@
+"""Evolutionary search: an engine for allocations whose value does not separate into values of counts."""
