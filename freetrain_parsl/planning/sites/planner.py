@@ -13,7 +13,7 @@ second of training j on n nodes, C_j its nodes now, and all seconds cut off when
     move             v = (T - m) O(n) - h m O(n) - R_down O(C)                   m = transfer time + R_start
 
 h is the hysteresis: a move must gain (1 + h) times what it costs. A site's own planner decides the nodes; the counts
-here are what it is expected to decide. This is a multiple-choice knapsack with a resource per site, solved exactly.
+here are what it is expected to decide. `solvers.site_assignment` solves this exactly.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.planning.objectives.base import OBJECTIVES, Objective
+from freetrain_parsl.planning.objectives.base import OBJECTIVES, Objective, objective_table
 from freetrain_parsl.planning.sites.model import SiteChoice, SitePlan, SitesSettings, Verb
-from freetrain_parsl.planning.solvers.multiple_choice import NOTHING, maximise_choices
+from freetrain_parsl.planning.solvers.site_assignment import NOWHERE, Counts, Table, assign_sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy.typing as npt
-
+    from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.sites.model import SitesQuestion, SiteTraining
 
 __all__ = ["plan_sites"]
 
-_PROVEN = 1e-9  # relative distance from the bound that counts as zero
+_PROVEN = 1e-7  # relative distance from the solver's bound that counts as zero
+_ROUNDING = 1e-9  # nodes
 _LEAST_MOVE = 1.0  # seconds charged for any move: equal values are no reason for one
 
 
@@ -75,14 +75,35 @@ def plan_sites(
 
 @dataclass(frozen=True)
 class _Option:
-    """A training at a site on a number of nodes."""
+    """A training at a site, by its number of nodes.
 
+    Parameters
+    ----------
+    gains
+        Value less the cost of the change, shape (N_s + 1,); minus infinity for counts not allowed.
+    charged
+        The same with the hysteresis, compared to getting no nodes.
+    source, transfer
+        From where its state has to be transferred, if from anywhere, and for how many seconds.
+    """
+
+    gains: Table
+    charged: Table
+    source: str | None = None
+    transfer: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """An option, its site and the number of nodes."""
+
+    option: _Option
     site: str
     nodes: int
-    gain: float  # value, less the cost of the change
-    charged: float  # the same, with the hysteresis, compared to getting no nodes
-    source: str | None = None  # of the state, if it has to be transferred
-    transfer: float = 0.0  # seconds
+
+    @property
+    def gain(self) -> float:
+        return float(self.option.gains[self.nodes])
 
 
 class _Problem:
@@ -94,24 +115,26 @@ class _Problem:
         self._settings = settings
         self._objective = objective
         self._sites = {site.name: site for site in sorted(question.sites, key=lambda site: site.name)}
-        self._nodes = {name: site.mean_nodes(question.horizon) for name, site in self._sites.items()}
+        self._mean = {name: site.mean_nodes(question.horizon) for name, site in self._sites.items()}
+        self._nodes = {name: math.floor(mean + _ROUNDING) for name, mean in self._mean.items()}
         self._trainings = sorted(question.trainings, key=lambda one: (one.trainer.submitted, one.name))
+        self._tables: dict[tuple[str, int], Table] = {}
 
     def solve(self) -> SitePlan:
         free = [training for training in self._trainings if not self._is_leased(training)]
-        options = [self._options(training) for training in free]
         names = list(self._sites)
-        capacity = np.array([self._nodes[name] for name in names])
-        solution = maximise_choices(
-            [np.array([option.charged for option in row]) for row in options],
-            [_demands(row, names) for row in options],
-            capacity,
-            incumbent=self._as_it_is(free, options),
+        options = [[self._option(training, site) for site in names] for training in free]
+        solution = assign_sites(
+            [[option.charged for option in row] for row in options],
+            list(self._nodes.values()),
+            self._as_it_is(free, options),
             time_limit=self._settings.time_limit.total_seconds(),
         )
-        chosen: dict[str, _Option | None] = {
-            training.name: None if choice == NOTHING else row[choice]
-            for training, row, choice in zip(free, options, solution.choices.tolist(), strict=True)
+        chosen = {
+            training.name: None if site == NOWHERE else _Chosen(row[site], names[site], nodes)
+            for training, row, site, nodes in zip(
+                free, options, solution.sites.tolist(), solution.counts.tolist(), strict=True
+            )
         }
         return SitePlan(
             self._choices(chosen),
@@ -146,61 +169,57 @@ class _Problem:
 
     # Values.
 
-    def _options(self, training: SiteTraining) -> list[_Option]:
+    def _option(self, training: SiteTraining, site: str) -> _Option:
+        """Tabulate the value of a training at a site."""
         home = self._home(training)
-        in_transit = home is not None and training.arrives > self._question.now
-        return [
-            option
-            for site in self._sites
-            if self._nodes[site] and (site == home or not in_transit)
-            for option in (self._at_home(training, site) if site == home else self._elsewhere(training, site))
-        ]
+        left = training.arrives - self._question.now
+        if site == home:
+            return self._running(training, site) if training.nodes else self._starting(training, site, max(0.0, left))
+        if home is not None and left > 0:  # its state is on the way
+            return _impossible(self._nodes[site])
+        return self._elsewhere(training, site)
 
-    def _at_home(self, training: SiteTraining, site: str) -> list[_Option]:
-        """List the numbers of nodes at the site where it is."""
-        costs, horizon, held = training.trainer.costs, self._question.horizon, training.nodes
-        if not held:
-            pause = max(0.0, training.arrives - self._question.now) + costs.start
-            return [
-                _Option(site, nodes, gain, gain)
-                for nodes in self._counts(training, site)
-                if (gain := self._gain(training, nodes, horizon - pause)) > 0
-            ]
-        before = self._value_now(training)
-        options = []
-        for nodes in self._counts(training, site):
-            change = costs.up if nodes > held else costs.down if nodes < held else 0.0
-            gain = self._gain(training, nodes, horizon) - change * before
-            options.append(_Option(site, nodes, gain, gain + costs.down * before))
-        return options
+    def _running(self, training: SiteTraining, site: str) -> _Option:
+        costs, before = training.trainer.costs, self._value_now(training)
+        gains = self._gains(training, self._nodes[site], self._question.horizon)
+        gains[training.nodes + 1 :] -= costs.up * before
+        gains[: training.nodes] -= costs.down * before
+        return _Option(gains, gains + costs.down * before)
 
-    def _elsewhere(self, training: SiteTraining, site: str) -> list[_Option]:
-        """List the numbers of nodes at another site."""
+    def _starting(self, training: SiteTraining, site: str, wait: float) -> _Option:
+        seconds = self._question.horizon - wait - training.trainer.costs.start
+        gains = self._gains(training, self._nodes[site], seconds)
+        return _Option(gains, gains)
+
+    def _elsewhere(self, training: SiteTraining, site: str) -> _Option:
         source, transfer = self._transfer(training, site)
         pause = transfer + training.trainer.costs.start
         if not pause < self._question.horizon:
-            return []
+            return _impossible(self._nodes[site])
+        gains = self._gains(training, self._nodes[site], self._question.horizon - pause)
+        if self._home(training) is None:
+            return _Option(gains, gains, source, transfer)
+        extra = max(_LEAST_MOVE, self._settings.hysteresis * pause)
+        charged = gains - extra * self._values(training.trainer, self._nodes[site])
         stop = training.trainer.costs.down * self._value_now(training)
-        owned = self._home(training) is not None
-        extra = max(_LEAST_MOVE, self._settings.hysteresis * pause) if owned else 0.0
-        options = []
-        for nodes in self._counts(training, site):
-            gain = self._gain(training, nodes, self._question.horizon - pause)
-            charged = gain - extra * self._objective(training.trainer, nodes)
-            options.append(_Option(site, nodes, gain - stop, charged, source, transfer))
-        return options
+        return _Option(gains - stop, charged, source, transfer)
 
-    def _counts(self, training: SiteTraining, site: str) -> range:
-        most = min(training.trainer.max_nodes, math.floor(self._nodes[site] + _PROVEN))
-        return range(training.trainer.min_nodes, most + 1)
-
-    def _gain(self, training: SiteTraining, nodes: int, seconds: float) -> float:
-        """Return the value of training for so many seconds, or until its work is done."""
+    def _gains(self, training: SiteTraining, nodes: int, seconds: float) -> Table:
+        """Tabulate the value of training for so many seconds, or until its work is done."""
         trainer = training.trainer
-        rate = trainer.rate(nodes)
-        if not trainer.curve.relative and rate > 0:
-            seconds = min(seconds, trainer.work_left / rate)
-        return max(0.0, seconds) * self._objective(trainer, nodes)
+        values = self._values(trainer, nodes)
+        lasts = np.full(nodes + 1, seconds)
+        if not trainer.curve.relative and math.isfinite(trainer.work_left):
+            rates = trainer.curve.rates(nodes)
+            lasts = np.minimum(lasts, np.divide(trainer.work_left, rates, out=lasts.copy(), where=rates > 0))
+        gains: Table = np.maximum(lasts, 0.0) * values
+        return np.where(np.isnan(gains), -np.inf, gains)
+
+    def _values(self, trainer: Trainer, nodes: int) -> Table:
+        """Tabulate the value per second; NaN for counts not allowed."""
+        if (trainer.name, nodes) not in self._tables:
+            self._tables[trainer.name, nodes] = objective_table(self._objective, trainer, nodes)
+        return self._tables[trainer.name, nodes]
 
     def _value_now(self, training: SiteTraining) -> float:
         """Return its value per second now; nothing if it does not run at an answering site."""
@@ -209,29 +228,34 @@ class _Problem:
         trainer = training.trainer
         return self._objective(trainer, min(max(training.nodes, trainer.min_nodes), trainer.max_nodes))
 
-    def _as_it_is(self, trainings: Sequence[SiteTraining], options: Sequence[Sequence[_Option]]) -> npt.NDArray[np.int64]:
-        """Return the choices that keep trainings where they are, on as many nodes as now while these suffice."""
-        left = dict(self._nodes)
-        choices = np.full(len(trainings), NOTHING, dtype=np.int64)
-        for row, (training, row_options) in enumerate(zip(trainings, options, strict=True)):
-            for column, option in enumerate(row_options):
-                same = option.site == training.site and option.nodes == training.nodes
-                if same and option.charged > 0 and option.nodes <= left[option.site]:
-                    choices[row] = column
-                    left[option.site] -= option.nodes
-        return choices
+    def _as_it_is(
+        self, trainings: Sequence[SiteTraining], options: Sequence[Sequence[_Option]]
+    ) -> tuple[Counts, Counts]:
+        """Return the sites and counts as they are now, as far as they are still possible."""
+        left = list(self._nodes.values())
+        names = list(self._sites)
+        sites, counts = np.full(len(trainings), NOWHERE, dtype=np.int64), np.zeros(len(trainings), dtype=np.int64)
+        for row, (training, of_training) in enumerate(zip(trainings, options, strict=True)):
+            home = self._home(training)
+            if home is None or not training.nodes:
+                continue
+            site = names.index(home)
+            if training.nodes <= left[site] and of_training[site].charged[training.nodes] > 0:
+                sites[row], counts[row] = site, training.nodes
+                left[site] -= training.nodes
+        return sites, counts
 
     # The plan.
 
-    def _choices(self, chosen: Mapping[str, _Option | None]) -> tuple[SiteChoice, ...]:
-        queues = Counter(option.site for option in chosen.values() if option is not None)
+    def _choices(self, chosen: Mapping[str, _Chosen | None]) -> tuple[SiteChoice, ...]:
+        queues = Counter(way.site for way in chosen.values() if way is not None)
         queues.update(one.site for one in self._trainings if one.site is not None and not chosen.get(one.name))
         choices = []
         for training in self._trainings:
             if training.name not in chosen:
                 choices.append(self._leased(training))
-            elif (option := chosen[training.name]) is not None:
-                choices.append(self._placed(training, option))
+            elif (way := chosen[training.name]) is not None:
+                choices.append(self._placed(training, way))
             else:
                 waits = self._waiting(training, queues)
                 if waits.site is not None and waits.site != training.site:
@@ -241,37 +265,29 @@ class _Problem:
 
     def _leased(self, training: SiteTraining) -> SiteChoice:
         left = training.lease_until - self._question.now
-        nodes = training.nodes if training.trainer.min_nodes <= training.nodes <= training.trainer.max_nodes else 0
-        value = self._gain(training, nodes, min(left, self._question.horizon)) if nodes else 0.0
+        gains = self._gains(training, training.nodes, min(left, self._question.horizon))
+        value = float(gains[-1]) if training.nodes and math.isfinite(gains[-1]) else 0.0
         reason = f"{training.site} does not answer; it keeps the training until its lease ends, in {left:.0f} s"
-        return SiteChoice(training.name, Verb.STAY, training.site, nodes, value, reason)
+        return SiteChoice(training.name, Verb.STAY, training.site, training.nodes, value, reason)
 
-    def _placed(self, training: SiteTraining, option: _Option) -> SiteChoice:
-        expected = f"{option.nodes} of {self._nodes[option.site]:.1f} nodes expected at {option.site}"
-        home = self._home(training)
-        if option.site == home:
-            left = training.arrives - self._question.now
-            reason = expected if left <= 0 else f"{expected}, where its state arrives in {left:.0f} s"
-            return SiteChoice(training.name, Verb.STAY, option.site, option.nodes, option.gain, reason)
+    def _placed(self, training: SiteTraining, way: _Chosen) -> SiteChoice:
+        site, option, home = way.site, way.option, self._home(training)
+        reason = f"{way.nodes} of {self._mean[site]:.1f} nodes expected at {site}"
+        if site == home:
+            if (left := training.arrives - self._question.now) > 0:
+                reason += f", where its state arrives in {left:.0f} s"
+            return SiteChoice(training.name, Verb.STAY, site, way.nodes, way.gain, reason)
         size = 0.0 if option.source is None else training.state_bytes
-        cost = f"{size / 1e6:.0f} MB take {option.transfer:.0f} s" if size else "nothing has to be transferred"
         if home is not None:
-            verb, reason = Verb.MOVE, f"{expected}, now {training.nodes} at {home}; {cost}"
+            verb, reason = Verb.MOVE, f"{reason}, now {training.nodes} at {home}"
         elif training.site is not None:
-            verb = Verb.MOVE if training.checkpoints else Verb.START
-            reason = f"{expected}; {training.site} does not answer and its lease has ended; {cost}"
+            verb, reason = Verb.MOVE, f"{reason}; {training.site} does not answer and its lease has ended"
         else:
-            verb, reason = Verb.START, f"{expected}; {cost}"
+            verb = Verb.START
+        if option.source is not None:
+            reason += f"; {size / 1e6:,.0f} MB from {option.source} take {option.transfer:.0f} s"
         return SiteChoice(
-            training.name,
-            verb,
-            option.site,
-            option.nodes,
-            option.gain,
-            reason,
-            option.source,
-            option.transfer,
-            size,
+            training.name, verb, site, way.nodes, way.gain, reason, option.source, option.transfer, size
         )
 
     def _waiting(self, training: SiteTraining, queues: Mapping[str, int]) -> SiteChoice:
@@ -287,13 +303,10 @@ class _Problem:
             if all(math.isinf(self._transfer(training, site)[1]) for site in answering):
                 reason = f"no transfer rate is known from {', '.join(sorted(training.checkpoints))} to a site that answers"
             return SiteChoice(training.name, Verb.WAIT, None, 0, 0.0, reason)
-        site = max(answering, key=lambda name: (self._nodes[name] / (1 + queues[name]), -answering.index(name)))
+        site = max(answering, key=lambda name: (self._mean[name] / (1 + queues[name]), -answering.index(name)))
         return SiteChoice(training.name, Verb.WAIT, site, 0, 0.0, f"no nodes expected; queued at {site}")
 
 
-def _demands(options: Sequence[_Option], sites: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Return the nodes of each option at each site, shape (options, sites)."""
-    demands = np.zeros((len(options), len(sites)))
-    for row, option in enumerate(options):
-        demands[row, sites.index(option.site)] = option.nodes
-    return demands
+def _impossible(nodes: int) -> _Option:
+    nothing = np.full(nodes + 1, -np.inf)
+    return _Option(nothing, nothing)
