@@ -47,6 +47,8 @@ class Stint:
         Samples that its state contained when it came.
     account
         What it did there; its times are on the clock of the site's log.
+    clock
+        The beginning on that clock.
     came, left
         Seconds after the beginning; `left` is infinite as long as it is there.
     """
@@ -54,6 +56,7 @@ class Stint:
     site: str
     first: float
     account: Account
+    clock: float
     came: float
     left: float = math.inf
 
@@ -99,18 +102,29 @@ class FederationOutcome:
         Transfers of state.
     plans
         The decisions over sites: (solve seconds, proven optimal).
+    submitted
+        When each training was submitted, seconds after the beginning.
     """
 
     sites: dict[str, Outcome] = field(default_factory=dict)
     stints: dict[str, list[Stint]] = field(default_factory=dict)
     moves: list[SiteMove] = field(default_factory=list)
     plans: list[tuple[float, bool]] = field(default_factory=list)
+    submitted: dict[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0
 
     @property
     def value(self) -> float:
         """Value of the samples processed at all sites, less the cost of changes."""
         return sum(outcome.value for outcome in self.sites.values())
+
+    def times_to_finish(self) -> list[float]:
+        """Return the seconds from submission to the end of each training that is done."""
+        return [
+            stints[-1].account.finished - stints[-1].clock - self.submitted[name]
+            for name, stints in self.stints.items()
+            if stints and stints[-1].account.finished is not None
+        ]
 
     def audit(self) -> tuple[float, float]:
         """Return samples lost and samples processed twice: gaps and overlaps between a training's times at sites.
@@ -296,6 +310,7 @@ class _Federation:
         outcome = self._outcome
         outcome.sites = {name: site.close() for name, site in self._sites.items()}
         outcome.stints = {name: placed.stints for name, placed in self._placed.items()}
+        outcome.submitted = {name: placed.trainer.submitted for name, placed in self._placed.items()}
         outcome.wall_seconds = wall_clock.perf_counter() - began
         return outcome
 
@@ -375,7 +390,7 @@ class _Federation:
             submitted = site.log.start + max(placed.trainer.submitted, now)
         account = site.account_for(trainer, submitted)
         site.admit(account)
-        placed.stints.append(Stint(choice.site, first, account, now))
+        placed.stints.append(Stint(choice.site, first, account, site.log.start, now))
 
 
 def _is_done(placed: _Placed) -> bool:
