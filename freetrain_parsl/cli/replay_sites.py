@@ -99,9 +99,7 @@ def _hours(site: str, key: str, values: Mapping[str, str]) -> float | None:
     return hours
 
 
-def open_sites(
-    options: Sequence[SiteOption], *, lenient: bool, mask_idle_above: float | None
-) -> tuple[SiteLog, ...]:
+def open_sites(options: Sequence[SiteOption], *, lenient: bool, mask_idle_above: float | None) -> tuple[SiteLog, ...]:
     """Open the logs; see `freetrain_parsl.replay.logs.open_log`."""
     sites = []
     for one in options:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.sites.model import Offer, SitesQuestion, SiteTraining, SiteView, Verb
+from freetrain_parsl.planning.sites.forecast import NodeForecast
+from freetrain_parsl.planning.sites.model import Offer, SitesQuestion, SiteTraining, SiteView
 from freetrain_parsl.replay.accounts import Account
 from freetrain_parsl.replay.simulation import Knowledge, Replay
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.sites.model import SiteChoice, SitePlan, SitesPlanner, TransferRate
+    from freetrain_parsl.replay.holes import Change
     from freetrain_parsl.replay.ideal import BestRates
     from freetrain_parsl.replay.simulation import Outcome, ReplaySettings
     from freetrain_parsl.replay.site_logs import SiteLog
@@ -193,7 +195,7 @@ class _SiteReplay(Replay):
         super().__init__(site.log, rates, policy, settings, None)
         self.name, self.log = site.name, site.log
         self._waiting.clear()
-        self._changes: Iterator[ev.Change] = site.log.changes(forecasts=settings.knowledge is Knowledge.ESTIMATED)
+        self._changes: Iterator[Change] = site.log.changes(forecasts=settings.knowledge is Knowledge.ESTIMATED)
         self._next_change = next(self._changes, None)
         times, counts, idle = [], [], 0
         for change in site.log.changes():
@@ -294,6 +296,7 @@ class _Federation:
         self._transfers = transfers
         self._on_progress = on_progress
         self._placed = {one.name: _Placed(one, state_bytes.get(one.name, 0.0)) for one in trainers}
+        self._forecasts = {name: NodeForecast() for name in sites}
         self._link_free: dict[tuple[str, str], float] = {}
         self._outcome = FederationOutcome()
 
@@ -317,6 +320,9 @@ class _Federation:
     def _look_at(self, now: float) -> None:
         for site in self._sites.values():
             site.reach(site.log.start + now)
+        for name, forecast in self._forecasts.items():
+            site = self._sites[name]
+            forecast.seen(site.idle_at(site.log.start + now))
         trainings = tuple(
             self._seen(placed, now)
             for placed in self._placed.values()
@@ -324,9 +330,7 @@ class _Federation:
         )
         if not trainings:
             return
-        views = tuple(
-            SiteView(name, (Offer(site.idle_at(site.log.start + now)),)) for name, site in self._sites.items()
-        )
+        views = tuple(SiteView(name, (Offer(forecast.mean_next()),)) for name, forecast in self._forecasts.items())
         plan = self._planner(SitesQuestion(now, self._look, views, trainings, self._transfers))
         self._outcome.plans.append((plan.solve_seconds, plan.proven_optimal))
         self._apply(plan, now)

@@ -184,7 +184,7 @@ def _way_figures(outcome: FederationOutcome, yardstick: Yardstick, price: float 
     lost, twice = outcome.audit()
     accounts = [stint.account for stints in outcome.stints.values() for stint in stints]
     outcomes = outcome.sites.values()
-    values = sum(one.bins.sums("value") for one in outcomes)
+    values = np.sum([one.bins.sums("value") for one in outcomes], axis=0)
     used = sum(one.used_seconds for one in outcomes)
     solves = np.array([seconds for seconds, _ in outcome.plans]) * 1000
     dedicated = np.cumsum(yardstick.dedicated_bins.sums("value"))

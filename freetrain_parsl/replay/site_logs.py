@@ -65,9 +65,7 @@ class LogPart(HoleLog):
         self.skipped, self.clipped, self.zero_length = log.skipped, log.clipped, log.zero_length
         self.has_forecasts = log.has_forecasts
         self.date = None if log.date is None else log.date + timedelta(seconds=after)
-        self.masked = tuple(
-            (begin - after, length) for begin, length in log.masked if after < begin < after + seconds
-        )
+        self.masked = tuple((begin - after, length) for begin, length in log.masked if after < begin < after + seconds)
 
     def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
         """Yield the changes; see `HoleLog.changes`."""

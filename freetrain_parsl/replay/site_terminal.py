@@ -24,11 +24,11 @@ def site_heading(result: Mapping[str, Any]) -> str:
             f"{site['site']}: {site['name']}, {site['nodes']:,} nodes{dates}; idle: {site['mean_idle']:,.1f} on average"
         )
     trainers = result["trainers"]
-    lines += [
+    lines.append(
         f"trainings: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}, "
-        f"costs {result['cost']}, policy {result['policy']}",
-        f"a look every {duration(result['look'])}, state of {result['state_bytes'] / 1e6:,.0f} MB",
-    ]
+        f"costs {result['cost']}, policy {result['policy']}"
+    )
+    lines.append(f"a look every {duration(result['look'])}, state of {result['state_bytes'] / 1e6:,.0f} MB")
     return "\n".join(lines)
 
 

@@ -43,38 +43,45 @@ def read_transfer_rates(path: Path, sites: Sequence[str]) -> dict[tuple[str, str
         The file cannot be read, or a line is malformed, names another site, or repeats a pair; with file and line.
     """
     rates: dict[tuple[str, str], TransferRate] = {}
-    header = False
-    for number, text in numbered_lines(path):
-        where = f"{path}:{number}"
-        fields = [field.strip() for field in text.split(",")]
-        if text.startswith("#"):
-            continue
-        if not header:
-            if ",".join(fields).lower() != TRANSFER_HEADER:
-                raise InvalidInput(f"{where}: the first line must be {TRANSFER_HEADER!r}, got {text[:80]!r}")
-            header = True
-            continue
-        if len(fields) == 3:
-            fields.append(f"{_LATENCY}")
-        if len(fields) != 4:
-            raise InvalidInput(f"{where}: expected {TRANSFER_HEADER!r}, got {text[:80]!r}")
-        for name in fields[:2]:
-            if name not in sites:
-                raise InvalidInput(f"{where}: no site {name!r}{did_you_mean(name, sites)}; sites: {', '.join(sites)}")
-        pair = fields[0], fields[1]
-        if pair[0] == pair[1]:
-            raise InvalidInput(f"{where}: a rate is from one site to another, got {pair[0]!r} twice")
+    lines = [(number, text) for number, text in numbered_lines(path) if not text.startswith("#")]
+    if lines and _fields(lines[0][1].lower()) != _fields(TRANSFER_HEADER):
+        raise InvalidInput(
+            f"{path}:{lines[0][0]}: the first line must be {TRANSFER_HEADER!r}, got {lines[0][1][:80]!r}"
+        )
+    for number, text in lines[1:]:
+        try:
+            pair, rate = _rate(text, sites)
+        except ValueError as error:
+            raise InvalidInput(f"{path}:{number}: {error}") from None
         if pair in rates:
-            raise InvalidInput(f"{where}: a second rate from {pair[0]!r} to {pair[1]!r}; keep one")
-        megabytes, latency = _number(fields[2]), _number(fields[3])
-        if not (math.isfinite(megabytes) and megabytes > 0):
-            raise InvalidInput(f"{where}: a rate must be a positive number of MB/s, got {fields[2]!r}")
-        if not (math.isfinite(latency) and latency >= 0):
-            raise InvalidInput(f"{where}: a latency must be zero or more seconds, got {fields[3]!r}")
-        rates[pair] = TransferRate(megabytes * _MEGABYTE, latency)
+            raise InvalidInput(f"{path}:{number}: a second rate from {pair[0]!r} to {pair[1]!r}; keep one")
+        rates[pair] = rate
     if not rates:
         raise InvalidInput(f"{path}: contains no rates; each line is '{TRANSFER_HEADER}'")
     return rates
+
+
+def _rate(text: str, sites: Sequence[str]) -> tuple[tuple[str, str], TransferRate]:
+    """Parse a line; raise `ValueError` with the problem if it is malformed."""
+    fields = _fields(text)
+    if len(fields) not in (3, 4):
+        raise ValueError(f"expected {TRANSFER_HEADER!r}, got {text[:80]!r}")
+    source, target = fields[:2]
+    for name in (source, target):
+        if name not in sites:
+            raise ValueError(f"no site {name!r}{did_you_mean(name, sites)}; sites: {', '.join(sites)}")
+    if source == target:
+        raise ValueError(f"a rate is from one site to another, got {source!r} twice")
+    megabytes, latency = _number(fields[2]), _number(fields[3]) if len(fields) == 4 else _LATENCY
+    if not 0 < megabytes < math.inf:
+        raise ValueError(f"a rate must be a positive number of MB/s, got {fields[2]!r}")
+    if not 0 <= latency < math.inf:
+        raise ValueError(f"a latency must be zero or more seconds, got {fields[3]!r}")
+    return (source, target), TransferRate(megabytes * _MEGABYTE, latency)
+
+
+def _fields(text: str) -> list[str]:
+    return [field.strip() for field in text.split(",")]
 
 
 def _number(text: str) -> float:

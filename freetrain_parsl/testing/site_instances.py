@@ -98,7 +98,7 @@ def site_value(
     trainer, costs = training.trainer, training.trainer.costs
     answering = {view.name for view in question.sites if view.answers}
     owner = training.site if training.site in answering else None
-    allowed = [n for n in range(trainer.min_nodes, trainer.max_nodes + 1)]
+    allowed = range(trainer.min_nodes, trainer.max_nodes + 1)
     nearest = min(allowed, key=lambda n: abs(n - training.nodes))
     rate_now = objective(trainer, nearest) if training.nodes and owner is not None else 0.0
     if nodes == 0:

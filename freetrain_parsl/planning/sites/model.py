@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings, PlanningError
-from freetrain_parsl.planning.model import Trainer
 from freetrain_parsl.settings_checks import check_duration
+
+if TYPE_CHECKING:
+    from freetrain_parsl.planning.model import Trainer
 
 __all__ = [
     "Offer",
@@ -48,16 +51,16 @@ class Offer:
     Parameters
     ----------
     nodes
-        How many.
+        How many, or how many are expected on average.
     seconds
         For how long from now; infinity if they are expected to last, or to be replaced by others.
     """
 
-    nodes: int
+    nodes: float
     seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.nodes < 0 or not self.seconds >= 0:
+        if not (0 <= self.nodes < math.inf and self.seconds >= 0):
             raise PlanningError(f"an offer needs zero or more nodes and seconds, got {self.nodes} and {self.seconds}")
 
 
@@ -185,7 +188,9 @@ class SitesQuestion:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.now) and math.isfinite(self.horizon) and self.horizon > 0):
-            raise PlanningError(f"sites: a finite time and a positive horizon are needed, got {self.now}, {self.horizon}")
+            raise PlanningError(
+                f"sites: a finite time and a positive horizon are needed, got {self.now}, {self.horizon}"
+            )
         for kind, names in (
             ("sites", Counter(site.name for site in self.sites)),
             ("trainings", Counter(training.name for training in self.trainings)),
@@ -311,6 +316,8 @@ def offers_of_plan(figures: Mapping[str, object]) -> tuple[Offer, ...]:
     for number, block in enumerate(blocks):
         nodes, seconds = (block.get(key) if isinstance(block, Mapping) else None for key in ("nodes", "walltime"))
         if not (isinstance(nodes, int) and isinstance(seconds, (int, float))):
-            raise PlanningError(f"not a plan as 'freetrain plan --json' prints it: block {number} needs nodes, walltime")
+            raise PlanningError(
+                f"not a plan as 'freetrain plan --json' prints it: block {number} needs nodes, walltime"
+            )
         offers.append(Offer(nodes, float(seconds)))
     return tuple(offers)

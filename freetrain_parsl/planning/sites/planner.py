@@ -286,24 +286,26 @@ class _Problem:
             verb = Verb.START
         if option.source is not None:
             reason += f"; {size / 1e6:,.0f} MB from {option.source} take {option.transfer:.0f} s"
-        return SiteChoice(
-            training.name, verb, site, way.nodes, way.gain, reason, option.source, option.transfer, size
-        )
+        return SiteChoice(training.name, verb, site, way.nodes, way.gain, reason, option.source, option.transfer, size)
 
     def _waiting(self, training: SiteTraining, queues: Mapping[str, int]) -> SiteChoice:
         value = -training.trainer.costs.down * self._value_now(training)
         home = self._home(training)
         if home is not None:
-            return SiteChoice(training.name, Verb.WAIT, home, 0, value, f"no nodes expected at {home}, none worth a move")
+            return SiteChoice(
+                training.name, Verb.WAIT, home, 0, value, f"no nodes expected at {home}, none worth a move"
+            )
         answering = [name for name, site in self._sites.items() if site.answers]
         if not answering:
             return SiteChoice(training.name, Verb.WAIT, None, 0, 0.0, "no site answers")
         if training.checkpoints:
             reason = "no site has nodes that are worth the transfer of its state"
             if all(math.isinf(self._transfer(training, site)[1]) for site in answering):
-                reason = f"no transfer rate is known from {', '.join(sorted(training.checkpoints))} to a site that answers"
+                reason = (
+                    f"no transfer rate is known from {', '.join(sorted(training.checkpoints))} to a site that answers"
+                )
             return SiteChoice(training.name, Verb.WAIT, None, 0, 0.0, reason)
-        site = max(answering, key=lambda name: (self._mean[name] / (1 + queues[name]), -answering.index(name)))
+        site = max(answering, key=lambda name: (self._mean[name] / (1 + queues[name]), -queues[name]))
         return SiteChoice(training.name, Verb.WAIT, site, 0, 0.0, f"no nodes expected; queued at {site}")
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -114,7 +114,8 @@ def assign_sites(
     solver.setSolution(solution)
     solve(solver)
     info = solver.getInfo()
-    bound = info.mip_dual_bound * scale / _LARGEST  # infinity if there was no time for one
+    # The solver's bound is infinite if there was no time for one. No assignment exceeds the best of each training.
+    bound = min(info.mip_dual_bound * scale / _LARGEST, _ceiling(groups, pieces))
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
         found = _polish(np.asarray(solver.getSolution().col_value), len(values), groups, pieces, capacity)
         if found is not None and (total := _worth(values, *found)) > worth:
@@ -125,6 +126,13 @@ def assign_sites(
 def _worth(values: Sequence[Sequence[Table]], sites: Counts, counts: Counts) -> float:
     return sum(
         float(row[site][count]) for row, site, count in zip(values, sites, counts, strict=True) if site != NOWHERE
+    )
+
+
+def _ceiling(groups: Sequence[Sequence[int]], pieces: Sequence[Sequence[_Piece]]) -> float:
+    return sum(
+        len(members) * max((float(piece.values.max()) for piece in of_group), default=0.0)
+        for members, of_group in zip(groups, pieces, strict=True)
     )
 
 
@@ -155,7 +163,7 @@ def _concave(site: int, run: Counts, values: Table) -> list[_Piece]:
     noise = _ROUNDING * float(np.abs(values).max())
     edges = [0, *(np.flatnonzero(bends > noise) + 1).tolist(), len(run) - 1]
     pieces = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         kinks = np.flatnonzero(bends[first : max(first, last - 1)] < -noise) + first + 1
         at = np.unique([first, *kinks.tolist(), last])
         pieces.append(_Piece(site, run[at], values[at]))
@@ -197,7 +205,9 @@ def _build(
             here = np.array(held.get(number, [])).reshape(-1, 1)
             start += [float(homes[number]), *np.clip(here - piece.corners[:-1], 0, lengths).sum(axis=0).tolist()]
             segments = list(range(piece.column + 1, piece.column + 1 + len(lengths)))
-            rows += [([one, piece.column], [1.0, -float(size)], 0.0) for one, size in zip(segments, lengths, strict=True)]
+            rows += [
+                ([one, piece.column], [1.0, -float(size)], 0.0) for one, size in zip(segments, lengths, strict=True)
+            ]
             columns, needs = used[piece.site]
             columns += [piece.column, *segments]
             needs += [float(piece.corners[0]), *[1.0] * len(segments)]

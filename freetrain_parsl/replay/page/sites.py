@@ -169,7 +169,5 @@ def _moves(result: Mapping[str, Any]) -> list[Element]:
             count(link["bytes"] / _MEGABYTE),
             duration(link["seconds"]),
         )
-        body.append(
-            element("tr", element("th", link["from"], scope="row"), *(element("td", cell) for cell in cells))
-        )
+        body.append(element("tr", element("th", link["from"], scope="row"), *(element("td", cell) for cell in cells)))
     return [element("p", text), scrolling_table("Moves", element("thead", head), element("tbody", *body))]
