@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.sites.forecast import NodeForecast
 from freetrain_parsl.planning.sites.model import Offer, SitesQuestion, SiteTraining, SiteView
 from freetrain_parsl.replay.accounts import Account
 from freetrain_parsl.replay.simulation import Knowledge, Replay
@@ -296,7 +295,6 @@ class _Federation:
         self._transfers = transfers
         self._on_progress = on_progress
         self._placed = {one.name: _Placed(one, state_bytes.get(one.name, 0.0)) for one in trainers}
-        self._forecasts = {name: NodeForecast() for name in sites}
         self._link_free: dict[tuple[str, str], float] = {}
         self._outcome = FederationOutcome()
 
@@ -320,9 +318,6 @@ class _Federation:
     def _look_at(self, now: float) -> None:
         for site in self._sites.values():
             site.reach(site.log.start + now)
-        for name, forecast in self._forecasts.items():
-            site = self._sites[name]
-            forecast.seen(site.idle_at(site.log.start + now))
         trainings = tuple(
             self._seen(placed, now)
             for placed in self._placed.values()
@@ -330,7 +325,10 @@ class _Federation:
         )
         if not trainings:
             return
-        views = tuple(SiteView(name, (Offer(forecast.mean_next()),)) for name, forecast in self._forecasts.items())
+        # Nodes that close are replaced by others: the best forecast was that as many as now stay idle.
+        views = tuple(
+            SiteView(name, (Offer(site.idle_at(site.log.start + now)),)) for name, site in self._sites.items()
+        )
         plan = self._planner(SitesQuestion(now, self._look, views, trainings, self._transfers))
         self._outcome.plans.append((plan.solve_seconds, plan.proven_optimal))
         self._apply(plan, now)
