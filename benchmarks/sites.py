@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,9 @@ def complementary_log(number: int, seed: int, nodes: int, hours: float, phase: f
 
 def row(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Replay one pair of sites."""
+    trainers = trainer_set(f"hpo:{options.trainings}")
+    most = max(1, options.nodes // options.trainings)
+    trainers = replace(trainers, trainers=tuple(replace(one, max_nodes=most) for one in trainers.trainers))
     with tempfile.TemporaryDirectory() as folder:
         sites = [
             SiteLog(
@@ -91,8 +95,8 @@ def row(seed: int, options: argparse.Namespace) -> dict[str, Any]:
         ]
         result = compare_sites(
             sites,
-            trainer_set(options.trainers),
-            Contestant("milp", objective=trainer_set(options.trainers).objective),
+            trainers,
+            Contestant("milp", objective=trainers.objective),
             ReplaySettings(cost=Cost.FULL),
             SiteTerms(
                 SitesSettings(look=timedelta(seconds=options.look)),
@@ -126,7 +130,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=24, help="nodes of each site")
     parser.add_argument("--hours", type=float, default=12.0, help="length of the logs")
     parser.add_argument("--phase", type=float, default=3.0, help="hours of each phase")
-    parser.add_argument("--trainers", default="hpo:4", help="as in freetrain replay")
+    parser.add_argument("--trainings", type=int, default=4, help="ShuffleNets, which together can use one site's nodes")
     parser.add_argument("--state", type=float, default=1000.0, help="MB of a training's state")
     parser.add_argument("--rate", type=float, default=100.0, help="MB/s between the sites")
     parser.add_argument("--look", type=float, default=600.0, help="seconds between decisions")

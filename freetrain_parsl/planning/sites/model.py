@@ -128,7 +128,7 @@ class SiteTraining:
     checkpoints
         The collections that hold its newest whole checkpoint; empty if it has saved none.
     site
-        The site that owns it; ``None`` if none does.
+        The site that owns it, where its state is or arrives; ``None`` if none does.
     nodes
         Its nodes there now.
     lease_until

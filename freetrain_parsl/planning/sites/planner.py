@@ -80,7 +80,8 @@ class _Option:
     Parameters
     ----------
     gains
-        Value less the cost of the change, shape (N_s + 1,); minus infinity for counts not allowed.
+        Value less the cost of the change, from 0 to N_s or the trainer's most; minus infinity for
+        counts not allowed.
     charged
         The same with the hysteresis, compared to getting no nodes.
     source, transfer
@@ -176,33 +177,36 @@ class _Problem:
         if site == home:
             return self._running(training, site) if training.nodes else self._starting(training, site, max(0.0, left))
         if home is not None and left > 0:  # its state is on the way
-            return _impossible(self._nodes[site])
+            return _impossible(self._most(training, site))
         return self._elsewhere(training, site)
 
     def _running(self, training: SiteTraining, site: str) -> _Option:
         costs, before = training.trainer.costs, self._value_now(training)
-        gains = self._gains(training, self._nodes[site], self._question.horizon)
+        gains = self._gains(training, self._most(training, site), self._question.horizon)
         gains[training.nodes + 1 :] -= costs.up * before
         gains[: training.nodes] -= costs.down * before
         return _Option(gains, gains + costs.down * before)
 
     def _starting(self, training: SiteTraining, site: str, wait: float) -> _Option:
         seconds = self._question.horizon - wait - training.trainer.costs.start
-        gains = self._gains(training, self._nodes[site], seconds)
+        gains = self._gains(training, self._most(training, site), seconds)
         return _Option(gains, gains)
 
     def _elsewhere(self, training: SiteTraining, site: str) -> _Option:
         source, transfer = self._transfer(training, site)
         pause = transfer + training.trainer.costs.start
         if not pause < self._question.horizon:
-            return _impossible(self._nodes[site])
-        gains = self._gains(training, self._nodes[site], self._question.horizon - pause)
+            return _impossible(self._most(training, site))
+        gains = self._gains(training, self._most(training, site), self._question.horizon - pause)
         if self._home(training) is None:
             return _Option(gains, gains, source, transfer)
         extra = max(_LEAST_MOVE, self._settings.hysteresis * pause)
-        charged = gains - extra * self._values(training.trainer, self._nodes[site])
+        charged = gains - extra * self._values(training.trainer, self._most(training, site))
         stop = training.trainer.costs.down * self._value_now(training)
         return _Option(gains - stop, charged, source, transfer)
+
+    def _most(self, training: SiteTraining, site: str) -> int:
+        return min(training.trainer.max_nodes, self._nodes[site])
 
     def _gains(self, training: SiteTraining, nodes: int, seconds: float) -> Table:
         """Tabulate the value of training for so many seconds, or until its work is done."""
@@ -240,7 +244,8 @@ class _Problem:
             if home is None or not training.nodes:
                 continue
             site = names.index(home)
-            if training.nodes <= left[site] and of_training[site].charged[training.nodes] > 0:
+            charged = of_training[site].charged
+            if training.nodes < len(charged) and training.nodes <= left[site] and charged[training.nodes] > 0:
                 sites[row], counts[row] = site, training.nodes
                 left[site] -= training.nodes
         return sites, counts
