@@ -66,7 +66,7 @@ def site_summary(result: Mapping[str, Any]) -> str:
         audit = f"{together['samples_lost']:,.0f} samples lost, {together['duplicate_samples']:,.0f} processed twice"
     return (
         f"In {duration(result['log']['seconds'])}, the sites together would have done {ratio(gain['over_best_alone'])} "
-        f"of what {result['best_alone']} alone does, {ratio(gain['over_apart'])} of what they do without moves, and "
+        f"what {result['best_alone']} alone does, {ratio(gain['over_apart'])} what they do without moves, and "
         f"{percent(gain['of_one_machine'])} of what one machine with the nodes of all would do; that is "
         f"{percent(together['efficiency'])} of what {dedicated_nodes(result['dedicated_nodes'])} do. "
         f"{moves['count']:,} moves{took}; {audit}."

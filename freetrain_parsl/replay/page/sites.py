@@ -72,8 +72,8 @@ def _opening(result: Mapping[str, Any]) -> list[Element]:
             "p",
             "Trainings that follow the holes between sites would have done ",
             element("strong", ratio(gain["over_best_alone"])),
-            f" of what {result['best_alone']} alone does in the same {duration(result['log']['seconds'])}, and "
-            f"{ratio(gain['over_apart'])} of what they do without moves: {result['trainers']['count']:,} trainings "
+            f" what {result['best_alone']} alone does in the same {duration(result['log']['seconds'])}, and "
+            f"{ratio(gain['over_apart'])} what they do without moves: {result['trainers']['count']:,} trainings "
             f"({result['trainers']['spec']}), planned by {result['policy']}.",
             class_="lede",
         ),
