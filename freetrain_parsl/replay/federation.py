@@ -321,7 +321,7 @@ class _Federation:
         trainings = tuple(
             self._seen(placed, now)
             for placed in self._placed.values()
-            if placed.trainer.submitted <= now and not _is_done(placed)
+            if placed.trainer.submitted <= now and not self._is_done(placed, now)
         )
         if not trainings:
             return
@@ -394,6 +394,10 @@ class _Federation:
         site.admit(account)
         placed.stints.append(Stint(choice.site, first, account, site.log.start, now))
 
-
-def _is_done(placed: _Placed) -> bool:
-    return bool(placed.stints) and placed.stints[-1].account.finished is not None
+    def _is_done(self, placed: _Placed, now: float) -> bool:
+        """Return whether a training has no work left; one that ends at this instant is not taken away from its site."""
+        stint = placed.stint
+        if stint is None:
+            return False
+        site, work = self._sites[stint.site], placed.trainer.work_left
+        return math.isfinite(work) and site.work_left(stint.account, site.log.start + now) <= _ROUNDING * work

@@ -69,5 +69,5 @@ def site_summary(result: Mapping[str, Any]) -> str:
         f"what {result['best_alone']} alone does, {ratio(gain['over_apart'])} what they do without moves, and "
         f"{percent(gain['of_one_machine'])} of what one machine with the nodes of all would do; that is "
         f"{percent(together['efficiency'])} of what {dedicated_nodes(result['dedicated_nodes'])} do. "
-        f"{moves['count']:,} moves{took}; {audit}."
+        f"{moves['count']:,} move{'s' * (moves['count'] != 1)}{took}; {audit}."
     )

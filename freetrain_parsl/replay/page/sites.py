@@ -24,8 +24,8 @@ _TERMS = {
     "Without moves": "Each training stays at the site where it first had nodes.",
     "With moves": "Trainings are moved when that is expected to gain more until the next look than it costs: the "
     "transfer of the state, and a start.",
-    "As one machine": "All idle nodes in one pool, where trainings span sites and nothing is transferred: a reference "
-    "that no federation reaches.",
+    "As one machine": "All idle nodes in one pool, where trainings span sites and nothing is transferred: a reference, "
+    "as no network is that fast.",
     "Value": "Samples processed, in units of the objective, less the cost of changes.",
     "Efficiency (U)": "Value divided by that of the same trainings on dedicated nodes: as many as were idle on average "
     "at all sites together.",
