@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,13 @@ from freetrain_parsl.cli.options import (
     write_json,
     write_outputs,
 )
+from freetrain_parsl.cli.replay_sites import (
+    open_sites,
+    read_site_options,
+    refuse_beside_sites,
+    show_sites,
+    site_terms,
+)
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.planning.curves.fusion import FusionCurve
 from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
@@ -37,6 +44,7 @@ from freetrain_parsl.replay.fusion_curves import fusion_curve
 from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
+from freetrain_parsl.replay.site_comparison import compare_sites
 from freetrain_parsl.replay.sweeps import compare_fusion
 from freetrain_parsl.replay.terminal import heading, result_table, summary, sweep_summary, sweep_table, what_if_table
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
@@ -99,6 +107,19 @@ def replay(
     node_hour_price: Annotated[
         float | None, typer.Option(metavar="PRICE", help="Price of a node-hour, in any currency.")
     ] = None,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=LOG[,KEY=VALUE]", help="Instead of LOG, several: sites among which trainings move."),
+    ] = None,
+    transfers: Annotated[
+        str | None, typer.Option(metavar="MB/S|FILE", help="With --site: transfer rates. Default: 100 MB/s.")
+    ] = None,
+    state_size: Annotated[
+        float | None, typer.Option(metavar="MB", help="With --site: size of a training's state. Default: 1000.")
+    ] = None,
+    look: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="With --site: time between decisions. Default: 600.")
+    ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also replay with other costs of rescales and starts (16 more replays).")
     ] = False,
@@ -113,8 +134,8 @@ def replay(
         for file in write_example(example):
             typer.echo(file)
         return
-    if log is None or trainers is None:
-        missing = "LOG" if log is None else "--trainers"
+    if (log is None and not site) or trainers is None:
+        missing = "LOG" if log is None and not site else "--trainers"
         raise UsageError(f"replay: {missing} is missing; 'freetrain replay --example DIR' writes inputs to try it with")
     try:
         chosen = _trainers(trainers, rescale_seconds)
@@ -123,39 +144,62 @@ def replay(
         fused = _fusion(fusion, chosen, what_if=what_if)
         _check_price(node_hour_price)
         lists = [Path(re.sub(r"^sweep:[0-9]+x", "", trainers)), *([] if fusion is None else [Path(fusion)])]
-        check_targets([log, *lists], {"--json": json, "--report": report})
-        with progress_bars() as progress:
-            tell = on_progress_of(progress)
-            tell(f"reading {log.name}", 0.0)
-            holes = open_log(
-                log,
-                nodes=nodes,
-                lenient=lenient,
-                processors_per_node=processors_per_node,
-                partition=partition,
-                mask_idle_above=mask_outages,
+        price = node_hour_price
+        if site:
+            refuse_beside_sites(
+                {
+                    "LOG": log,
+                    "--nodes": nodes,
+                    "--processors-per-node": processors_per_node,
+                    "--partition": partition,
+                    "--fusion": fusion,
+                    "--what-if": what_if,
+                }
             )
-            tell(f"reading {log.name}", 1.0)
-            price = node_hour_price
-            if fused is not None:
-                result = compare_fusion(
-                    holes, chosen, fused, contestants, settings, price_per_node_hour=price, on_progress=tell
+            options = read_site_options(site)
+            terms = site_terms(options, transfers, state_size, look)
+            check_targets([*lists, *(one.log for one in options)], {"--json": json, "--report": report})
+            with progress_bars() as progress:
+                tell = on_progress_of(progress)
+                logs = open_sites(options, lenient=lenient, mask_idle_above=mask_outages)
+                result = compare_sites(
+                    logs, chosen, _only(contestants), settings, terms, price_per_node_hour=price, on_progress=tell
                 )
-            else:
-                result = compare(
-                    holes,
-                    chosen,
-                    contestants,
-                    settings,
-                    price_per_node_hour=price,
-                    with_what_if=what_if,
-                    on_progress=tell,
+        else:
+            _refuse_without_sites({"--transfers": transfers, "--state-size": state_size, "--look": look})
+            assert log is not None
+            check_targets([log, *lists], {"--json": json, "--report": report})
+            with progress_bars() as progress:
+                tell = on_progress_of(progress)
+                tell(f"reading {log.name}", 0.0)
+                holes = open_log(
+                    log,
+                    nodes=nodes,
+                    lenient=lenient,
+                    processors_per_node=processors_per_node,
+                    partition=partition,
+                    mask_idle_above=mask_outages,
                 )
+                tell(f"reading {log.name}", 1.0)
+                if fused is not None:
+                    result = compare_fusion(
+                        holes, chosen, fused, contestants, settings, price_per_node_hour=price, on_progress=tell
+                    )
+                else:
+                    result = compare(
+                        holes,
+                        chosen,
+                        contestants,
+                        settings,
+                        price_per_node_hour=price,
+                        with_what_if=what_if,
+                        on_progress=tell,
+                    )
     except KeyboardInterrupt:
         typer.echo("freetrain: interrupted; nothing was written", err=True)
         raise typer.Exit(130) from None
     result["command"] = shlex.join(["freetrain", *sys.argv[1:]])
-    _show(result)
+    (show_sites if site else _show)(result)
     write_outputs(result, (json, write_json), (report, write_page))
 
 
@@ -196,6 +240,18 @@ def _contestants(policies: str, knowledge: str, objective: str, horizon: str) ->
     for one in contestants:
         one.make()  # reject invalid combinations before the log is read
     return contestants
+
+
+def _only(contestants: Sequence[Contestant]) -> Contestant:
+    if len(contestants) > 1:
+        raise InvalidSettings("--site: several sites are replayed with one policy and one knowledge; give one of each")
+    return contestants[0]
+
+
+def _refuse_without_sites(given: Mapping[str, object]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidSettings(f"{option}: is about moves between sites; give sites with --site NAME=LOG")
 
 
 def _settings(cost: str, curves: str, start_seconds: float | None, concurrent: int | None) -> ReplaySettings:

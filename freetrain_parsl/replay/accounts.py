@@ -49,6 +49,11 @@ class Account:
         When it was submitted, on the log's clock, seconds.
     weight
         Value of a sample.
+
+    Attributes
+    ----------
+    node_seconds, lost_node_seconds
+        Node-seconds that it has held, and of these, that changes have cost.
     """
 
     trainer: Trainer
@@ -58,6 +63,7 @@ class Account:
     rate: float = 0.0
     samples: float = 0.0
     node_seconds: float = 0.0
+    lost_node_seconds: float = 0.0
     rescales: int = 0
     preemptions: int = 0
     started: float | None = None
@@ -113,6 +119,7 @@ class Account:
 
     def _charge(self, samples: float) -> float:
         self.samples -= samples
+        self.lost_node_seconds += len(self.nodes) * samples / self.rate if self.rate > 0 else 0.0
         return self.weight * samples
 
     def _hold(self, nodes: frozenset[str]) -> None:

@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.ideal import BestRates
     from freetrain_parsl.replay.simulation import Outcome
 
-__all__ = ["Yardstick", "log_figures", "node_series", "policy_figures", "run_figures"]
+__all__ = [
+    "Yardstick",
+    "completion_times",
+    "log_figures",
+    "node_series",
+    "policy_figures",
+    "run_figures",
+    "running_shares",
+]
 
 _HOUR = 3600.0
 _FASTEST_MS = 2.0**-4  # of the histogram's first column, which includes anything faster
@@ -176,7 +184,9 @@ def run_figures(outcome: Outcome, *, price_per_node_hour: float | None = None) -
         "refused": outcome.refused,
         "blocks": {"requested": outcome.blocks, "preempted": outcome.preempted_blocks},
         "wall_seconds": outcome.wall_seconds,
-        "jct": _completion_times(outcome.accounts),
+        "jct": completion_times(
+            [account.finished - account.submitted for account in outcome.accounts if account.finished is not None]
+        ),
         "node_hours": {"idle": idle_hours, "used": used_hours},
         "idle_cost": None
         if price_per_node_hour is None
@@ -207,8 +217,8 @@ def _shares(outcome: Outcome, yardstick: Yardstick) -> dict[str, float | None]:
     return {**shares, "oracle_ratio": outcome.value / oracle if oracle else None}
 
 
-def _completion_times(accounts: Sequence[Account]) -> dict[str, float | int | None]:
-    times = [account.finished - account.submitted for account in accounts if account.finished is not None]
+def completion_times(times: Sequence[float]) -> dict[str, float | int | None]:
+    """Summarise the seconds from submission to the end of trainings that are done."""
     if not times:
         return {"finished": 0, "mean": None, "median": None, "p95": None}
     return {
@@ -239,8 +249,8 @@ def _series(outcome: Outcome, yardstick: Yardstick) -> dict[str, Any]:
     dedicated = np.cumsum(yardstick.dedicated_bins.sums("value"))
     return {
         **node_series(outcome, [account.trainer.name for account in outcome.accounts]),
-        "efficiency": _running_shares(bins.sums("value"), dedicated),
-        "oracle": _running_shares(yardstick.oracle_bins.sums("value"), dedicated),
+        "efficiency": running_shares(bins.sums("value"), dedicated),
+        "oracle": running_shares(yardstick.oracle_bins.sums("value"), dedicated),
     }
 
 
@@ -261,7 +271,7 @@ def _rounded(values: npt.NDArray[np.float64]) -> list[float]:
     return rounded
 
 
-def _running_shares(values: npt.NDArray[np.float64], dedicated: npt.NDArray[np.float64]) -> list[float | None]:
+def running_shares(values: npt.NDArray[np.float64], dedicated: npt.NDArray[np.float64]) -> list[float | None]:
     """Return the cumulative share up to the end of each bin."""
     pairs = zip(np.cumsum(values).tolist(), dedicated.tolist(), strict=True)
     return [round(value / whole, _SHARE_DIGITS) if whole else None for value, whole in pairs]

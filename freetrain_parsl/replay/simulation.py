@@ -214,10 +214,15 @@ class Replay:
             self._step(change)
             if self._on_progress is not None and number % 50 == 0:
                 self._on_progress(change.time)
+        outcome = self._close()
+        outcome.wall_seconds = wall_clock.perf_counter() - began
+        return outcome
+
+    def _close(self) -> Outcome:
+        """Advance to the end of the log and complete the outcome."""
         self._advance(self._log.end)
         self._finish()
         outcome = self._outcome
-        outcome.wall_seconds = wall_clock.perf_counter() - began
         outcome.accounts = list(self._accounts.values())
         outcome.refused = self._planner.statistics.refused
         if self._site is not None:
@@ -238,14 +243,16 @@ class Replay:
 
     def _advance(self, until: float) -> None:
         """Advance time; submit and finish trainers on the way."""
-        while True:
-            ends = min((account.done_at(self._now) for account in self._alive.values()), default=math.inf)
-            submits = self._waiting[0].submitted if self._waiting and self._room() else math.inf
-            target = min(max(self._now, min(ends, submits, self._next_timer())), until)
-            self._pass_to(target)
-            if target >= until:
-                return
+        while (time := self._next_event()) < until:
+            self._pass_to(time)
             self._step()
+        self._pass_to(until)
+
+    def _next_event(self) -> float:
+        """Return when something happens next unless the log changes before."""
+        ends = min((account.done_at(self._now) for account in self._alive.values()), default=math.inf)
+        submits = self._waiting[0].submitted if self._waiting and self._room() else math.inf
+        return max(self._now, min(ends, submits, self._next_timer()))
 
     def _next_timer(self) -> float:
         """Return when blocks or the planner need a step next; without blocks, only changes and trainers count."""

@@ -8,6 +8,7 @@ from freetrain_parsl.replay.page.comparison import comparison
 from freetrain_parsl.replay.page.dates import TimeAxis, period
 from freetrain_parsl.replay.page.details import policy_by_policy
 from freetrain_parsl.replay.page.markup import document, element, page
+from freetrain_parsl.replay.page.sites import site_parts
 from freetrain_parsl.replay.page.sweeps import sweep_parts
 from freetrain_parsl.replay.page.what_if import what_if_table
 from freetrain_parsl.replay.page.wording import (
@@ -53,8 +54,14 @@ def write_page(result: Mapping[str, Any], path: Path) -> None:
 
 
 def _report(result: Mapping[str, Any]) -> Element:
-    labelled = _labelled(result["policies"])
     axis = TimeAxis.of(result["log"])
+    if "sites" in result:
+        return page(
+            f"{result['log']['name']}: what idle nodes of several sites could have trained",
+            *site_parts(result, axis),
+            *_site_reproduction(result),
+        )
+    labelled = _labelled(result["policies"])
     return page(
         f"{result['log']['name']}: what idle nodes could have trained",
         *(
@@ -182,6 +189,23 @@ def _reproduction(result: Mapping[str, Any]) -> list[Element]:
             f"FreeTrain {result['version']}. Log: {log['name']}, {log['nodes']:,} nodes, {duration(log['seconds'])}, "
             f"{log['events']:,} changes of the idle set.{skipped} Trainings: {result['trainers']['spec']}, objective "
             f"{result['trainers']['objective']}. Costs are charged {accounting}.{planning}",
+            class_="note",
+        ),
+    ]
+
+
+def _site_reproduction(result: Mapping[str, Any]) -> list[Element]:
+    logs = "; ".join(
+        f"{site['site']}: {site['name']}, {site['nodes']:,} nodes, {site['events']:,} changes of the idle set"
+        for site in result["sites"]
+    )
+    return [
+        element("h2", "To reproduce this page"),
+        element("pre", element("code", result["command"])),
+        element(
+            "p",
+            f"FreeTrain {result['version']}. {logs}. Trainings: {result['trainers']['spec']}, objective "
+            f"{result['trainers']['objective']}. Costs: {result['cost']}.",
             class_="note",
         ),
     ]

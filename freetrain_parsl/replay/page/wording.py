@@ -22,7 +22,9 @@ __all__ = [
     "milliseconds",
     "most_finished",
     "percent",
+    "ratio",
     "samples",
+    "way_name",
     "ways",
 ]
 
@@ -122,6 +124,12 @@ def ways(entry: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], Mapping
     return [("fused", entry["sweep"], entry["jct"]), ("one by one", alone, alone["jct"])]
 
 
+def way_name(way: Mapping[str, Any]) -> str:
+    """Name a way of using several sites."""
+    names = {"apart": "all, without moves", "together": "all, with moves", "one machine": "as one machine"}
+    return f"{way['site']} alone" if way["way"] == "alone" else names[way["way"]]
+
+
 def dedicated_nodes(number: float) -> str:
     """Format a mean number of dedicated nodes, which may be fractional."""
     text = f"{number:,.0f}" if number >= 1000 or number == round(number) else f"{number:,.1f}"
@@ -139,6 +147,11 @@ def percent(share: float | None, digits: int = 1) -> str:
     if share is None or math.isnan(share):
         return NO_FIGURE
     return f"{round(100 * share, digits) + 0.0:.{digits}f}{_SPACE}%"  # + 0.0: never "-0.0"
+
+
+def ratio(value: float | None) -> str:
+    """Format a ratio as a multiple."""
+    return NO_FIGURE if value is None else f"{value:.3f}{_SPACE}\N{MULTIPLICATION SIGN}"
 
 
 def count(value: float | None) -> str:

@@ -1,0 +1,1 @@
+"""Several sites: which training runs where."""

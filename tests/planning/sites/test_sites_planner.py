@@ -1,0 +1,163 @@
+"""The planner over sites: its contract, and its optimum against enumeration."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freetrain_parsl.errors import InvalidSettings, PlanningError
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
+from freetrain_parsl.planning.sites.model import (
+    Offer,
+    SitesPlanner,
+    SitesQuestion,
+    SitesSettings,
+    SiteTraining,
+    SiteView,
+    TransferRate,
+    Verb,
+    offers_of_plan,
+)
+from freetrain_parsl.planning.sites.planner import plan_sites
+from freetrain_parsl.testing.site_instances import best_site_value, random_sites, site_value
+from freetrain_parsl.testing.sites_suite import SitesConformance
+
+
+class TestPlanSites(SitesConformance):
+    def make_planner(self) -> SitesPlanner:
+        return plan_sites
+
+
+class TestPlanSitesForSamples(SitesConformance):
+    def make_planner(self) -> SitesPlanner:
+        return partial(plan_sites, settings=SitesSettings(hysteresis=0.0), objective=OBJECTIVES["throughput"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), hysteresis=st.sampled_from([0.0, 0.5, 3.0]))
+def test_a_plan_is_worth_as_much_as_the_best_of_all(seed, hysteresis):
+    question = random_sites(seed)
+    plan = plan_sites(question, SitesSettings(hysteresis=hysteresis))
+    answering = {view.name for view in question.sites if view.answers}
+    trainings = {one.name: one for one in question.trainings}
+    total = sum(
+        site_value(question, one, choice.site, choice.nodes, hysteresis)
+        for choice in plan.choices
+        if (one := trainings[choice.training]).site is None or one.site in answering or one.lease_until <= question.now
+    )
+    assert plan.proven_optimal
+    assert total == pytest.approx(best_site_value(question, hysteresis), rel=1e-7, abs=1e-7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_value_of_a_choice_is_that_of_its_formula(seed):
+    """Without the hysteresis, which is charged but not lost."""
+    question = random_sites(seed)
+    trainings = {one.name: one for one in question.trainings}
+    answering = {view.name for view in question.sites if view.answers}
+    for choice in plan_sites(question).choices:
+        one = trainings[choice.training]
+        leased = one.site is not None and one.site not in answering and one.lease_until > question.now
+        moved = choice.site != one.site and one.site in answering
+        if not leased and not moved:
+            assert choice.value == pytest.approx(site_value(question, one, choice.site, choice.nodes))
+
+
+def _trainer(name: str, most: int = 8, **more: object) -> Trainer:
+    return Trainer(name, 1, most, ScalingCurve({1: 10.0, 8: 80.0}), **more)  # type: ignore[arg-type]
+
+
+def test_a_training_that_is_almost_done_is_not_moved():
+    question = SitesQuestion(
+        0.0,
+        600.0,
+        (SiteView("a", (Offer(1),)), SiteView("b", (Offer(8),))),
+        (SiteTraining(_trainer("t", work_left=400.0), 1e9, frozenset({"a"}), "a", 1, math.inf),),
+        {("a", "b"): TransferRate(1e8)},
+    )
+    assert plan_sites(question).choices[0].verb is Verb.STAY
+    endless = replace(question.trainings[0], trainer=_trainer("t"))
+    assert plan_sites(replace(question, trainings=(endless,))).choices[0].verb is Verb.MOVE
+
+
+def test_windows_that_close_before_the_next_look_count_in_part():
+    view = SiteView("a", (Offer(4, 300.0), Offer(2)))
+    assert view.mean_nodes(600.0) == 4.0
+    assert replace(view, answers=False).mean_nodes(600.0) == 0.0
+
+
+def test_the_fastest_of_several_checkpoints_is_taken_and_the_reason_says_so():
+    training = SiteTraining(_trainer("t"), 1e9, frozenset({"slow", "fast"}))
+    rates = {("slow", "a"): TransferRate(1e7), ("fast", "a"): TransferRate(1e8, 5.0)}
+    question = SitesQuestion(0.0, 600.0, (SiteView("a", (Offer(3),)),), (training,), rates)
+    (choice,) = plan_sites(question).choices
+    assert (choice.verb, choice.source, choice.transfer_seconds) == (Verb.START, "fast", 15.0)
+    assert choice.reason == "3 of 3.0 nodes expected at a; 1,000 MB from fast take 15 s"
+
+
+def test_a_time_limit_that_is_reached_still_gives_a_plan():
+    """The plan in force is the first candidate; optimality is not claimed."""
+    rates = {("a", "b"): TransferRate(1e8), ("b", "a"): TransferRate(1e8)}
+    bumpy = ScalingCurve({n: n * (1.0 + 0.3 * (n % 3)) for n in range(1, 41)})
+    trainings = tuple(
+        SiteTraining(
+            Trainer(f"t{index:02}", 1 + index % 3, 40, bumpy, CostsInSeconds(18 + index, 12, 30), submitted=index),
+            1e9,
+            frozenset("ab"[index % 2]),
+            "ab"[index % 2],
+            5,
+        )
+        for index in range(24)
+    )
+    question = SitesQuestion(0.0, 600.0, (SiteView("a", (Offer(60),)), SiteView("b", (Offer(75),))), trainings, rates)
+    plan = plan_sites(question, SitesSettings(time_limit=SitesSettings().time_limit / 1e5))
+    assert not plan.proven_optimal
+    assert plan.objective > 0
+    assert sum(choice.nodes for choice in plan.choices if choice.site == "a") <= 60
+
+
+def test_what_freetrain_plan_prints_becomes_offers():
+    text = '{"blocks": [{"nodes": 4, "walltime": 1200.0, "trainings": []}, {"nodes": 1, "walltime": 90}], "notes": []}'
+    assert offers_of_plan(json.loads(text)) == (Offer(4, 1200.0), Offer(1, 90.0))
+
+
+@pytest.mark.parametrize("figures", [{}, {"blocks": 3}, {"blocks": [{"nodes": 3}]}, {"blocks": ["x"]}])
+def test_anything_else_is_no_plan(figures):
+    with pytest.raises(PlanningError, match="not a plan as 'freetrain plan --json' prints it"):
+        offers_of_plan(figures)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Offer(-1), "zero or more nodes"),
+        (lambda: Offer(math.nan), "zero or more nodes"),
+        (lambda: Offer(1, math.nan), "zero or more nodes"),
+        (lambda: TransferRate(0.0), "must be positive"),
+        (lambda: TransferRate(1.0, math.inf), "latency"),
+        (lambda: SiteTraining(_trainer("t"), math.inf), "zero or more bytes"),
+        (lambda: SiteTraining(_trainer("t"), nodes=2), "impossible"),
+        (lambda: SitesQuestion(0.0, 0.0, (), ()), "positive horizon"),
+        (lambda: SitesQuestion(0.0, 1.0, (SiteView("a"), SiteView("a")), ()), "two sites have the same name 'a'"),
+        (lambda: SitesQuestion(0.0, 1.0, (), (SiteTraining(_trainer("t"), site="x"),)), "unknown site 'x'"),
+    ],
+)
+def test_impossible_situations_are_refused(make, message):
+    with pytest.raises(PlanningError, match=message):
+        make()
+
+
+def test_settings_out_of_range_are_refused():
+    with pytest.raises(InvalidSettings, match="hysteresis"):
+        SitesSettings(hysteresis=-1.0)
+    with pytest.raises(InvalidSettings, match="look must be a timedelta"):
+        SitesSettings(look=600)  # type: ignore[arg-type]
