@@ -52,6 +52,8 @@ class BlockSpec:
         Shortest useful walltime, if the batch system may shorten it to fit.
     pinned
         Whether it must run on exactly these nodes, because others of the partition close too early.
+    node_kind
+        Kind of the nodes; empty where there is one kind only.
     """
 
     block: str
@@ -59,6 +61,7 @@ class BlockSpec:
     seconds: float
     least_seconds: float
     pinned: bool = True
+    node_kind: str = ""
 
 
 def provider_for(provider: Any, spec: BlockSpec) -> Any:
