@@ -102,6 +102,11 @@ class TrainingApp(AppBase):
         function: Callable[..., Any] = self.func
         return function
 
+    @property
+    def node_kinds(self) -> tuple[str, ...]:
+        """The kinds of nodes on which its trainings may run; empty: any."""
+        return self._node_kinds
+
     def options(self, **changes: Any) -> TrainingApp:
         """Return a copy of the app with some of the decorator's arguments changed.
 
