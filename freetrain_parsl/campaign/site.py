@@ -321,7 +321,10 @@ def _read_nodes(section: Section, *, named: bool, first: int) -> dict[str, Any]:
     """Read the nodes of a kind: their names in a running cluster, else their number, as positions from `first`."""
     if named:
         text = section.required("nodes", "'n[00-03]'")
-        return {"only": tuple(section.checked(expand_hosts, text, key="nodes"))}
+        try:
+            return {"only": tuple(expand_hosts(text))}
+        except ValueError as error:
+            raise section.refusal(f"{error}, such as n[00-03]", "nodes") from None
     if not section.has("nodes"):
         raise section.refusal("is missing; give the number of nodes of this kind", "nodes")
     return {"only": tuple(range(first, first + (section.count("nodes", most=_MOST_EMBEDDED) or 0)))}

@@ -107,7 +107,7 @@ class TrainingRequest:
     deadline: datetime | timedelta | None = None
     fusion: Fusion | None = None
     node_kinds: tuple[str, ...] = ()
-    scaling_by_kind: Mapping[str, ScalingCurve] = field(default_factory=dict)
+    scaling_by_kind: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):

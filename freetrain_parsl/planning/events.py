@@ -75,7 +75,7 @@ class WindowsSeen(Event):
 
     windows: tuple[Window, ...]
     terms: BlockTerms = field(default_factory=BlockTerms)
-    terms_by_kind: Mapping[str, BlockTerms] = field(default_factory=dict)
+    terms_by_kind: Mapping[str, BlockTerms] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

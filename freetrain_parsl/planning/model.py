@@ -246,7 +246,7 @@ class Trainer:
     since: float | None = None
     service: float = 0.0
     node_kinds: tuple[str, ...] = ()
-    curves: Mapping[str, ScalingCurve] = field(default_factory=dict)
+    curves: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
     unit: float | None = None
 
     def __post_init__(self) -> None:
