@@ -187,7 +187,7 @@ def _read_scaling(section: Section, scaling: Any, directory: Path) -> Any:
         return directory / section.checked(user_path, scaling, key="scaling")
     if not (scaling is None or scaling == LEARN or isinstance(scaling, dict)):
         raise section.refusal(
-            "must be a mapping of nodes to samples per second, a file, 'learn', or one of these for each kind of node",
+            "must be a mapping of nodes to samples per second, a file, or 'learn', or these for each kind of node",
             "scaling",
         )
     return scaling
