@@ -280,8 +280,8 @@ class Trainer:
         """Return the trainer with its curve on nodes of one kind, in units that are the same for all kinds."""
         if not self.curves:
             return self
-        usable = [self.curves.get(kind, self.curve) for kind in self.node_kinds or self.curves]
-        fastest = max(curve(self.min_nodes) for curve in usable)
+        # All of its kinds, also if it is limited to one for a while: its value there must not change.
+        fastest = max(curve(self.min_nodes) for curve in self.curves.values())
         curve = self.curves.get(node_kind, self.curve)
         return replace(self, curve=curve, curves={}, unit=self.unit or fastest or None)
 

@@ -183,6 +183,14 @@ def test_an_allocation_of_two_kinds_is_refused() -> None:
         check_allocation({"a": frozenset({"cpu0"})}, pool, [trainer("a", node_kinds=(GPU,))])
 
 
+def test_a_limit_to_one_kind_does_not_change_what_a_trainer_is_worth_there() -> None:
+    free = trainer("a", gpu=10.0, cpu=1.0)
+    limited = replace(free, node_kinds=(CPU,))
+    speedup = OBJECTIVES["speedup"]
+    assert callable(speedup)
+    assert speedup(limited.on_kind(CPU), 2) == speedup(free.on_kind(CPU), 2) == pytest.approx(0.2)
+
+
 # The planner.
 
 
