@@ -6,8 +6,9 @@ optimizer state, steps, and broadcasts the shard. ``servers``: the same, but the
 nothing else, and workers only hold parameters. ``fewer``: all-reduce on as many workers as ``servers`` has, as if the
 servers' slots were free.
 
-The batch of a worker is constant, so that samples per second compare. Processes share the cores: processor time per
-sample is what the same work would cost anywhere, samples per second contain the waiting of this machine.
+The batch of a worker is constant, so that samples per second compare. ``measured`` is on this machine, whose cores the
+processes share. ``own cores`` is of a step that takes the median processor time of the busiest process: what slots with
+cores of their own could reach if all of their work overlapped, which flatters servers.
 ``difference`` is the largest between the parameters and those of all-reduce on as many workers, after equal steps.
 """
 
@@ -137,18 +138,18 @@ def run(rank: int, port: int, steps: int, results: str) -> None:
                     torch.randn(batch_size, sizes[0], generator=torch.Generator().manual_seed(100 * rank + number))
                     for number in range(4)
                 ]
-                walls = []
+                walls: list[float] = []
+                used: list[float] = []
                 dist.barrier()
-                used = 0.0
                 for number in range(steps + 2):
                     begin, begin_used = time.perf_counter(), time.process_time()
                     if takes_part:
                         replica.step(batches[number % 4] if rank < layout.workers else None)
                     if number >= 2:
                         walls.append(time.perf_counter() - begin)
-                        used += time.process_time() - begin_used
-                total = torch.tensor([used if takes_part else 0.0], dtype=torch.float64)
-                dist.all_reduce(total)
+                        used.append(time.process_time() - begin_used)
+                busiest = torch.tensor([median(used) if takes_part else 0.0], dtype=torch.float64)
+                dist.all_reduce(busiest, dist.ReduceOp.MAX)
                 samples = layout.workers * batch_size
                 reference = alone.setdefault(layout.workers, replica.values.clone())
                 if rank == 0:
@@ -160,8 +161,8 @@ def run(rank: int, port: int, steps: int, results: str) -> None:
                             "layout": layout.name,
                             "workers": layout.workers,
                             "servers": layout.ranks - layout.workers,
-                            "samples_per_s": samples / median(walls),
-                            "cpu_us_per_sample": 1e6 * total.item() / (steps * samples),
+                            "measured": samples / median(walls),
+                            "own_cores": samples / busiest.item(),
                             "difference": float((replica.values - reference).abs().max()),
                         }
                     )

@@ -82,8 +82,8 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     survey = chosen.source.survey()
     pending, notes = _our_jobs(chosen.source)
     if requests is None:
-        notes.append(_WITHOUT_CAMPAIGN)
-        trainers = [_stand_in(survey, costs)]
+        notes.append(f"{_WITHOUT_CAMPAIGN}{', for each kind' if chosen.speeds else ''}")
+        trainers = [_stand_in(survey, costs, kind) for kind in chosen.speeds or [""]]
     else:
         for request in requests:
             refuse_unknown_kinds(request, chosen.speeds)
@@ -162,14 +162,15 @@ def _on_kinds(trainers: Iterable[Trainer], speeds: Mapping[str, float]) -> list[
     return [learned_on_kinds(one, those, ratios, unit) for one, those in zip(trainers, profiles, strict=True)]
 
 
-def _stand_in(survey: Survey, costs: CostsInSeconds) -> Trainer:
-    """Make a training that can use any number of nodes, each with the same value."""
+def _stand_in(survey: Survey, costs: CostsInSeconds, kind: str) -> Trainer:
+    """Make a training that can use any number of nodes of a kind, each with the same value."""
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
 
-    most = max(2, sum(len(window.nodes) for window in survey.windows))
+    most = max(2, sum(len(window.nodes) for window in survey.windows if window.node_kind == kind))
     curve = ScalingCurve({1: 1.0, most: float(most)}, relative=True)
-    return Trainer(_STAND_IN, 1, most, curve, costs, submitted=survey.time)
+    name, kinds = (f"{_STAND_IN}-{kind}", (kind,)) if kind else (_STAND_IN, ())
+    return Trainer(name, 1, most, curve, costs, submitted=survey.time, node_kinds=kinds)
 
 
 def _our_jobs(source: WindowSource) -> tuple[int, list[str]]:

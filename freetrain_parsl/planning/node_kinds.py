@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.objectives.base import Objective, Table
     from freetrain_parsl.planning.policies.base import Policy
 
-__all__ = ["allocate_over_kinds", "by_kind", "kind_of_nodes", "kinds_of"]
+__all__ = ["allocate_over_kinds", "kinds_of"]
 
 _TIME_LIMIT = 1.0  # seconds
 _PROVEN = 1e-9  # relative distance from the bound that counts as zero
@@ -58,27 +58,18 @@ def kinds_of(nodes: Iterable[PoolNode]) -> list[str]:
     return sorted({node.node_kind for node in nodes})
 
 
-def by_kind(pool: Pool) -> dict[str, Pool]:
-    """Divide a pool into one pool for each kind of its nodes."""
-    return {
-        kind: Pool((node for node in pool.values() if node.node_kind == kind), pool.horizon, pool.max_blocks)
-        for kind in kinds_of(pool.values())
-    }
-
-
-def kind_of_nodes(nodes: Iterable[str], pool: Mapping[str, PoolNode]) -> str | None:
-    """Return the kind of a trainer's nodes; ``None`` if none of them is in the pool."""
-    return next((pool[node].node_kind for node in sorted(nodes) if node in pool), None)
-
-
 def allocate_over_kinds(
     policy: Policy, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float
 ) -> Decision:
     """Decide which trainer gets which nodes, all of one kind; see `Policy.allocate` for the parameters."""
-    pools = by_kind(pool)
-    if len(pools) <= 1 and not any(trainer.node_kinds or trainer.curves for trainer in trainers):
+    kinds_here = kinds_of(pool.values())
+    if len(kinds_here) <= 1 and not any(trainer.node_kinds or trainer.curves for trainer in trainers):
         return policy.allocate(pool, trainers, current, now)
     started = time.perf_counter()
+    pools = {
+        kind: Pool((node for node in pool.values() if node.node_kind == kind), pool.horizon, pool.max_blocks)
+        for kind in kinds_here
+    }
     ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
     choices = _Choices(policy, pools, ranked, current, now)
     kinds, solution = choices.best()

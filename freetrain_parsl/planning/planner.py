@@ -20,13 +20,13 @@ from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.blocks.planner import Holdings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
-from freetrain_parsl.planning.node_kinds import allocate_over_kinds, kind_of_nodes, kinds_of
+from freetrain_parsl.planning.node_kinds import allocate_over_kinds, kinds_of
 from freetrain_parsl.planning.node_survival import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.settings import PlannerSettings, SettingsInSeconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from freetrain_parsl.planning.policies.base import Policy
 
@@ -314,10 +314,10 @@ class Planner:
         }
         for name in self._assigned.keys() - current.keys():
             self._trainers[name] = replace(self._trainers[name], since=now)  # back to the end of the queue
-        trainers = [self._pinned(trainer, current.get(trainer.name, frozenset()), pool) for trainer in self.trainers]
+        trainers = [self._pinned(trainer, current.get(trainer.name, frozenset())) for trainer in self.trainers]
         if self._settle_until is not None:
             # More nodes are about to join: grow once for all of them; only trainers without nodes start now.
-            trainers = [_staying(t, current[t.name], pool) if t.name in current else t for t in trainers]
+            trainers = [self._staying(t, current[t.name]) if t.name in current else t for t in trainers]
         decision = self._decide("assign", pool, trainers, current, now)
         allocation = decision.allocation if decision is not None else self._last_good(current)
         actions: ev.Actions = []
@@ -332,14 +332,14 @@ class Planner:
         # Nodes are released before they are assigned, so that the driver can act in this order.
         return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
 
-    def _pinned(self, trainer: Trainer, nodes: frozenset[str], pool: Pool) -> Trainer:
+    def _pinned(self, trainer: Trainer, nodes: frozenset[str]) -> Trainer:
         """Keep the nodes of a trainer that ends before a rescale would pay off."""
-        seconds_left = self._seconds_left(trainer, nodes, pool)
-        return trainer if seconds_left is None or seconds_left > trainer.costs.up else _staying(trainer, nodes, pool)
+        seconds_left = self._seconds_left(trainer, nodes)
+        return trainer if seconds_left is None or seconds_left > trainer.costs.up else self._staying(trainer, nodes)
 
-    def _seconds_left(self, trainer: Trainer, nodes: frozenset[str], pool: Mapping[str, PoolNode]) -> float | None:
+    def _seconds_left(self, trainer: Trainer, nodes: frozenset[str]) -> float | None:
         """Return the seconds of work left on its nodes; ``None`` if it does not run on them or that is unknown."""
-        kind = kind_of_nodes(nodes, pool)
+        kind = self._kind_of(nodes)
         here = trainer if kind is None else trainer.on_kind(kind)
         if len(nodes) < here.min_nodes or (rate := here.rate(len(nodes))) <= 0 or here.curve.relative:
             return None
@@ -414,23 +414,27 @@ class Planner:
             return frozenset()
         everything = self._pool([*had, *offered], now)
         current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
-        asking = (self._worth_growing(t, current.get(t.name, frozenset()), everything) for t in self.trainers)
+        asking = (self._worth_growing(t, current.get(t.name, frozenset())) for t in self.trainers)
         trainers = [trainer for trainer in asking if trainer is not None]
         decision = self._decide("demand", everything, trainers, current, now)
         allocation = decision.allocation if decision is not None else self._assigned
         return frozenset().union(*allocation.values())
 
-    def _worth_growing(self, trainer: Trainer, lasting: frozenset[str], everything: Pool) -> Trainer | None:
+    def _worth_growing(self, trainer: Trainer, lasting: frozenset[str]) -> Trainer | None:
         """Let a trainer request no more nodes if it will finish on those it has before a new block is ready."""
-        seconds_left = self._seconds_left(trainer, self._assigned.get(trainer.name, frozenset()), self._nodes)
+        seconds_left = self._seconds_left(trainer, self._assigned.get(trainer.name, frozenset()))
         if seconds_left is None or seconds_left > self._holdings.startup + trainer.costs.up:
             return trainer
-        return _staying(trainer, lasting, everything) if len(lasting) >= trainer.min_nodes else None
+        return self._staying(trainer, lasting) if len(lasting) >= trainer.min_nodes else None
 
-    @property
-    def _nodes(self) -> dict[str, PoolNode]:
-        """The nodes whose slots are ready."""
-        return {name: member.node for name, member in self._members.items()}
+    def _staying(self, trainer: Trainer, nodes: frozenset[str]) -> Trainer:
+        """Limit a trainer to as many nodes as it has, of the same kind."""
+        kind, most = self._kind_of(nodes), max(trainer.min_nodes, len(nodes))
+        return replace(trainer, max_nodes=most, node_kinds=(kind,) if kind else trainer.node_kinds)
+
+    def _kind_of(self, nodes: frozenset[str]) -> str | None:
+        """Return the kind of a trainer's nodes, which is the same for all; ``None`` if none of them is ready."""
+        return next((self._members[name].node.node_kind for name in nodes if name in self._members), None)
 
 
 def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]) -> frozenset[str]:
@@ -446,13 +450,6 @@ def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]
         number = sum(kinds[name] == kind for name in wanted) - sum(node.node_kind == kind for node in had)
         chosen.update(node.name for node in best[: max(0, number)])
     return frozenset(chosen)
-
-
-def _staying(trainer: Trainer, nodes: frozenset[str], pool: Mapping[str, PoolNode]) -> Trainer:
-    """Limit a trainer to as many nodes as it has, of the same kind."""
-    kind = kind_of_nodes(nodes, pool)
-    most = max(trainer.min_nodes, len(nodes))
-    return replace(trainer, max_nodes=most, node_kinds=(kind,) if kind else trainer.node_kinds)
 
 
 def _reassignment(name: str, before: frozenset[str], after: frozenset[str]) -> ev.Reassign:
