@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, NodeKind, training_app
-from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.executor.batch.providers import NODE_KIND, BlockSpec, provider_for
 from freetrain_parsl.executor.control.curve_learning import CurveLearning
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def two_kinds(tmp_path: Path, *, gpus: int = 0, **options: object) -> list[NodeKind]:
+def two_kinds(tmp_path: Path, *, gpus: int = 0) -> list[NodeKind]:
     """Make two kinds of an embedded cluster of three nodes, the first with `gpus` accelerators."""
-    cluster = EmbeddedClusterProvider(
-        nodes=3, cluster_dir=str(tmp_path / "cluster"), grace=timedelta(seconds=4), **options
-    )
+    cluster = EmbeddedClusterProvider(nodes=3, cluster_dir=str(tmp_path / "cluster"), grace=timedelta(seconds=4))
     return [
         NodeKind("fast", cluster.limited_to(("n00",)), available_accelerators=gpus, speed=8.0),
         NodeKind("slow", cluster.limited_to(("n01", "n02"), "export OTHER=1")),
@@ -121,12 +118,14 @@ def test_a_training_moves_to_faster_nodes_when_they_become_free(start, tmp_path,
     """A main job holds the fast node at first. GPU nodes and others cannot form a group, hence the checkpoint."""
     slow = tmp_path / "slow"
     slow.touch()
-    workload = [MainJob(0.0, 1, 15.0, 15.0)]
-    site = start(provider=None, node_kinds=two_kinds(tmp_path, gpus=gpus, workload=workload))
+    site = start(provider=None, node_kinds=two_kinds(tmp_path, gpus=gpus))
+    main = site.cluster.submit(["sleep", "600"], walltime=timedelta(minutes=10), preemptible=False)
+    assert site.cluster.jobs([main])[main]["nodes"] == ["n00"]
     future = make_app(max_nodes=1).options(name="t")(epochs=40, slow=str(slow), pause=0.5)
     site.until(lambda run: run.trainings and run.trainings["t"].progress.get("step", 0) > 3)
     assert site.run.trainings["t"].node_kind == "slow"
     assert site.run.trainings["t"].remark() == "on slow nodes"
+    site.cluster.cancel([main])
     site.until(lambda run: run.trainings["t"].node_kind == "fast")
     step = site.run.trainings["t"].progress["step"]
     site.until(lambda run: run.trainings["t"].progress["step"] > step)
