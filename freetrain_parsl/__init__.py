@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.executor.journal import read_journal
+    from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Decision, Trainer, Window
@@ -39,6 +40,7 @@ __all__ = [
     "HalvingResult",
     "Manners",
     "MilpPolicy",
+    "NodeKind",
     "PlannerSettings",
     "Policy",
     "RescaleCosts",
@@ -69,6 +71,7 @@ _HOMES = {
     "HalvingResult": "freetrain_parsl.sweeps.halving",
     "Manners": "freetrain_parsl.executor.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
+    "NodeKind": "freetrain_parsl.executor.node_kinds",
     "PlannerSettings": "freetrain_parsl.planning.settings",
     "Policy": "freetrain_parsl.planning.policies.base",
     "RescaleCosts": "freetrain_parsl.planning.settings",

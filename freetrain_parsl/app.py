@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
 
 from parsl.app.app import AppBase
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
@@ -20,7 +21,7 @@ from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.signature import check_signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable
     from datetime import datetime, timedelta
 
     from parsl.dataflow.futures import AppFuture
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.trainings import Fuse, TrainingRequest
     from freetrain_parsl.protocol.options import Code, OnCodeChange
 
-__all__ = ["TrainingApp", "training_app"]
+__all__ = ["Scaling", "TrainingApp", "training_app"]
+
+Scaling: TypeAlias = "CurveLike | Mapping[str, CurveLike]"
+"""A scaling curve, or one for each kind of node."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class _Options:
 
     min_nodes: int = 1
     max_nodes: int = 1
-    scaling: CurveLike = None
+    scaling: Scaling = None
     priority: float = 1.0
     deadline: datetime | timedelta | None = None
     samples: int | None = None
@@ -48,6 +52,7 @@ class _Options:
     name: str | None = None
     on_code_change: OnCodeChange = "refuse"
     fuse: Fuse = "auto"
+    node_kinds: Sequence[str] = ()
 
 
 class TrainingApp(AppBase):
@@ -80,7 +85,8 @@ class TrainingApp(AppBase):
         self.__module__ = func.__module__
         self.__wrapped__ = func
         self._options = options
-        self._curve = ScalingCurve.of(options.scaling)
+        self._curve, self._curves = _curves_of(options.scaling)
+        self._node_kinds = _kinds_of(options.node_kinds) or tuple(self._curves)
         # Raises at the decorator if the description is invalid. Not every function's name can be a training's.
         called = func.__name__ if func.__name__.isidentifier() and func.__name__.isascii() else ""
         if is_template(options.name):
@@ -95,6 +101,11 @@ class TrainingApp(AppBase):
         """The plain function; `run_alone` calls it."""
         function: Callable[..., Any] = self.func
         return function
+
+    @property
+    def node_kinds(self) -> tuple[str, ...]:
+        """The kinds of nodes on which its trainings may run; empty: any."""
+        return self._node_kinds
 
     def options(self, **changes: Any) -> TrainingApp:
         """Return a copy of the app with some of the decorator's arguments changed.
@@ -269,6 +280,8 @@ class TrainingApp(AppBase):
             samples=options.samples,
             costs=None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
             fusion=fusion_of(options.fuse, code),
+            node_kinds=self._node_kinds,
+            scaling_by_kind=self._curves,
         )
 
     def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
@@ -378,7 +391,7 @@ def training_app(
     *,
     min_nodes: int = ...,
     max_nodes: int = ...,
-    scaling: CurveLike = ...,
+    scaling: Scaling = ...,
     priority: float = ...,
     deadline: datetime | timedelta | None = ...,
     samples: int | None = ...,
@@ -389,6 +402,7 @@ def training_app(
     name: str | None = ...,
     on_code_change: OnCodeChange = ...,
     fuse: Fuse = ...,
+    node_kinds: Sequence[str] = ...,
     executors: Sequence[str] | Literal["all"] = ...,
     cache: bool = ...,
     data_flow_kernel: DataFlowKernel | None = ...,
@@ -416,7 +430,9 @@ def training_app(
     scaling
         Samples per second as a function of the number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file.
         Default: each doubling keeps 90 % of the efficiency. ``"learn"``: begin on `min_nodes`, measure, and try twice
-        as many nodes while that pays off. Measured rates replace the stated ones in any case.
+        as many nodes while that pays off. Measured rates replace the stated ones in any case. Where a site has several
+        kinds of nodes: one of these for each kind, ``{"gpu": {1: 900.0}, "cpu": {1: 40.0, 4: 150.0}}``; the training
+        then runs on these kinds only, unless `node_kinds` is given.
     priority
         Weight for objectives that use one.
     deadline
@@ -441,6 +457,9 @@ def training_app(
     fuse
         Whether the training may run fused with others of the same function and code, in one process, with the results
         that it has alone: ``"auto"`` where that is faster, False, or the maximum number of trainings in one process.
+    node_kinds
+        Kinds of nodes on which the training may run, at a site that has several. Default: any of them. It runs on one
+        kind at a time.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 
@@ -467,3 +486,19 @@ def training_app(
         )
 
     return decorate if function is None else decorate(function)
+
+
+def _kinds_of(names: object) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InvalidTrainer(f"node_kinds is a list of names, such as ['gpu'], got {names!r}")
+    return tuple(dict.fromkeys(names))
+
+
+def _curves_of(scaling: Scaling) -> tuple[ScalingCurve, dict[str, ScalingCurve]]:
+    """Return the curve wherever none is given for the kind of node, and the curves by kind."""
+    if not isinstance(scaling, Mapping) or not any(isinstance(key, str) for key in scaling):
+        return ScalingCurve.of(cast("CurveLike", scaling)), {}
+    if not all(isinstance(key, str) for key in scaling):
+        raise InvalidTrainer(f"scaling: give numbers of nodes or kinds of nodes, not both, got {list(scaling)!r}")
+    curves = {kind: ScalingCurve.of(curve) for kind, curve in cast("Mapping[str, CurveLike]", scaling).items()}
+    return next(iter(curves.values())), curves

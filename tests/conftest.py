@@ -111,10 +111,11 @@ def shared_cluster(slurm_is_here) -> Iterator[LoopbackSlurm]:
     """Start the cluster: eight nodes, the first two with the feature `fast`, and a scheduler pass every second."""
     small = LoopbackPartition("small", nodes="node[01-04]", tier=100, extra="MaxTime=30")
     graceless = LoopbackPartition("graceless", preempt="cancel")
+    kinds = (LoopbackPartition("west", nodes="node[01-03]"), LoopbackPartition("east", nodes="node[04-08]"))
     with LoopbackSlurm(
         nodes=8,
         features={"node01": "fast", "node02": "fast"},
-        partitions=(*PARTITIONS, small, graceless),
+        partitions=(*PARTITIONS, small, graceless, *kinds),
         bf_interval=1,
         kill_wait=20,
     ) as cluster:

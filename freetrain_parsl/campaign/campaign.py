@@ -41,11 +41,14 @@ class CampaignTraining:
         The app, with the campaign's options.
     arguments
         Its arguments.
+    kinds_at
+        File and line of its kinds of nodes, or of the training.
     """
 
     name: str
     app: TrainingApp
     arguments: Mapping[str, Any]
+    kinds_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
     section.done()
     if count > _MOST_TRAININGS:
         raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
+    kinds_at = section.where("node_kinds" if "node_kinds" in options else "scaling")
     first_seed = options.get("seed", app.request("seed").options.seed)
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
@@ -151,7 +155,7 @@ def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp
             if numbered:
                 name = f"{name}-{number + 1}"
             own = {**options, "seed": first_seed + number} if repeat > 1 else options
-            yield CampaignTraining(name, section.checked(app.options, name=name, **own), called)
+            yield CampaignTraining(name, section.checked(app.options, name=name, **own), called, kinds_at)
 
 
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:
@@ -167,16 +171,34 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "checkpoint_interval": section.duration("checkpoint_interval", positive=True),
         "on_code_change": section.text("on_code_change"),
         "fuse": _read_fuse(section),
+        "node_kinds": _read_node_kinds(section),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
     scaling = section.value("scaling")
-    if isinstance(scaling, str) and scaling != LEARN:
-        scaling = directory / section.checked(user_path, scaling, key="scaling")
-    elif not (scaling is None or scaling == LEARN or isinstance(scaling, dict)):
-        raise section.refusal("must be a mapping of nodes to samples per second, a file, or 'learn'", "scaling")
-    options["scaling"] = scaling
+    if isinstance(scaling, dict) and any(isinstance(kind, str) for kind in scaling):
+        options["scaling"] = {kind: _read_scaling(section, curve, directory) for kind, curve in scaling.items()}
+    else:
+        options["scaling"] = _read_scaling(section, scaling, directory)
     return {key: value for key, value in options.items() if value is not None}
+
+
+def _read_scaling(section: Section, scaling: Any, directory: Path) -> Any:
+    if isinstance(scaling, str) and scaling != LEARN:
+        return directory / section.checked(user_path, scaling, key="scaling")
+    if not (scaling is None or scaling == LEARN or isinstance(scaling, dict)):
+        raise section.refusal(
+            "must be a mapping of nodes to samples per second, a file, or 'learn', or these for each kind of node",
+            "scaling",
+        )
+    return scaling
+
+
+def _read_node_kinds(section: Section) -> list[str] | None:
+    kinds = section.value("node_kinds")
+    if kinds is not None and not (isinstance(kinds, list) and kinds and all(isinstance(kind, str) for kind in kinds)):
+        raise section.refusal("should be a list of kinds of nodes, such as [gpu]", "node_kinds")
+    return kinds
 
 
 def _read_fuse(section: Section) -> Fuse | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.site import Site
     from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.windows.base import WindowSource
 
 __all__ = ["make_executor", "make_provider", "make_window_source"]
@@ -50,6 +51,8 @@ def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path |
         from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
 
         own: dict[str, Any] = {key: site.block[key] for key in ("nodes", "cluster", "grace") if key in site.block}
+        if site.kinds and "cluster" not in own:
+            own["nodes"] = sum(len(kind.block["only"]) for kind in site.kinds)
         if run_dir is not None:
             own["cluster_dir"] = str(run_dir / "cluster")
         return EmbeddedClusterProvider(worker_init=worker_init, **own)
@@ -93,11 +96,15 @@ def make_window_source(site: Site) -> WindowSource:
     ClusterGone
         It is an embedded cluster that is not running.
     """
+    if site.kinds:
+        from freetrain_parsl.windows.node_kinds import WindowsByKind
+
+        return WindowsByKind({kind.name: make_window_source(site.of_kind(kind)) for kind in site.kinds})
     if site.system == "local":
         from freetrain_parsl.cluster.client import ClusterClient
         from freetrain_parsl.cluster.window_source import LocalWindowSource
 
-        return LocalWindowSource(ClusterClient(site.block.get("cluster")))
+        return LocalWindowSource(ClusterClient(site.block.get("cluster")), site.block.get("only"))
     if site.system == "slurm":
         from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
@@ -149,23 +156,46 @@ def make_executor(
     settings = dict(site.executor_settings)
     if site.driver_interface is not None:
         settings["address"] = _driver_address(site.driver_interface, site.file)
-    accelerators = site.node.accelerators
     container = site.node.container
     if container is not None and import_paths:
         container = replace(container, binds=(*map(str, import_paths), *container.binds))
     checkpoints = site.checkpoint_dir or (None if run_dir is None else run_dir / "checkpoints")
+    if site.kinds:
+        settings["node_kinds"] = _node_kinds(site, import_paths, run_dir)
+    else:
+        accelerators = site.node.accelerators
+        settings |= {
+            "provider": make_provider(site, import_paths, run_dir),
+            "windows": None if site.system == "local" else make_window_source(site),
+            "slots_per_node": site.node.slots,
+            "available_accelerators": accelerators if isinstance(accelerators, int) else list(accelerators),
+        }
     return FreeTrainExecutor(
-        provider=make_provider(site, import_paths, run_dir),
-        windows=None if site.system == "local" else make_window_source(site),
         planner=site.planner_settings,
         checkpoint_dir=checkpoints,
-        slots_per_node=site.node.slots,
-        available_accelerators=accelerators if isinstance(accelerators, int) else list(accelerators),
         node_python=site.node.python,
         container=container,
         job_tag=run_id,
         **settings,
     )
+
+
+def _node_kinds(site: Site, import_paths: Sequence[Path], run_dir: Path | None) -> list[NodeKind]:
+    """Return the kinds of nodes; those of an embedded cluster share it."""
+    from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
+    from freetrain_parsl.executor.node_kinds import NodeKind
+
+    shared = make_provider(site, import_paths, run_dir) if site.system == "local" else None
+    kinds = []
+    for kind in site.kinds:
+        if isinstance(shared, EmbeddedClusterProvider):
+            provider: ExecutionProvider = shared.limited_to(kind.block["only"], kind.block.get("worker_init", ""))
+            windows = None
+        else:
+            provider, windows = make_provider(site.of_kind(kind), import_paths), make_window_source(site.of_kind(kind))
+        accelerators = kind.node.accelerators
+        kinds.append(NodeKind(kind.name, provider, windows, kind.node.slots, accelerators, kind.speed))
+    return kinds
 
 
 def _driver_address(interface: str, file: str) -> str:

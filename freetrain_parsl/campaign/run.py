@@ -71,6 +71,20 @@ def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
         make_window_source(site).check(least_walltime(site.planner_settings.in_seconds()))
 
 
+def _refuse_unknown_kinds(campaign: Campaign, site: Site) -> None:
+    """Reject trainings that ask for nodes of kinds that the site does not have."""
+    known = {kind.name for kind in site.kinds}
+    for training in campaign.trainings:
+        for kind in training.app.node_kinds:
+            if kind not in known:
+                choices = (
+                    f"the kinds of {site.file} are {', '.join(sorted(known))}" if known else f"{site.file} has none"
+                )
+                raise InvalidInput(
+                    f"{training.kinds_at}: training {training.name!r} needs nodes of kind {kind!r}; {choices}"
+                )
+
+
 def find_run(directory: Path | None) -> Path:
     """Return the given run directory, or the newest one in the current directory.
 
@@ -122,6 +136,7 @@ class CampaignRun:
         UsageError, BatchSystemError
             See `preflight`.
         """
+        _refuse_unknown_kinds(campaign, site)
         now = datetime.now().astimezone()
         run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
         made = not run_dir.exists()
@@ -186,7 +201,9 @@ class CampaignRun:
                 for training in campaign.trainings
             )
             campaign = replace(campaign, trainings=tuple(trainings))
-        return cls(store, read_site(store) if config is None else Site.load(config, variables), campaign)
+        site = read_site(store) if config is None else Site.load(config, variables)
+        _refuse_unknown_kinds(campaign, site)
+        return cls(store, site, campaign)
 
     @property
     def directory(self) -> Path:

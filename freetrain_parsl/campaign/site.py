@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
+from freetrain_parsl.cluster.nodesets import NodeNames
 from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.executor.node_kinds import check_kind_name
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 from freetrain_parsl.strict_yaml import read_text
+from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.planning.policies import PolicyLike
 
-__all__ = ["NodeShape", "Site", "shipped_sites"]
+__all__ = ["NodeShape", "Site", "SiteKind", "shipped_sites"]
 
 SYSTEMS = ("local", "slurm", "pbs")
 LAUNCHERS = ("srun", "mpiexec", "mpirun", "single")
+
+_WORDS = {
+    "slurm": ("partition", "account", "qos", "constraint", "gres", "scheduler_options", "windows_in"),
+    "pbs": ("queue", "account", "select_options", "scheduler_options", "windows_in"),
+}
+"""Keys that choose the nodes of a job."""
 
 _MANNERS = ("max_pending_blocks",)  # planner settings in the file's ``manners`` section
 _NAME = r"[A-Za-z0-9._:@%-]{1,255}"
@@ -64,6 +73,28 @@ class NodeShape:
 
 
 @dataclass(frozen=True)
+class SiteKind:
+    """A kind of nodes of a site.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    block
+        Keys of the ``block`` section that differ for it.
+    node
+        Resources requested on each of its nodes.
+    speed
+        Assumed throughput of a node relative to those of other kinds.
+    """
+
+    name: str
+    block: Mapping[str, Any]
+    node: NodeShape
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
 class Site:
     """A validated site file. The batch system has not been queried yet.
 
@@ -93,6 +124,8 @@ class Site:
         ``None``: in the run directory.
     least_free
         Bytes that must be free in the checkpoint directory.
+    kinds
+        The kinds of nodes, where there are several.
     """
 
     name: str
@@ -107,6 +140,7 @@ class Site:
     driver_interface: str | None = None
     checkpoint_dir: Path | None = None
     least_free: int = _LEAST_FREE
+    kinds: tuple[SiteKind, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path, variables: Variables | None = None) -> Site:
@@ -137,6 +171,7 @@ class Site:
             raise top.refusal(f"'system' is missing; it is one of {', '.join(SYSTEMS)}")
         node = _read_node(top.section("node"), system)
         block = _read_block(top.section("block"), system)
+        kinds = _read_kinds(top, system, block, node)
         planner, executor = _read_settings(top)
         network, checkpoints = top.section("network"), top.section("checkpoints")
         executor["checkpoints"] = CheckpointSettings(**_given(interval=checkpoints.duration("interval", positive=True)))
@@ -163,7 +198,14 @@ class Site:
             driver_interface=driver_interface,
             checkpoint_dir=None if directory is None else directory.absolute(),
             least_free=_LEAST_FREE if least_free is None else least_free,
+            kinds=kinds,
         )
+
+    def of_kind(self, kind: SiteKind) -> Site:
+        """Return the site as if it had nodes of one kind only."""
+        inits = (self.block.get("worker_init"), kind.block.get("worker_init"))
+        block = {**self.block, **kind.block, **_given(worker_init="\n".join(filter(None, inits)) or None)}
+        return replace(self, block=block, node=kind.node, kinds=())
 
     @property
     def outlives_driver(self) -> bool:
@@ -215,11 +257,7 @@ def _read_block(section: Section, system: str) -> dict[str, Any]:
         if "cluster" in block and len(block.keys() & {"nodes", "grace"}):
             raise section.refusal("a named cluster has its own nodes and grace; remove these", "cluster")
     else:
-        words = {
-            "slurm": ("partition", "account", "qos", "constraint", "gres", "scheduler_options", "windows_in"),
-            "pbs": ("queue", "account", "select_options", "scheduler_options", "windows_in"),
-        }[system]
-        block |= _given(**{word: _word(section, word) for word in words})
+        block |= _read_words(section, system)
         block |= _given(
             launcher=section.choice("launcher", LAUNCHERS),
             launcher_overrides=section.text("launcher_overrides"),
@@ -229,12 +267,80 @@ def _read_block(section: Section, system: str) -> dict[str, Any]:
             block |= _given(launcher_bind=section.text("launcher_bind"), preemptible=section.flag("preemptible"))
             if "launcher_bind" in block and block.get("launcher", "mpiexec") != "mpiexec":
                 raise section.refusal("requires the launcher mpiexec", "launcher_bind")
-        prefix = {"slurm": "#SBATCH", "pbs": "#PBS"}[system]
-        for line in filter(None, map(str.strip, block.get("scheduler_options", "").splitlines())):
-            if not line.startswith(f"{prefix} "):
-                raise section.refusal(f"each line begins with '{prefix} ', got {line!r}", "scheduler_options")
     section.done()
     return block
+
+
+def _read_words(section: Section, system: str) -> dict[str, Any]:
+    """Read the words of a resource request, which choose the nodes."""
+    words = _given(**{word: _word(section, word) for word in _WORDS[system]})
+    prefix = {"slurm": "#SBATCH", "pbs": "#PBS"}[system]
+    for line in filter(None, map(str.strip, words.get("scheduler_options", "").splitlines())):
+        if not line.startswith(f"{prefix} "):
+            raise section.refusal(f"each line begins with '{prefix} ', got {line!r}", "scheduler_options")
+    return words
+
+
+def _read_kinds(top: Section, system: str, block: Mapping[str, Any], node: NodeShape) -> tuple[SiteKind, ...]:
+    """Read the section ``kinds``: for each kind of node, what differs from the sections ``block`` and ``node``."""
+    section = top.section("kinds")
+    names = section.keys()
+    if not names:
+        return ()
+    if len(names) == 1:
+        raise top.refusal("a single kind has no name: write its keys into the sections block and node", "kinds")
+    if system == "local" and "nodes" in block:
+        raise top.refusal("the kinds have the nodes; remove block.nodes", "kinds")
+    kinds: list[SiteKind] = []
+    first = 0
+    for name in names:
+        section.checked(check_kind_name, name, key=name)
+        keys = section.section(name)
+        own = _given(worker_init=keys.text("worker_init"))
+        if system == "local":
+            own |= _read_nodes(keys, named="cluster" in block, first=first)
+            first += len(own["only"])
+            shape = replace(node, slots=keys.count("slots", most=_MOST_SLOTS) or node.slots)
+        else:
+            own |= _read_words(keys, system)
+            shape = _read_resources(keys, node)
+        speed = keys.number("speed")
+        if speed is not None and speed <= 0:
+            raise keys.refusal(f"must be more than zero, got {speed:g}", "speed")
+        kind = SiteKind(name, own, shape, 1.0 if speed is None else speed)
+        _refuse_same_nodes(section, kind, kinds)
+        kinds.append(kind)
+        keys.done()
+    if system == "local" and "cluster" not in block:  # the names follow from the size of the whole cluster
+        all_names = NodeNames(first).names
+        kinds = [replace(k, block={**k.block, "only": tuple(all_names[i] for i in k.block["only"])}) for k in kinds]
+    return tuple(kinds)
+
+
+def _read_nodes(section: Section, *, named: bool, first: int) -> dict[str, Any]:
+    """Read the nodes of a kind: their names in a running cluster, else their number, as positions from `first`."""
+    if named:
+        text = section.required("nodes", "'n[00-03]'")
+        try:
+            return {"only": tuple(expand_hosts(text))}
+        except ValueError as error:
+            raise section.refusal(f"{error}, such as n[00-03]", "nodes") from None
+    if not section.has("nodes"):
+        raise section.refusal("is missing; give the number of nodes of this kind", "nodes")
+    return {"only": tuple(range(first, first + (section.count("nodes", most=_MOST_EMBEDDED) or 0)))}
+
+
+def _refuse_same_nodes(section: Section, kind: SiteKind, others: Iterable[SiteKind]) -> None:
+    for other in others:
+        shared = set(kind.block.get("only", ())) & set(other.block.get("only", ()))
+        ignored = ("worker_init", "only")
+        same = all(
+            kind.block.get(key) == other.block.get(key) for key in {*kind.block, *other.block}.difference(ignored)
+        )
+        if shared or (same and "only" not in kind.block and kind.node == other.node):
+            raise section.refusal(
+                f"its nodes are those of {other.name!r}; give it another partition or nodes", kind.name
+            )
 
 
 def _name(section: Section, key: str) -> str | None:
@@ -259,8 +365,16 @@ def _read_node(section: Section, system: str) -> NodeShape:
         shape = NodeShape(slots=slots or 1, python=_read_python(section), container=_read_container(section))
         section.done()
         return shape
+    shape = _read_resources(section, NodeShape())
+    shape = replace(shape, python=_read_python(section), container=_read_container(section))
+    section.done()
+    return shape
+
+
+def _read_resources(section: Section, default: NodeShape) -> NodeShape:
+    """Read the resources requested on each node; those that are not given are the default's."""
     gpus = section.count("gpus", least=0, most=_MOST_SLOTS)
-    accelerators: int | tuple[str, ...] = gpus or 0
+    accelerators: int | tuple[str, ...] = default.accelerators if gpus is None else gpus
     names = section.value("accelerators")
     if isinstance(names, list) and 0 < len(names) <= _MOST_SLOTS and all(map(_names_accelerator, names)):
         accelerators = tuple(map(str, names))
@@ -272,18 +386,17 @@ def _read_node(section: Section, system: str) -> NodeShape:
     slots = section.count("slots", most=_MOST_SLOTS)
     if slots is not None and number and slots > number:
         raise section.refusal(f"there are {number} accelerators for {slots} slots; a slot needs its own", "slots")
-    shape = NodeShape(
-        cores=section.count("cores"),
-        gpus=gpus,
-        memory=section.memory("memory"),
-        slots=slots or number or 1,
+    same = accelerators == default.accelerators
+    cores, memory, exclusive = section.count("cores"), section.memory("memory"), section.flag("exclusive")
+    return replace(
+        default,
+        cores=default.cores if cores is None else cores,
+        gpus=default.gpus if gpus is None else gpus,
+        memory=default.memory if memory is None else memory,
+        slots=slots or (default.slots if same else number or 1),
         accelerators=accelerators,
-        exclusive=section.flag("exclusive") is not False,
-        python=_read_python(section),
-        container=_read_container(section),
+        exclusive=default.exclusive if exclusive is None else exclusive,
     )
-    section.done()
-    return shape
 
 
 def _names_accelerator(name: object) -> bool:

@@ -293,6 +293,10 @@ class Section:
         """Return a free value: number, text, list or mapping."""
         return self._plain(self._nodes[key], key) if self.has(key) else None
 
+    def keys(self) -> tuple[str, ...]:
+        """Return all keys, in the order of the file."""
+        return tuple(self._nodes)
+
     def values(self) -> dict[str, Any]:
         """Return all keys with their free values."""
         return {key: self.value(key) for key in self._nodes}

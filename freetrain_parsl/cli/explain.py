@@ -124,7 +124,8 @@ def verdict_sentence(verdict: Verdict, now: float) -> str:
     """Describe the use of a window."""
     window = verdict.window
     lasts = ", no end known" if window.closes is None else f" × {format_span(window.closes - now)}"  # noqa: RUF001 - a product
-    head = f"window of {_nodes(len(window.nodes))}{lasts} ({compress_hosts(window.nodes)})"
+    kind = f" of kind {window.node_kind}" if window.node_kind else ""
+    head = f"window of {_nodes(len(window.nodes))}{kind}{lasts} ({compress_hosts(window.nodes)})"
     if not verdict.why:
         return f"{head} used"
     if not verdict.used:

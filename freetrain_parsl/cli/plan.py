@@ -123,6 +123,9 @@ def plan_table(plan: Preview, now: float, *, narrow: bool = False) -> Table:
     with_samples = any(share.samples is not None for shares in plan.shares for share in shares)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("nodes", justify="right")
+    kinds = any(request.window.node_kind for request in plan.requests)
+    if kinds:
+        table.add_column("of kind", no_wrap=True)
     table.add_column("walltime", justify="right", no_wrap=True)
     if not narrow:
         table.add_column("closes", no_wrap=True)
@@ -134,6 +137,7 @@ def plan_table(plan: Preview, now: float, *, narrow: bool = False) -> Table:
     for request, shares in zip(plan.requests, plan.shares, strict=True):
         table.add_row(
             str(len(request.nodes)),
+            *([request.window.node_kind] if kinds else []),
             format_duration(request.seconds),
             *([] if narrow else [format_closing(request.window, now)]),
             Text("\n".join(f"{share.trainer} on {share.nodes}" for share in shares)),

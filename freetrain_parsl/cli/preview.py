@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freetrain_parsl.windows.base import BlockState
+from freetrain_parsl.windows.node_kinds import WindowsByKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from freetrain_parsl.campaign.yaml_file import Variables
     from freetrain_parsl.cli.sources import ChosenSource
@@ -69,6 +70,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     BatchSystemError
         The batch system did not answer.
     """
+    from freetrain_parsl.executor.node_kinds import refuse_unknown_kinds
     from freetrain_parsl.planning.blocks.rules import least_walltime
     from freetrain_parsl.planning.explain import explain_windows
     from freetrain_parsl.planning.policies import resolve_policy
@@ -80,21 +82,33 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     survey = chosen.source.survey()
     pending, notes = _our_jobs(chosen.source)
     if requests is None:
-        notes.append(_WITHOUT_CAMPAIGN)
-        trainers = [_stand_in(survey, costs)]
+        notes.append(f"{_WITHOUT_CAMPAIGN}{', for each kind' if chosen.speeds else ''}")
+        trainers = [_stand_in(survey, costs, kind) for kind in chosen.speeds or [""]]
     else:
+        for request in requests:
+            refuse_unknown_kinds(request, chosen.speeds)
         trainers, cohorts = _as_trainers(requests, costs, survey.time)
         notes += cohorts
+    if chosen.speeds:
+        trainers = _on_kinds(trainers, chosen.speeds)
     explanation = explain_windows(
-        survey.windows, trainers, resolve_policy(chosen.policy), settings, survey.terms, survey.time, pending
+        survey.windows,
+        trainers,
+        resolve_policy(chosen.policy),
+        settings,
+        survey.terms,
+        survey.time,
+        pending,
+        survey.terms_by_kind,
     )
-    if survey.nodes is not None:
-        notes += [
-            f"training {trainer.name} needs {trainer.min_nodes} nodes at the same time, but there are only "
-            f"{survey.nodes}: it would be rejected"
-            for trainer in trainers
-            if trainer.min_nodes > survey.nodes
-        ]
+    for trainer in trainers:
+        usable = [n for kind, n in survey.nodes_by_kind.items() if trainer.may_use(kind)]
+        most = max(usable, default=survey.nodes)
+        if most is not None and trainer.min_nodes > most:
+            notes.append(
+                f"training {trainer.name} needs {trainer.min_nodes} nodes at the same time, but there are only "
+                f"{most}: it would be rejected"
+            )
     return PlannerAnswer(survey, explanation, (*notes, *survey.notes))
 
 
@@ -132,18 +146,37 @@ def _as_trainers(
     return trainers, notes
 
 
-def _stand_in(survey: Survey, costs: CostsInSeconds) -> Trainer:
-    """Make a training that can use any number of nodes, each with the same value."""
+def _on_kinds(trainers: Iterable[Trainer], speeds: Mapping[str, float]) -> list[Trainer]:
+    """Return the trainers with the curves that the executor assumes on each kind of node before it has measured any."""
+    from freetrain_parsl.planning.curves.learning import Profile, best_rate_per_node
+    from freetrain_parsl.planning.curves.node_kinds import learned_on_kinds, relative_speeds
+
+    trainers = list(trainers)
+    stated = (curve for trainer in trainers for curve in (trainer.curve, *trainer.curves.values()))
+    unit = best_rate_per_node(stated)
+    ratios = relative_speeds(speeds, [])
+    profiles = (
+        {kind: Profile(trainer.curves.get(kind, trainer.curve)) for kind in speeds if trainer.may_use(kind)}
+        for trainer in trainers
+    )
+    return [learned_on_kinds(one, those, ratios, unit) for one, those in zip(trainers, profiles, strict=True)]
+
+
+def _stand_in(survey: Survey, costs: CostsInSeconds, kind: str) -> Trainer:
+    """Make a training that can use any number of nodes of a kind, each with the same value."""
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
 
-    most = max(2, sum(len(window.nodes) for window in survey.windows))
+    most = max(2, sum(len(window.nodes) for window in survey.windows if window.node_kind == kind))
     curve = ScalingCurve({1: 1.0, most: float(most)}, relative=True)
-    return Trainer(_STAND_IN, 1, most, curve, costs, submitted=survey.time)
+    name, kinds = (f"{_STAND_IN}-{kind}", (kind,)) if kind else (_STAND_IN, ())
+    return Trainer(name, 1, most, curve, costs, submitted=survey.time, node_kinds=kinds)
 
 
 def _our_jobs(source: WindowSource) -> tuple[int, list[str]]:
     """Count our pending blocks; like the nodes of any job, theirs are in no window."""
+    if isinstance(source, WindowsByKind):
+        source = source.first
     jobs = set(source.find_jobs(_JOBS))
     if not jobs:
         return 0, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
@@ -78,6 +78,8 @@ class ChosenSource:
         Minimum seconds between rounds of queries.
     remark
         Why this one was chosen, if there were several.
+    speeds
+        Kind of node -> its speed, where the site has several kinds.
     """
 
     source: WindowSource
@@ -87,6 +89,7 @@ class ChosenSource:
     costs: RescaleCosts = DEFAULT_COSTS
     least_interval: float = _LEAST_INTERVAL
     remark: str = ""
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
 
 @contextmanager
@@ -148,12 +151,15 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
             raise UsageError(f"--{name} and --config: the site file sets this; give only one of them")
     site = Site.load(str(options.config), variables)
     partition = site.block.get("queue" if site.system == "pbs" else "partition")
+    kinds = ", ".join(kind.name for kind in site.kinds)
+    title = f"{_TITLES[site.system]}, nodes of the kinds {kinds}" if kinds else _title(site.system, partition)
     return ChosenSource(
         make_window_source(site),
-        f"site {site.name}, {_title(site.system, partition)}",
+        f"site {site.name}, {title}",
         settings=site.planner_settings,
         policy=site.executor_settings.get("policy", ChosenSource.policy),
         costs=site.executor_settings["trainings"].rescale_costs,
+        speeds={kind.name: kind.speed for kind in site.kinds},
         least_interval=0.0 if site.system == "local" else _LEAST_INTERVAL,
     )
 

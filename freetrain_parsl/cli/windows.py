@@ -116,6 +116,7 @@ def window_row(window: Window) -> dict[str, object]:
         "closes": window.closes,
         "kind": window.kind.value,
         "partition": window.partition,
+        **({"node_kind": window.node_kind} if window.node_kind else {}),
     }
 
 
@@ -136,6 +137,9 @@ def window_table(survey: Survey, *, narrow: bool = False) -> Table:
     """Draw the windows, largest first; each shows how many nodes are free for at least as long."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("nodes", justify="right")
+    kinds = any(window.node_kind for window in survey.windows)
+    if kinds:
+        table.add_column("of kind", no_wrap=True)
     table.add_column("time left", justify="right", no_wrap=True)
     table.add_column("for as long", justify="right")
     table.add_column("closes", no_wrap=True)
@@ -145,9 +149,14 @@ def window_table(survey: Survey, *, narrow: bool = False) -> Table:
     table.add_column("names", overflow="fold")
     for window in survey.windows:
         left = window.remaining(survey.time)
-        as_long = sum(len(other.nodes) for other in survey.windows if other.remaining(survey.time) >= left)
+        as_long = sum(
+            len(other.nodes)
+            for other in survey.windows
+            if other.node_kind == window.node_kind and other.remaining(survey.time) >= left
+        )
         table.add_row(
             str(len(window.nodes)),
+            *([window.node_kind] if kinds else []),
             "" if window.closes is None else format_duration(left),
             str(as_long),
             format_closing(window, survey.time),

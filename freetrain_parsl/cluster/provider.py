@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import threading
@@ -107,6 +108,8 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         Walltime per block, ``HH:MM:SS``.
     nodelist : tuple of str or None
         Nodes that a block may use; ``None`` for any.
+    only : tuple of str or None
+        Nodes that all blocks and windows are limited to: those of one kind. ``None`` for all.
     init_blocks, min_blocks, max_blocks, parallelism
         As for every provider; used by the strategy.
     worker_init : str
@@ -127,6 +130,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         nodes_per_block: int = 1,
         walltime: str = "00:10:00",
         nodelist: tuple[str, ...] | None = None,
+        only: tuple[str, ...] | None = None,
         init_blocks: int = 0,
         min_blocks: int = 0,
         max_blocks: int = 10,
@@ -140,8 +144,9 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
             check_count(f"EmbeddedClusterProvider: {setting}", count)
         for setting, count in (("init_blocks", init_blocks), ("min_blocks", min_blocks)):
             check_count(f"EmbeddedClusterProvider: {setting}", count, least=0)
-        if nodelist is not None and not nodelist:
-            raise InvalidSettings("EmbeddedClusterProvider: nodelist must name a node, or be None for any")
+        for setting, names in (("nodelist", nodelist), ("only", only)):
+            if names is not None and not names:
+                raise InvalidSettings(f"EmbeddedClusterProvider: {setting} must name a node, or be None for any")
         self.cluster = cluster
         self.nodes = nodes
         self.workload = workload
@@ -150,6 +155,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         self.nodes_per_block = nodes_per_block
         self.walltime = walltime
         self.nodelist = nodelist
+        self.only = only
         self.init_blocks = init_blocks
         self.min_blocks = min_blocks
         self.max_blocks = max_blocks
@@ -209,7 +215,14 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         """Return the window source of the cluster."""
         from freetrain_parsl.cluster.window_source import LocalWindowSource
 
-        return LocalWindowSource(self.ensure_started())
+        return LocalWindowSource(self.ensure_started(), self.only)
+
+    def limited_to(self, only: tuple[str, ...], worker_init: str = "") -> EmbeddedClusterProvider:
+        """Return a provider of the same cluster for some of its nodes; `worker_init` is run after this one's."""
+        limited = copy.copy(self)
+        limited.only, limited.worker_init = only, "\n".join(filter(None, [self.worker_init, worker_init]))
+        limited.resources = {}
+        return limited
 
     def close(self) -> None:
         """Shut down the private cluster, if any, with all its jobs; all later requests fail."""
@@ -245,7 +258,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
             nodes=self.nodes_per_block,
             walltime=parse_walltime(self.walltime),
             preemptible=True,
-            nodelist=self.nodelist,
+            nodelist=self.nodelist or self.only,
             name=name,
             stdout=stdout,
             stderr=stderr,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
+from freetrain_parsl.windows.slurm.hostlist import compress_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,11 +35,24 @@ class LocalWindowSource(WindowSource):
     ----------
     client
         Client of the cluster.
+    only
+        Names of the nodes to find; ``None`` for all.
     """
 
-    def __init__(self, client: ClusterClient) -> None:
+    def __init__(self, client: ClusterClient, only: Sequence[str] | None = None) -> None:
         self._client = client
-        self._nodes: int | None = None
+        self._only = None if only is None else frozenset(only)
+        self._nodes = None if only is None else len(frozenset(only))
+
+    def check(self, least_walltime: float) -> None:  # noqa: ARG002 - there is no limit
+        """Reject nodes that do not exist; see `WindowSource.check`."""
+        if self._only is None:
+            return
+        names = self._client.nodes()
+        if unknown := sorted(self._only - names.keys()):
+            raise InvalidSettings(
+                f"the embedded cluster has no nodes {compress_hosts(unknown)}; it has {compress_hosts(names)}"
+            )
 
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
         """Query the cluster with one request."""
@@ -45,8 +60,9 @@ class LocalWindowSource(WindowSource):
         if self._nodes is None:
             self._nodes = len(self._client.nodes())
         windows = [
-            Window(tuple(item["nodes"]), item["opens"], item["closes"], WindowKind.BACKFILL)
+            Window(nodes, item["opens"], item["closes"], WindowKind.BACKFILL)
             for item in answer["windows"]
+            if (nodes := tuple(node for node in item["nodes"] if self._only is None or node in self._only))
         ]
         windows.sort(key=lambda window: (-len(window.nodes), window.nodes))
         return Survey(

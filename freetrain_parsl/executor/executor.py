@@ -7,6 +7,7 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.node_kinds import NodeKind, refuse_unknown_kinds
 from freetrain_parsl.executor.packing import pack_or_refuse, pack_task
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
@@ -43,9 +45,10 @@ from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.settings_checks import check_count, check_duration
+from freetrain_parsl.settings_checks import check_duration
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.windows.base import OUR_JOBS, WindowSource
+from freetrain_parsl.windows.node_kinds import WindowsByKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +88,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         cluster, a small batch system on this machine.
     windows
         Finds the windows. Default: the provider's own (``provider.window_source()``).
+    node_kinds
+        The kinds of nodes, where there are several: each has its own provider, windows, slots and accelerators, which
+        are not given otherwise.
     policy
         Decides which training gets how many nodes: a `Policy`, or the name of one with its defaults.
 
@@ -145,6 +151,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         provider: ExecutionProvider | None = None,
         windows: WindowSource | None = None,
         *,
+        node_kinds: Sequence[NodeKind] = (),
         policy: str | Policy = "milp",
         planner: PlannerSettings | None = None,
         trainings: TrainingSettings | None = None,
@@ -163,15 +170,27 @@ class FreeTrainExecutor(HighThroughputExecutor):
         worker_debug: bool = False,
         encrypted: bool = True,
     ) -> None:
-        if provider is None:
-            from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
-
-            provider = EmbeddedClusterProvider()
         planner = planner or PlannerSettings()
-        refuse_provider(provider, windows, planner.max_nodes_per_block)
+        self._kinds = _named_kinds(node_kinds)
+        if not self._kinds:
+            if provider is None:
+                from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
+
+                provider = EmbeddedClusterProvider()
+            accelerators = (
+                available_accelerators if isinstance(available_accelerators, int) else tuple(available_accelerators)
+            )
+            self._kinds = {"": NodeKind("", provider, windows, slots_per_node, accelerators)}
+        elif provider is not None or windows is not None or slots_per_node != 1 or available_accelerators:
+            raise InvalidSettings(
+                "FreeTrainExecutor: with node_kinds, give provider, windows, slots_per_node and available_accelerators "
+                "of each kind only"
+            )
+        provider = next(iter(self._kinds.values())).provider
+        for kind in self._kinds.values():
+            refuse_provider(kind.provider, kind.windows, planner.max_nodes_per_block)
         if not re.fullmatch(r"[A-Za-z0-9._-]+", label):
             raise InvalidSettings(f"FreeTrainExecutor: label {label!r} may hold letters, digits, '.', '_' and '-' only")
-        check_count("FreeTrainExecutor: slots_per_node", slots_per_node)
         check_duration("FreeTrainExecutor: grace", grace)
         if checkpoint_dir is not None:
             prepare_root(Path(checkpoint_dir))
@@ -183,6 +202,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.policy = policy
         self._policy = resolve_policy(policy)
         self.windows = windows
+        self.node_kinds = tuple(node_kinds)
         self.planner = planner
         self.trainings = trainings or TrainingSettings()
         self.manners = manners or Manners()
@@ -220,7 +240,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._watch: InterchangeWatch | None = None
         self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
-        self._blocks = HtexBlocks(self, self.job_prefix)
+        self._blocks = HtexBlocks(self, self.job_prefix, self._kinds)
         self._submissions = Submissions()
 
     # Parsl's executor interface.
@@ -246,9 +266,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def start(self) -> None:
         """Start HTEX's interchange, the job submitter and the control loop."""
-        provider: Any = self.provider
-        if hasattr(provider, "ensure_started"):
-            provider.ensure_started()
+        script_dir = getattr(self.provider, "script_dir", None)  # set by Parsl
+        for kind in self._kinds.values():
+            provider: Any = kind.provider
+            if hasattr(provider, "script_dir"):
+                provider.script_dir = script_dir
+            if hasattr(provider, "ensure_started"):
+                provider.ensure_started()
         run_dir = Path(self.run_dir).absolute()
         if run_dir != Path.cwd():  # equal only without a DataFlowKernel, and then it is not Parsl's directory
             run_dir.chmod(0o700)  # Parsl makes it world-readable, but it holds the user's data
@@ -259,7 +283,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
-        source = self.windows or window_source_for(provider)
+        source = self._window_source()
         planner_settings = self.planner.in_seconds()
         source.check(least_walltime(planner_settings))
         server = SlotServer(self.cert_dir, _PORTS, sorted(self.all_addresses))
@@ -310,6 +334,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 limits=Limits(self.trainings.peer_timeout.total_seconds(), max_restarts=self.trainings.max_restarts),
             ),
             slots_per_node=self.slots_per_node,
+            node_kinds={name: kind.slots for name, kind in self._kinds.items() if name},
             outdated=3 * poll_interval,
             heartbeat_timeout=heartbeat_timeout,
             submit_slot=self._watch.submit,
@@ -321,6 +346,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._submitter.start()
         self._watch.start()
         self._exit.arm()
+
+    def initialize_scaling(self) -> None:
+        """Compose the launch command of each kind of node; called by HTEX when it starts."""
+        self._blocks.compose_commands()
+
+    def _window_source(self) -> WindowSource:
+        sources = {name: kind.windows or window_source_for(kind.provider) for name, kind in self._kinds.items()}
+        return sources[""] if "" in sources else WindowsByKind(sources)
 
     def submit(  # type: ignore[override]  # a training's future is not HTEX's
         self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any
@@ -354,6 +387,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
         if request is None:
             return self._accept(self._submissions.add_task(pack_task(func, args, kwargs)))
+        refuse_unknown_kinds(request, self._kinds)
         if self._submissions.was_cancelled(request):  # one of Parsl's retries
             future: Future[Any] = Future()
             future.set_exception(TrainingCancelled(f"training {request.name!r} was cancelled"))
@@ -410,9 +444,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._end_futures(TrainingInterrupted(reason))
         super().shutdown(timeout)
         keep_private(Path(self.run_dir))
-        provider: Any = self.provider
-        if hasattr(provider, "close"):
-            provider.close()
+        for kind in self._kinds.values():
+            provider: Any = kind.provider
+            if hasattr(provider, "close"):
+                provider.close()
         if self._log_handler is not None:
             logging.getLogger("freetrain_parsl").removeHandler(self._log_handler)
             self._log_handler.close()
@@ -466,3 +501,19 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._executor_exception = error
         self._executor_bad_state.set()
         self._submissions.fail_all(error)
+
+
+def _named_kinds(kinds: Sequence[NodeKind]) -> dict[str, NodeKind]:
+    """Return the kinds by name.
+
+    Raises
+    ------
+    InvalidSettings
+        One has no name, or two have the same.
+    """
+    named = {kind.name: kind for kind in kinds if kind.name}
+    if len(named) != len(kinds):
+        raise InvalidSettings(
+            f"FreeTrainExecutor: each of the node_kinds needs a name of its own, got {[kind.name for kind in kinds]!r}"
+        )
+    return named

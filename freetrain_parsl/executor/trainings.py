@@ -13,6 +13,7 @@ from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_count
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from concurrent.futures import Future
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -90,6 +91,10 @@ class TrainingRequest:
         When it should be finished: a time, or the time after it was submitted; for objectives that use one.
     fusion
         With which trainings it may run fused; ``None``: with none.
+    node_kinds
+        Kinds of nodes on which it may run; empty: any.
+    scaling_by_kind
+        Kind of node -> `scaling` there, where it differs.
     """
 
     options: SessionOptions
@@ -101,6 +106,8 @@ class TrainingRequest:
     costs: CostsInSeconds | None = None
     deadline: datetime | timedelta | None = None
     fusion: Fusion | None = None
+    node_kinds: tuple[str, ...] = ()
+    scaling_by_kind: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):
@@ -143,6 +150,8 @@ class TrainingRequest:
             priority=self.priority,
             deadline=self._deadline(submitted),
             submitted=submitted,
+            node_kinds=self.node_kinds,
+            curves=self.scaling_by_kind,
         )
 
     def _deadline(self, submitted: float) -> float | None:

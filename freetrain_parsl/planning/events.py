@@ -68,10 +68,14 @@ class Tick(Event):
 
 @dataclass(frozen=True)
 class WindowsSeen(Event):
-    """The batch system was queried; `windows` and `terms` replace the previous ones."""
+    """The batch system was queried; `windows` and the terms replace the previous ones.
+
+    `terms_by_kind` has those of the kinds of nodes on which blocks start otherwise than under `terms`.
+    """
 
     windows: tuple[Window, ...]
     terms: BlockTerms = field(default_factory=BlockTerms)
+    terms_by_kind: Mapping[str, BlockTerms] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

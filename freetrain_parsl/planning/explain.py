@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning.blocks.rules import why_not
 from freetrain_parsl.planning.preview import Preview, preview
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from freetrain_parsl.planning.model import BlockTerms, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
@@ -53,12 +55,13 @@ def explain_windows(
     terms: BlockTerms,
     now: float,
     pending: int = 0,
+    terms_by_kind: Mapping[str, BlockTerms] = MappingProxyType({}),
 ) -> Explanation:
     """Explain what a planner would do with each window if it were started now.
 
     Parameters
     ----------
-    windows, terms
+    windows, terms, terms_by_kind
         From the survey of the batch system.
     trainers
         The waiting trainings; they hold no nodes.
@@ -79,8 +82,8 @@ def explain_windows(
         plan = Preview((), (), None)
     else:
         settings = replace(settings, max_pending_blocks=left)
-        plan = preview(windows, trainers, policy, settings, terms, now)
-    reasons = _Reasons(plan, trainers, policy, settings, terms, now, pending, full=left < 1)
+        plan = preview(windows, trainers, policy, settings, terms, now, terms_by_kind)
+    reasons = _Reasons(plan, trainers, policy, settings, terms, terms_by_kind, now, pending, full=left < 1)
     reasons.count_left(windows)
     used = {name for request in plan.requests for name in request.nodes}
     verdicts = []
@@ -99,11 +102,12 @@ class _Reasons:
     policy: Policy
     settings: SettingsInSeconds
     terms: BlockTerms
+    terms_by_kind: Mapping[str, BlockTerms]
     now: float
     pending: int
     full: bool
-    left: int = 0
-    """Nodes that could be obtained and are not needed."""
+    left: Counter[str] = field(default_factory=Counter)
+    """Kind -> nodes that could be obtained and are not needed."""
 
     def __post_init__(self) -> None:
         allocation = {} if self.plan.decision is None else self.plan.decision.allocation
@@ -112,7 +116,9 @@ class _Reasons:
 
     def count_left(self, windows: Iterable[Window]) -> None:
         """Count the nodes that could be obtained and are not needed."""
-        self.left = sum(len(window.nodes) for window in windows if self._rule(window) is None) - len(self._chosen)
+        for window in windows:
+            if self._rule(window) is None:
+                self.left[window.node_kind] += sum(node not in self._chosen for node in window.nodes)
 
     def why(self, window: Window, used: tuple[str, ...]) -> str:
         """Explain why the nodes of a window that are not in `used` are not requested."""
@@ -125,34 +131,42 @@ class _Reasons:
         if self.plan.decision is None:
             return f"policy {self.policy.name!r} gave no valid answer; its error is in the log"
         if wanted := len(self._chosen.intersection(window.nodes)) - len(used):
-            return self._why_not_requested(wanted)
-        if not any(self._grows(trainer) for trainer in self.trainers):
-            return self._why_nobody_grows()
+            return self._why_not_requested(window, wanted)
+        usable = [trainer for trainer in self.trainers if trainer.may_use(window.node_kind)]
+        if not usable:
+            return f"no training may run on nodes of kind {window.node_kind!r}"
+        left = self.left[window.node_kind]
+        if not any(self._grows(trainer, left) for trainer in usable):
+            return self._why_nobody_grows(usable, left)
         return self._why_not_chosen(window, used)
 
     def _rule(self, window: Window) -> str | None:
-        return why_not(window, self.settings, self.terms, self.now)
+        return why_not(window, self.settings, self._terms_on(window), self.now)
 
-    def _grows(self, trainer: Trainer) -> bool:
-        """Return whether the unused nodes would be enough for a training to start or to grow by one."""
+    def _terms_on(self, window: Window) -> BlockTerms:
+        return self.terms_by_kind.get(window.node_kind, self.terms)
+
+    def _grows(self, trainer: Trainer, left: int) -> bool:
+        """Return whether `left` unused nodes would be enough for a training to start or to grow by one."""
         count = self._counts[trainer.name]
-        return self.left >= trainer.min_nodes if not count else count < trainer.max_nodes
+        return left >= trainer.min_nodes if not count else count < trainer.max_nodes
 
-    def _why_nobody_grows(self) -> str:
-        idle = [trainer for trainer in self.trainers if not self._counts[trainer.name]]
+    def _why_nobody_grows(self, usable: Sequence[Trainer], left: int) -> str:
+        idle = [trainer for trainer in usable if not self._counts[trainer.name]]
         if idle:
             least = min(idle, key=lambda trainer: (trainer.min_nodes, trainer.name))
-            others = "; the others have all that they can use" if len(idle) < len(self.trainers) else ""
-            return f"training {least.name!r} needs at least {least.min_nodes} nodes, {_are(self.left)} left{others}"
-        return f"no training can use more nodes: at most {sum(self._counts.values())} together"
+            others = "; the others have all that they can use" if len(idle) < len(usable) else ""
+            return f"training {least.name!r} needs at least {least.min_nodes} nodes, {_are(left)} left{others}"
+        most = sum(self._counts[trainer.name] for trainer in usable)
+        return f"no training can use more nodes: at most {most} together"
 
-    def _why_not_requested(self, wanted: int) -> str:
+    def _why_not_requested(self, window: Window, wanted: int) -> str:
         waiting = len(self.plan.requests) + self.pending
         if len(self.plan.requests) >= self.settings.max_pending_blocks:
             return f"{_blocks(waiting)} then {_wait(waiting)} in the queue, the maximum; longer windows take precedence"
         return (
             f"{_nodes(wanted)} of it {'is' if wanted == 1 else 'are'} wanted, "
-            f"fewer than the minimum of {self.terms.min_nodes} per job"
+            f"fewer than the minimum of {self._terms_on(window).min_nodes} per job"
         )
 
     def _why_not_chosen(self, window: Window, used: tuple[str, ...]) -> str:
@@ -161,12 +175,13 @@ class _Reasons:
         doubt = "; it reached its time_limit before it could prove this" if stopped else ""
         if used:
             return f"policy {self.policy.name!r} finds that more nodes would gain nothing{doubt}"
-        alone = preview([window], self.trainers, self.policy, self.settings, self.terms, self.now)
+        alone = preview([window], self.trainers, self.policy, self.settings, self._terms_on(window), self.now)
         if alone.requests:
             full = len(self.plan.requests) >= self.settings.max_pending_blocks
             limit = f", and only {_blocks(len(self.plan.requests) + self.pending)} may wait" if full else ""
             return f"policy {self.policy.name!r} finds other windows worth more{limit}{doubt}"
-        least = min(self.trainers, key=lambda trainer: (trainer.min_nodes, trainer.name))
+        usable = [trainer for trainer in self.trainers if trainer.may_use(window.node_kind)]
+        least = min(usable, key=lambda trainer: (trainer.min_nodes, trainer.name))
         if least.min_nodes > len(window.nodes):
             return f"training {least.name!r} needs at least {least.min_nodes} nodes, more than are here"
         return f"policy {self.policy.name!r} finds that no training would gain from it{doubt}"

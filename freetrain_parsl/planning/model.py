@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,8 @@ class Window:
         How the window ends.
     partition
         The batch system's partition or queue, if any.
+    node_kind
+        The kind of its nodes; empty where there is one kind only.
     """
 
     nodes: tuple[str, ...]
@@ -50,6 +52,7 @@ class Window:
     closes: float | None
     kind: WindowKind = WindowKind.BACKFILL
     partition: str = ""
+    node_kind: str = ""
 
     def __post_init__(self) -> None:
         nodes = tuple(sorted(self.nodes))
@@ -107,6 +110,8 @@ class PoolNode:
     host
         The machine that it shares with other nodes of the pool, if the unit of allocation is smaller than a machine:
         one accelerator, for example. Empty: it is a machine of its own.
+    node_kind
+        Its kind; empty where there is one kind only. A trainer runs on nodes of one kind at a time.
     """
 
     name: str
@@ -115,6 +120,7 @@ class PoolNode:
     closing_rate: float = 0.0
     startup: float = 0.0
     host: str = ""
+    node_kind: str = ""
 
     @property
     def closes_or_inf(self) -> float:
@@ -246,6 +252,12 @@ class Trainer:
         ``None``: the curve holds wherever its nodes are.
     epochs
         Its progress in epochs, if known.
+    node_kinds
+        Kinds of nodes on which it may run; empty: any.
+    curves
+        Kind of node -> `curve` there, where it differs.
+    unit
+        Samples per second that count as a speedup of 1; ``None``: its rate on `min_nodes`.
     """
 
     name: str
@@ -261,6 +273,9 @@ class Trainer:
     service: float = 0.0
     placed: PlacedRate | None = None
     epochs: EpochCount | None = None
+    node_kinds: tuple[str, ...] = ()
+    curves: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
+    unit: float | None = None
 
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"
@@ -270,11 +285,12 @@ class Trainer:
             raise InvalidTrainer(f"{who}: min_nodes must be at least 1, got {self.min_nodes}")
         if self.max_nodes < self.min_nodes:
             raise InvalidTrainer(f"{who}: max_nodes ({self.max_nodes}) is less than min_nodes ({self.min_nodes})")
-        if self.curve.first_nodes > self.min_nodes:
-            raise InvalidTrainer(
-                f"{who}: its scaling curve starts at {self.curve.first_nodes} nodes; "
-                f"add a point at or below min_nodes ({self.min_nodes})"
-            )
+        for kind, curve in {"": self.curve, **self.curves}.items():
+            if curve.first_nodes > self.min_nodes:
+                raise InvalidTrainer(
+                    f"{who}: its scaling curve{f' on nodes of kind {kind!r}' if kind else ''} starts at "
+                    f"{curve.first_nodes} nodes; add a point at or below min_nodes ({self.min_nodes})"
+                )
         if math.isnan(self.work_left) or self.work_left < 0:
             raise InvalidTrainer(f"{who}: work_left must be zero or more samples, got {self.work_left!r}")
         if not (math.isfinite(self.priority) and self.priority > 0):
@@ -283,6 +299,19 @@ class Trainer:
     def rate(self, nodes: int) -> float:
         """Return the samples per second on `nodes` nodes."""
         return self.curve(nodes)
+
+    def may_use(self, node_kind: str) -> bool:
+        """Return whether it may run on nodes of a kind."""
+        return not self.node_kinds or node_kind in self.node_kinds
+
+    def on_kind(self, node_kind: str) -> Trainer:
+        """Return the trainer with its curve on nodes of one kind, in units that are the same for all kinds."""
+        if not self.curves:
+            return self
+        # All of its kinds, also if it is limited to one for a while: its value there must not change.
+        fastest = max(curve(self.min_nodes) for curve in self.curves.values())
+        curve = self.curves.get(node_kind, self.curve)
+        return replace(self, curve=curve, curves={}, unit=self.unit or fastest or None)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,9 @@ def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trai
     Raises
     ------
     PlanningError
-        It names an unknown trainer or node, gives a node to two trainers, or gives a trainer a number of
-        nodes outside its bounds (including an empty set: a trainer without nodes must be absent).
+        It names an unknown trainer or node, gives a node to two trainers, or gives a trainer nodes of several kinds,
+        nodes of a kind that it cannot use, or a number of nodes outside its bounds (including an empty set: a trainer
+        without nodes must be absent).
     """
     known = {trainer.name: trainer for trainer in trainers}
     owner: dict[str, str] = {}
@@ -170,6 +171,11 @@ def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trai
             if node in owner:
                 raise PlanningError(f"allocation: node {node!r} is assigned to both {owner[node]!r} and {name!r}")
             owner[node] = name
+        kinds = sorted({pool[node].node_kind for node in nodes})
+        if len(kinds) > 1:
+            raise PlanningError(f"allocation: trainer {name!r} got nodes of several kinds: {', '.join(kinds)}")
+        if not trainer.may_use(kinds[0]):
+            raise PlanningError(f"allocation: trainer {name!r} got nodes of kind {kinds[0]!r}, which it cannot use")
 
 
 def current_counts(trainers: Sequence[Trainer], pool: Pool, current: Allocation) -> dict[str, int]:

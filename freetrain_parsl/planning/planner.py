@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from itertools import chain
@@ -19,6 +20,7 @@ from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.blocks.planner import Holdings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.node_kinds import allocate_over_kinds, kinds_of
 from freetrain_parsl.planning.node_survival import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.settings import PlannerSettings, SettingsInSeconds
@@ -161,7 +163,7 @@ class Planner:
 
     @_take.register
     def _(self, event: ev.WindowsSeen) -> None:
-        news = self._holdings.see(event.windows, event.terms, event.time)
+        news = self._holdings.see(event)
         self._dirty = self._dirty or news
 
     @_take.register
@@ -312,13 +314,10 @@ class Planner:
         }
         for name in self._assigned.keys() - current.keys():
             self._trainers[name] = replace(self._trainers[name], since=now)  # back to the end of the queue
-        trainers = [self._pinned(trainer, len(current.get(trainer.name, ()))) for trainer in self.trainers]
+        trainers = [self._pinned(trainer, current.get(trainer.name, frozenset())) for trainer in self.trainers]
         if self._settle_until is not None:
             # More nodes are about to join: grow once for all of them; only trainers without nodes start now.
-            trainers = [
-                replace(t, max_nodes=max(t.min_nodes, len(current[t.name]))) if t.name in current else t
-                for t in trainers
-            ]
+            trainers = [self._staying(t, current[t.name]) if t.name in current else t for t in trainers]
         decision = self._decide("assign", pool, trainers, current, now)
         allocation = decision.allocation if decision is not None else self._last_good(current)
         actions: ev.Actions = []
@@ -333,19 +332,25 @@ class Planner:
         # Nodes are released before they are assigned, so that the driver can act in this order.
         return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
 
-    def _pinned(self, trainer: Trainer, nodes: int) -> Trainer:
+    def _pinned(self, trainer: Trainer, nodes: frozenset[str]) -> Trainer:
         """Keep the nodes of a trainer that ends before a rescale would pay off."""
-        if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
-            return trainer
-        ends_soon = not trainer.curve.relative and trainer.work_left / rate <= trainer.costs.up
-        return replace(trainer, max_nodes=nodes) if ends_soon else trainer
+        seconds_left = self._seconds_left(trainer, nodes)
+        return trainer if seconds_left is None or seconds_left > trainer.costs.up else self._staying(trainer, nodes)
+
+    def _seconds_left(self, trainer: Trainer, nodes: frozenset[str]) -> float | None:
+        """Return the seconds of work left on its nodes; ``None`` if it does not run on them or that is unknown."""
+        kind = self._kind_of(nodes)
+        here = trainer if kind is None else trainer.on_kind(kind)
+        if len(nodes) < here.min_nodes or (rate := here.rate(len(nodes))) <= 0 or here.curve.relative:
+            return None
+        return here.work_left / rate
 
     def _decide(
         self, purpose: str, pool: Pool, trainers: list[Trainer], current: Allocation, now: float
     ) -> Decision | None:
         """Call the policy; return ``None`` and log the error if it fails or its allocation is invalid."""
         try:
-            decision = self.policy.allocate(pool, trainers, current, now)
+            decision = allocate_over_kinds(self.policy, pool, trainers, current, now)
             check_allocation(decision.allocation, pool, trainers)
         except Exception:  # a policy may be user code: whatever it does, running trainings continue
             logger.exception("policy %r failed or gave an invalid allocation; keeping the last one", self.policy.name)
@@ -369,23 +374,39 @@ class Planner:
         lost = holdings.give_up(now) + holdings.withdraw(now)
         awaited = holdings.awaited(self._members.keys(), now)
         offers = holdings.offers(self._members.keys(), now)
-        startup = holdings.startup
-        offered = [PoolNode(name, window.closes, startup=startup) for window, names in offers for name in names]
+        offered = [
+            PoolNode(name, window.closes, startup=holdings.startup_on(window.node_kind), node_kind=window.node_kind)
+            for window, names in offers
+            for name in names
+        ]
         # Nodes requested now arrive after those that close soon have closed.
-        ready = now + startup + self.settings.closing_margin
-        lasting = [node for node in chain(pool.values(), awaited) if node.closes_or_inf > ready]
+        ready = now + holdings.startup + self.settings.closing_margin
+        here = [*pool.values(), *awaited]
+        lasting = [node for node in here if node.closes_or_inf > ready]
         wanted = self._wanted(lasting, offered, now)
-        spare = len(pool) + len(awaited) - sum(node.name in wanted for node in chain(pool.values(), awaited))
+        spare = Counter(node.node_kind for node in here)
+        spare.subtract(node.node_kind for node in here if node.name in wanted)
         waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
         chosen = _beyond(lasting, offered, wanted)
-        if chosen or waiting_tasks > spare:
-            return lost + holdings.request(chosen, max(0, waiting_tasks - spare), offers, now)
-        used = self._lent.union(*self._assigned.values())
-        released, nodes = holdings.release(spare - waiting_tasks, used, now)
-        for name in nodes:
-            self._members.pop(name, None)
-        self.outlook.closed(now, nodes, given_back=True)
-        return lost + released
+        missing = max(0, waiting_tasks - spare.total())
+        growing = holdings.kinds if missing else {node.node_kind for node in offered if node.name in chosen}
+        for kind in growing:
+            holdings.keep(kind)
+        actions = lost + (holdings.request(chosen, missing, offers, now) if chosen or missing else [])
+        may_go = spare.total() - waiting_tasks
+        for kind in sorted(holdings.kinds - growing):
+            released, nodes = holdings.release(kind, min(spare[kind], may_go), self._used, now)
+            may_go -= len(nodes)
+            for name in nodes:
+                self._members.pop(name, None)
+            self.outlook.closed(now, nodes, given_back=True)
+            actions += released
+        return actions
+
+    @property
+    def _used(self) -> frozenset[str]:
+        """The nodes that trainings and tasks have."""
+        return self._lent.union(*self._assigned.values())
 
     def _wanted(self, had: list[PoolNode], offered: list[PoolNode], now: float) -> frozenset[str]:
         """Return the nodes that trainers would use if every obtainable node were available."""
@@ -393,22 +414,27 @@ class Planner:
             return frozenset()
         everything = self._pool([*had, *offered], now)
         current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
-        asking = (
-            self._worth_growing(t, len(self._assigned.get(t.name, ())), len(current.get(t.name, ())))
-            for t in self.trainers
-        )
+        asking = (self._worth_growing(t, current.get(t.name, frozenset())) for t in self.trainers)
         trainers = [trainer for trainer in asking if trainer is not None]
         decision = self._decide("demand", everything, trainers, current, now)
         allocation = decision.allocation if decision is not None else self._assigned
         return frozenset().union(*allocation.values())
 
-    def _worth_growing(self, trainer: Trainer, nodes: int, lasting: int) -> Trainer | None:
-        """Let a trainer request no more nodes if it will finish on its `nodes` before a new block is ready."""
-        if nodes < trainer.min_nodes or (rate := trainer.rate(nodes)) <= 0:
+    def _worth_growing(self, trainer: Trainer, lasting: frozenset[str]) -> Trainer | None:
+        """Let a trainer request no more nodes if it will finish on those it has before a new block is ready."""
+        seconds_left = self._seconds_left(trainer, self._assigned.get(trainer.name, frozenset()))
+        if seconds_left is None or seconds_left > self._holdings.startup + trainer.costs.up:
             return trainer
-        if trainer.curve.relative or trainer.work_left / rate > self._holdings.startup + trainer.costs.up:
-            return trainer
-        return replace(trainer, max_nodes=lasting) if lasting >= trainer.min_nodes else None
+        return self._staying(trainer, lasting) if len(lasting) >= trainer.min_nodes else None
+
+    def _staying(self, trainer: Trainer, nodes: frozenset[str]) -> Trainer:
+        """Limit a trainer to as many nodes as it has, of the same kind."""
+        kind, most = self._kind_of(nodes), max(trainer.min_nodes, len(nodes))
+        return replace(trainer, max_nodes=most, node_kinds=(kind,) if kind else trainer.node_kinds)
+
+    def _kind_of(self, nodes: frozenset[str]) -> str | None:
+        """Return the kind of a trainer's nodes, which is the same for all; ``None`` if none of them is ready."""
+        return next((self._members[name].node.node_kind for name in nodes if name in self._members), None)
 
 
 def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]) -> frozenset[str]:
@@ -416,9 +442,14 @@ def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]
 
     A policy may prefer a node that is free for longer to one whose block ends; that is no reason to hold both.
     """
-    candidates = [node for node in offered if node.name in wanted]
-    best = sorted(candidates, key=lambda node: (-node.lasts_until, node.name))
-    return frozenset(node.name for node in best[: max(0, len(wanted) - len(had))])
+    chosen: set[str] = set()
+    kinds = {node.name: node.node_kind for node in chain(had, offered)}
+    for kind in kinds_of(offered):
+        candidates = [node for node in offered if node.node_kind == kind and node.name in wanted]
+        best = sorted(candidates, key=lambda node: (-node.lasts_until, node.name))
+        number = sum(kinds[name] == kind for name in wanted) - sum(node.node_kind == kind for node in had)
+        chosen.update(node.name for node in best[: max(0, number)])
+    return frozenset(chosen)
 
 
 def _reassignment(name: str, before: frozenset[str], after: frozenset[str]) -> ev.Reassign:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.planner import Planner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from freetrain_parsl.planning.model import BlockTerms, Decision, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
@@ -68,6 +69,7 @@ def preview(
     settings: SettingsInSeconds,
     terms: BlockTerms,
     now: float,
+    terms_by_kind: Mapping[str, BlockTerms] = MappingProxyType({}),
 ) -> Preview:
     """Determine what a new planner would submit for trainings that hold no nodes yet.
 
@@ -82,7 +84,7 @@ def preview(
 
     planner = Planner(policy, settings, on_decision=note)
     submitted = [ev.TrainerSubmitted(now, trainer) for trainer in trainers]
-    actions = planner.advance(*submitted, ev.WindowsSeen(now, tuple(windows), terms))
+    actions = planner.advance(*submitted, ev.WindowsSeen(now, tuple(windows), terms, terms_by_kind))
     requests = tuple(action for action in actions if isinstance(action, ev.RequestBlock))
     decision = decisions[-1] if decisions else None
     return Preview(requests, tuple(_shares(requests, trainers, decision, settings)), decision)
@@ -99,10 +101,11 @@ def _shares(
     for trainer in sorted(trainers, key=lambda trainer: trainer.name):
         nodes = decision.allocation.get(trainer.name, frozenset()) if decision is not None else frozenset()
         counts = [len(nodes.intersection(request.nodes)) for request in requests]
-        node_seconds, samples = _gains(trainer, counts, useful)
+        here = next((trainer.on_kind(r.window.node_kind) for r, n in zip(requests, counts, strict=True) if n), trainer)
+        node_seconds, samples = _gains(here, counts, useful)
         for index, count in enumerate(counts):
             if count:
-                gain = None if trainer.curve.relative else samples[index]
+                gain = None if here.curve.relative else samples[index]
                 shares[index].append(Share(trainer.name, count, node_seconds[index], gain))
     return [tuple(items) for items in shares]
 

@@ -129,11 +129,15 @@ class Decision(Record):
 
 @dataclass(frozen=True)
 class BlockRequested(Record):
-    """A block was requested; `seconds`: its walltime, `closes`: when its window closes."""
+    """A block was requested; `seconds`: its walltime, `closes`: when its window closes.
+
+    `node_kind`: the kind of its nodes; empty where there is one kind only.
+    """
 
     nodes: list[str]
     seconds: float
     closes: float | None
+    node_kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -215,10 +219,11 @@ class SlotLost(Record):
 
 @dataclass(frozen=True)
 class NodeJoined(Record):
-    """All slots of a node have connected."""
+    """All slots of a node have connected; `node_kind` as in `BlockRequested`."""
 
     block: str
     closes: float
+    node_kind: str = ""
 
 
 @dataclass(frozen=True)

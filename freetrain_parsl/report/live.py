@@ -92,7 +92,8 @@ def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: floa
             who = Text("□ ours: starting, or between fragments", style="grey74")
         else:
             who = Text("·  idle", style="grey35")
-        table.add_row(node, who, _time_left(node in closes, closes.get(node), now))
+        kind = run.node_kinds.get(node)
+        table.add_row(f"{node} ({kind})" if kind else node, who, _time_left(node in closes, closes.get(node), now))
     return table
 
 

@@ -81,9 +81,13 @@ class TrainingState:
     """Number of other trainings in this array."""
     alone_because: str = ""
     """Why it is not fused with others, although it may be."""
+    node_kind: str = ""
+    """The kind of its nodes, where there are several kinds."""
 
     def remark(self, now: float | None = None) -> str:
-        """Return a remark for the user: why it cannot start or save, whether it is fused, or where its result is from.
+        """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
+
+        Of a finished training: whether its result is of an earlier run.
 
         Parameters
         ----------
@@ -94,10 +98,13 @@ class TrainingState:
             return "result of an earlier run: nothing was trained"
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            return self.stalled or self.code_note or self._fusion_remark()
+            return self.stalled or self.code_note or "; ".join(filter(None, [self._on_kind(), self._fusion_remark()]))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
         head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
+
+    def _on_kind(self) -> str:
+        return f"on {self.node_kind} nodes" if self.state == "running" and self.node_kind else ""
 
     def _fusion_remark(self) -> str:
         if self.state not in ("waiting", "running"):
@@ -160,6 +167,8 @@ class RunState:
         self.windows: list[dict[str, Any]] = []
         self.gains: dict[str, tuple[int, float]] = {}
         """Cohort -> size of an array, and its speed relative to one by one."""
+        self.node_kinds: dict[str, str] = {}
+        """Node -> its kind, where there are several kinds."""
         self.blocks_requested = 0
         self.blocks_ended: list[str] = []
         self.failed_starts: FailedStarts | None = None
@@ -199,6 +208,9 @@ class RunState:
                 self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
             case record.BlockRequested():
                 self.blocks_requested += 1
+            case record.NodeJoined(subject=node):
+                if entry.node_kind:
+                    self.node_kinds[node] = entry.node_kind
             case record.BlockEnded():
                 self.blocks_ended.append(entry.reason)
             case record.StartsFailed():
@@ -246,6 +258,7 @@ class RunState:
                 training.state, training.nodes = "running", nodes
                 training.fragments += 1
                 training.array = entry.array
+                training.node_kind = ", ".join(sorted({self.node_kinds.get(node, "") for node in nodes}))
                 fragment = Fragment(
                     training.name,
                     nodes,

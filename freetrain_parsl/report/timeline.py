@@ -92,7 +92,7 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
                 markersize=4,
                 linestyle="none",
             )
-    axes.set_yticks(range(len(nodes)), nodes)
+    axes.set_yticks(range(len(nodes)), [f"{run.node_kinds.get(node, '')} {node}".strip() for node in nodes])
     axes.set_ylim(len(nodes) - 0.4, -0.6)
     axes.set_xlim(0, finish - begin)
     axes.set_xlabel("seconds")

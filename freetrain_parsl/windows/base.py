@@ -109,6 +109,8 @@ class Survey:
         this factor.
     nodes
         Total number of nodes available to blocks, in use or not; ``None`` if unknown.
+    terms_by_kind, nodes_by_kind
+        Kind of node -> `terms` and `nodes` there; empty where there is one kind only.
     """
 
     time: float
@@ -121,6 +123,8 @@ class Survey:
     took: float = 0.0
     effort: float = 1.0
     nodes: int | None = None
+    terms_by_kind: Mapping[str, BlockTerms] = field(default_factory=dict)
+    nodes_by_kind: Mapping[str, int] = field(default_factory=dict)
 
     def shifted(self, seconds: float) -> Survey:
         """Return the same survey on a clock that is ahead by `seconds`."""

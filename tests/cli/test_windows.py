@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -102,6 +103,17 @@ def test_rows_are_plain_values():
         },
         {"nodes": 1, "node_names": ["n7"], "opens": 40.0, "closes": None, "kind": "backfill", "partition": ""},
     ]
+
+
+def test_the_kind_of_nodes_is_shown_where_there_are_several():
+    kinds = tuple(replace(window, node_kind=kind) for window, kind in zip(SURVEY.windows, ("gpu", "cpu"), strict=True))
+    several = replace(SURVEY, windows=kinds)
+    assert [row["node_kind"] for row in window_rows(several)] == ["gpu", "cpu"]
+    assert all("node_kind" not in row for row in window_rows(SURVEY))
+    columns = {str(column.header): list(column.cells) for column in window_table(several).columns}
+    assert columns["of kind"] == ["gpu", "cpu"]
+    assert columns["for as long"] == ["2", "1"]  # of the same kind
+    assert "of kind" not in {str(column.header) for column in window_table(SURVEY).columns}
 
 
 def test_the_table_tells_how_long_each_window_lasts_and_how_many_nodes_last_as_long():

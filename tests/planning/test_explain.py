@@ -211,3 +211,21 @@ def test_samples_are_unknown_where_the_curve_is_relative():
 def test_walltimes_are_rounded_as_the_planner_rounds_them(step, node_seconds):
     ((share,),) = shown([window("a", lasts=115)], [trainer()], walltime_step=step)
     assert share[2] == node_seconds
+
+
+def test_windows_of_several_kinds_are_explained_each_by_its_own_trainings_and_terms() -> None:
+    kinds = [replace(window("g1", "g2"), node_kind="gpu"), replace(window("c1"), node_kind="cpu")]
+    one = replace(trainer(most=2), node_kinds=("gpu",))
+    explained = explain_windows(
+        kinds, [one], MilpPolicy(), SETTINGS, TERMS, NOW, terms_by_kind={"gpu": BlockTerms(min_nodes=3)}
+    )
+    assert [verdict.why for verdict in explained.verdicts] == [
+        "fewer nodes than the minimum of 3 per job",
+        "no training may run on nodes of kind 'cpu'",
+    ]
+    explained = explain_windows(kinds, [one], MilpPolicy(), SETTINGS, TERMS, NOW)
+    assert [verdict.used for verdict in explained.verdicts] == [("g1", "g2"), ()]
+    larger = replace(one, node_kinds=(), min_nodes=2)
+    assert explain_windows(kinds, [larger], MilpPolicy(), SETTINGS, TERMS, NOW).verdicts[1].why == (
+        "no training can use more nodes: at most 2 together"
+    )

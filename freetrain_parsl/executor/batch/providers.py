@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["BlockSpec", "complaint_of", "provider_for", "refuse_provider", "window_source_for"]
+__all__ = ["NODE_KIND", "BlockSpec", "complaint_of", "provider_for", "refuse_provider", "window_source_for"]
+
+NODE_KIND = "FREETRAIN_NODE_KIND"
+"""Environment variable with the kind of the node, where there are several kinds."""
 
 _WARNING = "USR1@1"  # early warning of preemption for the slots, if the site sends one
 _SHRINKS_TO_FIT = template_string.replace("walltime=$walltime", "$walltime")
@@ -52,6 +55,8 @@ class BlockSpec:
         Shortest useful walltime, if the batch system may shorten it to fit.
     pinned
         Whether it must run on exactly these nodes, because others of the partition close too early.
+    node_kind
+        Kind of the nodes; empty where there is one kind only.
     """
 
     block: str
@@ -59,6 +64,7 @@ class BlockSpec:
     seconds: float
     least_seconds: float
     pinned: bool = True
+    node_kind: str = ""
 
 
 def provider_for(provider: Any, spec: BlockSpec) -> Any:
@@ -67,7 +73,8 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
     changed.nodes_per_block = len(spec.nodes)
     changed.walltime = _hours_minutes_seconds(spec.seconds)
     if hasattr(provider, "worker_init"):
-        changed.worker_init = f"{TELL_EXIT_CODE}\n{provider.worker_init}"
+        named = f"export {NODE_KIND}={spec.node_kind}\n" if spec.node_kind else ""
+        changed.worker_init = f"{TELL_EXIT_CODE}\n{named}{provider.worker_init}"
     if hasattr(provider, "execute_wait"):
         changed.execute_wait = partial(_run, provider.cmd_timeout)
     if isinstance(provider, SlurmProvider):

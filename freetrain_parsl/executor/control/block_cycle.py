@@ -69,10 +69,11 @@ class BlockCycle:
     def request(self, request: ev.RequestBlock) -> None:
         """Request a block from the job submitter."""
         name, nodes, seconds, closes = request.block, request.nodes, request.seconds, request.window.closes
-        self._registry.blocks[name] = Block(name, nodes, seconds, closes)
+        kind = request.window.node_kind
+        self._registry.blocks[name] = Block(name, nodes, seconds, closes, kind)
         least = min(seconds, least_walltime(self._settings))
-        self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned))
-        self._write(record.BlockRequested(name, list(nodes), seconds, closes))
+        self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned, kind))
+        self._write(record.BlockRequested(name, list(nodes), seconds, closes, kind))
 
     def on_submitted(self, name: str, job: str) -> None:
         """Record the job id of a block."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.learning import Profile, as_learned, best_rate_per_node
+from freetrain_parsl.planning.curves.node_kinds import learned_on_kinds, relative_speeds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.protocol.reports import Progress
@@ -31,15 +35,22 @@ class _Stretch:
 class _Known:
     """What is known about one training, and what was sent to the planner."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, kinds: Iterable[str]) -> None:
         self.trainer = trainer
-        self.profile = Profile(trainer.curve)
+        usable = [kind for kind in kinds if trainer.may_use(kind)] or [""]
+        self.profiles = {kind: Profile(trainer.curves.get(kind, trainer.curve)) for kind in usable}
         self.sent = trainer
         self.last: _Stretch | None = None
 
+    @property
+    def known(self) -> bool:
+        """Whether its rates are known, on any kind of node."""
+        return any(profile.known for profile in self.profiles.values())
+
     def described(self) -> Trainer:
-        """Return the training with the curve and the limit that the planner has."""
-        return replace(self.trainer, curve=self.sent.curve, max_nodes=self.sent.max_nodes)
+        """Return the training with the curves and the limit that the planner has."""
+        sent = self.sent
+        return replace(self.trainer, curve=sent.curve, max_nodes=sent.max_nodes, curves=sent.curves)
 
 
 class CurveLearning:
@@ -47,9 +58,18 @@ class CurveLearning:
 
     The relative curve of a training that has not been measured is scaled to the fastest other training, so that it does
     not wait behind trainings whose rates are known.
+
+    Where there are several kinds of nodes, each has a curve of its own; see `curves.node_kinds` for those on which a
+    training has not been measured.
+
+    Parameters
+    ----------
+    speeds
+        Kind of node -> its assumed speed relative to the others; empty where there is one kind only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speeds: Mapping[str, float] = MappingProxyType({})) -> None:
+        self._speeds = speeds
         self._known: dict[str, _Known] = {}
         self._stated: dict[str, ScalingCurve] = {}
 
@@ -58,8 +78,8 @@ class CurveLearning:
         match event:
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
                 if trainer.name not in self._known:
-                    self._known[trainer.name] = known = _Known(trainer)
-                    known.sent = as_learned(trainer, known.profile, self.best_rate())
+                    self._known[trainer.name] = known = _Known(trainer, self._speeds)
+                    known.sent = self._learned(known, self.best_rate())
                 known = self._known[trainer.name]
                 known.trainer = trainer
                 return replace(event, trainer=known.described())
@@ -78,7 +98,7 @@ class CurveLearning:
                 self._stated.pop(name, None)
 
     def observe(
-        self, now: float, name: str, *, group: int, nodes: int, slots: int, progress: Progress
+        self, now: float, name: str, *, group: int, nodes: int, slots: int, progress: Progress, kind: str = ""
     ) -> list[planner.TrainerLearned]:
         """Take a progress report; return what the planner should know if curves have changed significantly.
 
@@ -94,6 +114,8 @@ class CurveLearning:
             Size of the group.
         progress
             The report; the time of its steps is measured where they are made, without checkpoints and changes.
+        kind
+            The kind of the nodes.
         """
         known = self._known.get(name)
         if known is None:
@@ -104,21 +126,28 @@ class CurveLearning:
         samples, seconds = progress.samples - last.samples, (progress.slot_seconds - last.slot_seconds) / slots
         if samples <= 0 or seconds <= 0:
             return []
-        known.profile.observe(nodes, samples, seconds)
-        unknown = [other for other in self._known.values() if not other.profile.known]
+        known.profiles[kind].observe(nodes, samples, seconds)
+        unknown = [other for other in self._known.values() if not other.known]
         best = self.best_rate() if unknown else 1.0  # used for unknown trainings only
         return [planner.TrainerLearned(now, one.described()) for one in (known, *unknown) if self._update(one, best)]
 
     def best_rate(self) -> float:
         """Return the largest rate per node that was measured, samples per second; 1 if there is none."""
-        measured = (known.profile.curve for known in self._known.values())
+        measured = (profile.curve for known in self._known.values() for profile in known.profiles.values())
         return best_rate_per_node(chain(measured, self._stated.values()))
 
-    @staticmethod
-    def _update(known: _Known, best_rate: float) -> bool:
-        """Return whether the planner should have another curve or limit than it has."""
-        now = as_learned(known.trainer, known.profile, best_rate)
-        if now.max_nodes == known.sent.max_nodes and not _differ(known.sent.curve, now.curve):
+    def _learned(self, known: _Known, best_rate: float) -> Trainer:
+        """Return a training with the curves learned so far."""
+        if not self._speeds:
+            return as_learned(known.trainer, known.profiles[""], best_rate)
+        others = [one.profiles for one in self._known.values()]
+        return learned_on_kinds(known.trainer, known.profiles, relative_speeds(self._speeds, others), best_rate)
+
+    def _update(self, known: _Known, best_rate: float) -> bool:
+        """Return whether the planner should have other curves or another limit than it has."""
+        now, sent = self._learned(known, best_rate), known.sent
+        curves = [(sent.curve, now.curve)] + [(sent.curves[kind], now.curves[kind]) for kind in now.curves]
+        if now.max_nodes == sent.max_nodes and not any(_differ(before, after) for before, after in curves):
             return False
         known.sent = now
         return True

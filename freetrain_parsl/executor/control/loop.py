@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted
@@ -55,12 +56,13 @@ from freetrain_parsl.protocol.messages import (
 from freetrain_parsl.windows.base import Survey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.control.slot_registry import Slot
     from freetrain_parsl.executor.control.slot_server import SlotServer
     from freetrain_parsl.executor.journal import Journal
+    from freetrain_parsl.executor.node_kinds import KindOfSlots
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.settings import SettingsInSeconds
     from freetrain_parsl.protocol.messages import ToDriver
@@ -90,8 +92,8 @@ class ControlLoop(threading.Thread):
         The job submitter; its `post` must be this object's.
     shared_settings
         See `SharedSettings`.
-    slots_per_node
-        Number of slots that make a node complete.
+    slots_per_node, node_kinds
+        See `SlotRegistry`.
     outdated
         Seconds after which the batch system's last answer is no longer used.
     heartbeat_timeout
@@ -130,6 +132,7 @@ class ControlLoop(threading.Thread):
         clock: Callable[[], float],
         monotonic: Callable[[], float] = time.monotonic,
         refuse_new: Callable[[Exception], None] = lambda _: None,
+        node_kinds: Mapping[str, KindOfSlots] = MappingProxyType({}),
     ) -> None:
         super().__init__(name="freetrain-driver", daemon=True)
         self._server = server
@@ -148,7 +151,7 @@ class ControlLoop(threading.Thread):
         self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
-        self._registry = SlotRegistry(slots_per_node)
+        self._registry = SlotRegistry(slots_per_node, node_kinds)
         self._starts = StartWatch(self._registry, submitter, startup=self._planner.settings.startup, clock=self._clock)
         self._slots = SlotCycle(
             self._registry,
@@ -183,7 +186,7 @@ class ControlLoop(threading.Thread):
             journal=journal,
             clock=self._clock,
         )
-        self._tasks = TaskQueue(self._registry, slots_per_node, server.send)
+        self._tasks = TaskQueue(self._registry, self._registry.slots_per_node, server.send)
         self._notes: tuple[str, ...] = ()
 
     # Other threads.
@@ -299,8 +302,8 @@ class ControlLoop(threading.Thread):
 
     def _on_survey(self, survey: Survey) -> None:
         self._surveyed_at = self._clock()
-        self._events.append(ev.WindowsSeen(survey.time, survey.windows, survey.terms))
-        self._manager.machine_has(survey.nodes)
+        self._events.append(ev.WindowsSeen(survey.time, survey.windows, survey.terms, survey.terms_by_kind))
+        self._manager.machine_has(survey.nodes, survey.nodes_by_kind)
         for note in survey.notes:
             if note not in self._notes:
                 logger.info("about the plan: %s", note)

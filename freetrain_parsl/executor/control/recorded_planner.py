@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from freetrain_parsl.executor.event_json import as_json
 from freetrain_parsl.planning import events as ev
@@ -11,13 +11,20 @@ from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from freetrain_parsl.planning.model import BlockTerms, Decision, Window
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.settings import SettingsInSeconds
 
 __all__ = ["RecordedPlanner"]
+
+
+_WindowsAndTerms: TypeAlias = "tuple[tuple[Window, ...], BlockTerms, Mapping[str, BlockTerms]]"
+
+
+def _content(event: ev.WindowsSeen) -> _WindowsAndTerms:
+    return event.windows, event.terms, event.terms_by_kind
 
 
 class RecordedPlanner(Planner):
@@ -48,7 +55,7 @@ class RecordedPlanner(Planner):
         self._progress: dict[str, ev.TrainerProgressed] = {}
         """Trainer -> its latest progress, not recorded yet."""
         self._recorded_tasks = ev.TasksWaiting(now, 0)
-        self._recorded_windows: tuple[tuple[Window, ...], BlockTerms] | None = None
+        self._recorded_windows: _WindowsAndTerms | None = None
         write(now, record.PlannerStarted("", policy.name, asdict(settings)))
 
     def advance(self, *events: ev.Event) -> ev.Actions:
@@ -73,7 +80,7 @@ class RecordedPlanner(Planner):
             case ev.TasksWaiting():
                 return not self._same_tasks(event)
             case ev.WindowsSeen():
-                return (event.windows, event.terms) != self._recorded_windows
+                return _content(event) != self._recorded_windows
         return True
 
     def _compact(self, events: Iterable[ev.Event], time: float) -> list[dict[str, Any]]:
@@ -86,10 +93,11 @@ class RecordedPlanner(Planner):
                 self._recorded_tasks = event
             item = as_json(event)
             if isinstance(event, ev.WindowsSeen):
-                if (event.windows, event.terms) == self._recorded_windows:
+                if _content(event) == self._recorded_windows:
                     del item["windows"]
                     item.pop("terms", None)
-                self._recorded_windows = (event.windows, event.terms)
+                    item.pop("terms_by_kind", None)
+                self._recorded_windows = _content(event)
             compact.append(item)
         if not compact or compact[-1]["time"] != time:
             compact.append(as_json(ev.Tick(time)))

@@ -182,7 +182,14 @@ class SlotCycle:
             self._fail_all(BatchSystemError(reason))
 
     def _admit(self, name: str, message: Hello, block: Block) -> None:
-        slot = Slot(name, message.token, block.node_of(message.node), block.name, heard=self._clock())
+        slot = Slot(
+            name,
+            message.token,
+            block.node_of(message.node),
+            block.name,
+            heard=self._clock(),
+            node_kind=block.node_kind,
+        )
         self._registry.slots[name] = slot
         if block.joined is None:
             block.joined = self._clock()
@@ -195,8 +202,8 @@ class SlotCycle:
     def _join_node(self, slot: Slot, block: Block) -> None:
         """Add the node of a slot, all of whose slots have joined, to the pool."""
         closes = block.loses_nodes_at(self._clock())
-        self._emit(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes),)))
-        self._write(record.NodeJoined(slot.node, block.name, closes))
+        self._emit(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes, node_kind=block.node_kind),)))
+        self._write(record.NodeJoined(slot.node, block.name, closes, block.node_kind))
 
     def set_aside(self, slot: Slot, reason: str) -> None:
         """Take a node out of the pool for some time: it reaches the driver, but a training cannot use it."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.executor.node_kinds import KindOfSlots
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 _LONGEST_ASIDE = 1800.0  # seconds
 
@@ -30,6 +33,8 @@ class Slot:
         Name of the training, or number of the ordinary task, that it runs; ``None``: idle.
     leaving
         Whether the batch system reclaims its node: no new work is assigned to it.
+    node_kind
+        Kind of its node; empty where there is one kind only.
     faults
         Number of its messages that could not be handled.
     denials
@@ -43,6 +48,7 @@ class Slot:
     heard: float
     busy: str | int | None = None
     leaving: bool = False
+    node_kind: str = ""
     faults: int = 0
     denials: int = 0
 
@@ -57,6 +63,7 @@ class Block:
     """Its walltime."""
     closes: float | None
     """When its window closes."""
+    node_kind: str = ""
     job: str = ""
     started: float | None = None
     ends: float | None = None
@@ -101,11 +108,13 @@ class SlotRegistry:
     Parameters
     ----------
     slots_per_node
-        Number of connected slots with which a node is complete and joins the pool.
+        Number of connected slots with which a node is complete and joins the pool, where there is one kind of node.
+    kinds
+        Kind of node -> its slots, where there are several.
     """
 
-    def __init__(self, slots_per_node: int) -> None:
-        self.slots_per_node = slots_per_node
+    def __init__(self, slots_per_node: int, kinds: Mapping[str, KindOfSlots] = MappingProxyType({})) -> None:
+        self.kinds = kinds or {"": KindOfSlots(slots_per_node)}
         self.slots: dict[str, Slot] = {}
         self.blocks: dict[str, Block] = {}
         self.tasks_queued = 0
@@ -113,6 +122,20 @@ class SlotRegistry:
         self._complete: set[str] = set()
         self._aside: dict[str, float] = {}
         self._times_aside: Counter[str] = Counter()
+
+    @property
+    def slots_per_node(self) -> int:
+        """The number of slots of a node, of the kind that has most."""
+        return max(kind.per_node for kind in self.kinds.values())
+
+    def kinds_on(self, nodes: Iterable[str]) -> set[str]:
+        """Return the kinds of nodes that have slots."""
+        wanted = set(nodes)
+        return {slot.node_kind for slot in self.slots.values() if slot.node in wanted}
+
+    def transports_on(self, nodes: Iterable[str]) -> set[str]:
+        """Return the transports between which only checkpoints carry a training's state; see `KindOfSlots`."""
+        return {self.kinds[kind].transport for kind in self.kinds_on(nodes)}
 
     def drop_block(self, name: str) -> Block | None:
         """Remove a block that has ended.
@@ -135,7 +158,7 @@ class SlotRegistry:
 
     def completes(self, slot: Slot) -> bool:
         """Return whether this new slot completes its node."""
-        if slot.node in self._complete or slot.node in self._aside or len(self._on(slot.node)) < self.slots_per_node:
+        if slot.node in self._complete or slot.node in self._aside or self._is_short(slot):
             return False
         self._complete.add(slot.node)
         return True
@@ -188,7 +211,11 @@ class SlotRegistry:
         return count
 
     def _lacking(self, block: Block) -> int:
-        return max(0, len(block.nodes) * self.slots_per_node - len(self.of_block(block.name)))
+        return max(0, len(block.nodes) * self.kinds[block.node_kind].per_node - len(self.of_block(block.name)))
+
+    def _is_short(self, slot: Slot) -> bool:
+        """Return whether slots of a slot's node are missing."""
+        return len(self._on(slot.node)) < self.kinds[slot.node_kind].per_node
 
     def _on(self, node: str) -> list[Slot]:
         return sorted((slot for slot in self.slots.values() if slot.node == node), key=lambda slot: slot.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.control.command_runner import CommandRunner
@@ -21,7 +22,7 @@ from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.storage.root import probe_root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
@@ -99,8 +100,8 @@ class TrainingManager:
         )
         self._managed: list[_Managed] = []
         self._numbers = count(1)
-        self._machine_nodes: int | None = None
-        self._curves = CurveLearning()
+        self._machine_nodes: tuple[int | None, Mapping[str, int]] = (None, {})
+        self._curves = CurveLearning({kind: slots.speed for kind, slots in registry.kinds.items() if kind})
         self.rendezvous = RendezvousServer(send)
         self._cohorts = CohortManager(
             settings,
@@ -133,16 +134,22 @@ class TrainingManager:
         managed = _Managed(training, machine)
         self._managed.append(managed)
         self._carry_out(managed, machine.submit())
-        if self._machine_nodes is not None:
-            self._handle(managed, on.MachineSized(self._machine_nodes))
+        self._compare_with_machine(managed)
 
-    def machine_has(self, nodes: int | None) -> None:
-        """Set the total number of nodes, if known; trainings that need more fail."""
-        if nodes == self._machine_nodes:
+    def machine_has(self, nodes: int | None, by_kind: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Set the total number of nodes, if known, and that of each kind; trainings that need more fail."""
+        if (nodes, by_kind) == self._machine_nodes:
             return
-        self._machine_nodes = nodes
+        self._machine_nodes = (nodes, dict(by_kind))
+        for managed in self._managed:
+            self._compare_with_machine(managed)
+
+    def _compare_with_machine(self, managed: _Managed) -> None:
+        nodes, by_kind = self._machine_nodes
         if nodes is not None:
-            self._handle_all(on.MachineSized(nodes))
+            kinds = managed.training.request.node_kinds or by_kind
+            most = max((by_kind[kind] for kind in kinds if kind in by_kind), default=nodes)
+            self._handle(managed, on.MachineSized(most))
 
     def cancel(self, future: Future[Any]) -> None:
         """End a training with a checkpoint, if it is not over, and take its nodes away."""
@@ -229,6 +236,9 @@ class TrainingManager:
         """Add a report of a group that trains undisturbed to the training's scaling curve."""
         if isinstance(phase := managed.machine.phase, Running):
             group = phase.group
+            kinds = self._registry.kinds_on(group.nodes)
+            if len(kinds) != 1:
+                return  # between two kinds
             changed = self._curves.observe(
                 self._clock(),
                 managed.machine.name,
@@ -236,6 +246,7 @@ class TrainingManager:
                 nodes=len(group.nodes),
                 slots=len(group.ranks),
                 progress=progress,
+                kind=kinds.pop(),
             )
             for learned in changed:
                 self._inform(learned)

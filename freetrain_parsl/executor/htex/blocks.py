@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from parsl.executors.errors import ScalingFailed
+from parsl.executors.high_throughput.executor import HighThroughputExecutor
 from parsl.jobs.states import JobState, JobStatus
 
 from freetrain_parsl.executor.batch.error_tail import last_words
@@ -13,7 +14,9 @@ from freetrain_parsl.executor.batch.submitter import BlockRefused
 from freetrain_parsl.windows.base import Survey
 
 if TYPE_CHECKING:
-    from parsl.executors.high_throughput.executor import HighThroughputExecutor
+    from collections.abc import Mapping
+
+    from freetrain_parsl.executor.node_kinds import NodeKind
 
 __all__ = ["HtexBlocks"]
 
@@ -40,17 +43,32 @@ class HtexBlocks:
         The executor that owns them.
     job_prefix
         Prefix of the jobs' names.
+    kinds
+        The kinds of nodes, by name.
     """
 
-    def __init__(self, executor: HighThroughputExecutor, job_prefix: str) -> None:
+    def __init__(self, executor: HighThroughputExecutor, job_prefix: str, kinds: Mapping[str, NodeKind]) -> None:
         self._executor: Any = executor  # Parsl's attributes have no types
         self._job_prefix = job_prefix
+        self._kinds = kinds
+        self._commands: dict[str, str] = {}
+
+    def compose_commands(self) -> None:
+        """Compose the launch command of each kind of node, which starts as many workers as the kind has slots."""
+        executor = self._executor
+        template = executor.launch_cmd
+        for name, kind in reversed(list(self._kinds.items())):  # the first kind is HTEX's own
+            executor.max_workers_per_node, executor.available_accelerators = kind.slots_per_node, kind.accelerators
+            executor.launch_cmd = template
+            HighThroughputExecutor.initialize_scaling(executor)  # type: ignore[no-untyped-call]  # Parsl's
+            self._commands[name] = executor.launch_cmd
 
     def launch(self, spec: BlockSpec) -> str:
         """Submit a block through a copy of the user's provider with this block's size and walltime; return its job."""
         executor = self._executor
-        command = executor._get_launch_command(spec.block)  # noqa: SLF001 - as HTEX's own scaling does
-        job = provider_for(executor.provider, spec).submit(command, 1, f"{self._job_prefix}block-{spec.block}")
+        command = self._commands[spec.node_kind].format(block_id=spec.block)  # as HTEX's own scaling does
+        provider = self._kinds[spec.node_kind].provider
+        job = provider_for(provider, spec).submit(command, 1, f"{self._job_prefix}block-{spec.block}")
         if not job:
             raise ScalingFailed(executor, "the provider did not return a job id")
         executor.blocks_to_job_id[spec.block] = job
@@ -60,8 +78,8 @@ class HtexBlocks:
 
     def last_words(self, job: str) -> str:
         """Return the end of a job's error output, if the provider keeps it."""
-        resources: dict[object, Any] = getattr(self._executor.provider, "resources", {})
-        return last_words(resources.get(job))
+        kept: list[dict[object, Any]] = [getattr(kind.provider, "resources", {}) for kind in self._kinds.values()]
+        return last_words(next((resources[job] for resources in kept if job in resources), None))
 
     def follow(self, message: object) -> None:
         """Report the block states in a survey or a refusal to Parsl's monitoring; other messages are ignored."""

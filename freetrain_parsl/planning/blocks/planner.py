@@ -6,6 +6,7 @@ Pure, and part of the planner, which decides which nodes are wanted; this module
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from freetrain_parsl.planning.blocks.rules import block_size, block_walltime, wh
 from freetrain_parsl.planning.model import BlockTerms, PoolNode, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from freetrain_parsl.planning.settings import SettingsInSeconds
 
@@ -31,6 +32,7 @@ class _Block:
     ends: float | None
     requested: float
     pinned: bool
+    node_kind: str = ""
     started: bool = False
     unwanted_since: float | None = None
     missing_since: dict[str, float] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class Holdings:
         self.settings = settings
         self.windows: tuple[Window, ...] = ()
         self.terms = BlockTerms()
+        self._terms_by_kind: Mapping[str, BlockTerms] = {}
         self._blocks: dict[str, _Block] = {}
         self._shunned: dict[str, _Shunned] = {}
         self._doubtful = False
@@ -71,9 +74,22 @@ class Holdings:
         return len(self._blocks)
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of the blocks' nodes."""
+        return frozenset(block.node_kind for block in self._blocks.values())
+
+    def terms_on(self, node_kind: str) -> BlockTerms:
+        """Return how blocks on nodes of a kind start."""
+        return self._terms_by_kind.get(node_kind, self.terms)
+
+    def startup_on(self, node_kind: str) -> float:
+        """Return the longest time from requesting a block on nodes of a kind until its slots are ready."""
+        return self.terms_on(node_kind).start_delay + self.settings.startup
+
+    @property
     def startup(self) -> float:
-        """Longest time from requesting a block until its slots are ready."""
-        return self.terms.start_delay + self.settings.startup
+        """The longest of these times."""
+        return max(map(self.startup_on, self._terms_by_kind), default=self.startup_on(""))
 
     @property
     def may_be_requested(self) -> int:
@@ -92,11 +108,12 @@ class Holdings:
 
     # Events.
 
-    def see(self, windows: tuple[Window, ...], terms: BlockTerms, now: float) -> bool:
+    def see(self, seen: ev.WindowsSeen) -> bool:
         """Store the batch system's latest windows and terms; return whether anything changed."""
-        self._seen_at = now
-        news = self._doubtful or (windows, terms) != (self.windows, self.terms)
-        self.windows, self.terms = windows, terms
+        self._seen_at = seen.time
+        before = (self.windows, self.terms, self._terms_by_kind)
+        self.windows, self.terms, self._terms_by_kind = seen.windows, seen.terms, seen.terms_by_kind
+        news = self._doubtful or (self.windows, self.terms, self._terms_by_kind) != before
         self._doubtful = False
         return news
 
@@ -141,7 +158,7 @@ class Holdings:
     def awaited(self, joined: Collection[str], now: float) -> list[PoolNode]:
         """List the nodes of our blocks that have not `joined` but may."""
         return [
-            PoolNode(name, block.ends)
+            PoolNode(name, block.ends, node_kind=block.node_kind)
             for block in self._blocks.values()
             for name in block.nodes
             if name not in joined
@@ -158,34 +175,33 @@ class Holdings:
         return [
             (window, [name for name in window.nodes if name not in ours and name not in shunned])
             for window in self.windows
-            if why_not(window, self.settings, self.terms, now) is None
+            if why_not(window, self.settings, self.terms_on(window.node_kind), now) is None
         ]
 
     def request(
         self, chosen: frozenset[str], more: int, offers: Iterable[tuple[Window, list[str]]], now: float
     ) -> ev.Actions:
         """Request the chosen nodes and `more` others, longest windows first; one block per window, split if large."""
-        for block in self._blocks.values():
-            block.unwanted_since = None
         actions: ev.Actions = []
         left = self.may_be_requested
-        shortest = min((window.remaining(now) for window in self.windows), default=math.inf)
         for window, names in sorted(offers, key=lambda item: (-item[0].remaining(now), item[0].nodes)):
             wanted = [name for name in names if name in chosen]
             others = [name for name in names if name not in chosen][:more]
             more -= len(others)
             wanted += others
-            size = block_size(self.settings, self.terms) or len(wanted) or 1
+            terms = self.terms_on(window.node_kind)
+            shortest = min(other.remaining(now) for other in self.windows if other.node_kind == window.node_kind)
+            size = block_size(self.settings, terms) or len(wanted) or 1
             for first in range(0, len(wanted), size):
                 nodes = tuple(wanted[first : first + size])
-                if not left or len(nodes) < self.terms.min_nodes:
+                if not left or len(nodes) < terms.min_nodes:
                     break
-                seconds = block_walltime(window, self.settings, self.terms, now)
+                seconds = block_walltime(window, self.settings, terms, now)
                 name = str(self._count)
                 self._count += 1
                 # Where other users' jobs are hidden, it could start on a node that is planned for one of them.
-                pinned = self.terms.hides_waiting or shortest < self.terms.start_delay + seconds
-                self._blocks[name] = _Block(nodes, now + seconds, now, pinned)
+                pinned = terms.hides_waiting or shortest < terms.start_delay + seconds
+                self._blocks[name] = _Block(nodes, now + seconds, now, pinned, window.node_kind)
                 actions.append(ev.RequestBlock(name, nodes, seconds, window, pinned))
                 left -= 1
         return actions
@@ -197,19 +213,20 @@ class Holdings:
         second case, their nodes are not requested for a while, longer each time, to avoid endless retries. A start is
         known only from a survey, so that blocks are judged as of the latest one.
         """
-        patience = 2 * self.terms.start_delay + self.settings.startup
-        free = {name for window in self.windows for name in window.nodes}
-        left = len(free)
+        free = {name: window.node_kind for window in self.windows for name in window.nodes}
+        left = Counter(free.values())
         actions: ev.Actions = []
         for name, block in list(self._blocks.items()):
             if block.started:
                 continue
-            left -= len(block.nodes)
-            gone = not free.issuperset(block.nodes) if block.pinned else left < 0
+            kind = block.node_kind
+            patience = 2 * self.terms_on(kind).start_delay + self.settings.startup
+            left[kind] -= len(block.nodes)
+            gone = not free.keys() >= set(block.nodes) if block.pinned else left[kind] < 0
             in_vain = self._seen_at - block.requested > patience
             if not (gone or in_vain):
                 continue
-            left += len(block.nodes)
+            left[kind] += len(block.nodes)
             del self._blocks[name]
             actions.append(ev.ReleaseBlock(name))
             for node in block.nodes if in_vain and not gone else ():
@@ -228,11 +245,19 @@ class Holdings:
             del self._blocks[name]
         return [ev.ReleaseBlock(name) for name in hopeless]
 
-    def release(self, surplus: int, used: frozenset[str], now: float) -> tuple[ev.Actions, list[str]]:
+    def keep(self, node_kind: str) -> None:
+        """Release no block on nodes of a kind for a while: more of them are needed."""
+        for block in self._blocks.values():
+            if block.node_kind == node_kind:
+                block.unwanted_since = None
+
+    def release(self, node_kind: str, surplus: int, used: frozenset[str], now: float) -> tuple[ev.Actions, list[str]]:
         """Release blocks with unused nodes, earliest-closing first, after `idle_timeout` without use.
 
         Parameters
         ----------
+        node_kind
+            The kind of their nodes.
         surplus
             How many nodes may be released.
         used
@@ -247,7 +272,8 @@ class Holdings:
         """
         actions: ev.Actions = []
         nodes: list[str] = []
-        for name, block in sorted(self._blocks.items(), key=lambda item: (item[1].ends or math.inf, item[0])):
+        mine = ((name, block) for name, block in self._blocks.items() if block.node_kind == node_kind)
+        for name, block in sorted(mine, key=lambda item: (item[1].ends or math.inf, item[0])):
             if used & set(block.nodes) or len(block.nodes) > surplus:
                 block.unwanted_since = None
                 continue

@@ -162,6 +162,8 @@ def _one(trainer: Trainer) -> float:  # noqa: ARG001 - signature of a weight
 
 
 def _per_smallest_rate(trainer: Trainer) -> float:
+    if trainer.unit is not None:
+        return 1.0 / trainer.unit
     rate = trainer.rate(trainer.min_nodes)
     if rate > 0:
         return 1.0 / rate

@@ -12,7 +12,15 @@ import numpy as np
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
-from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, at_moment, resolve_objective, value_table
+from freetrain_parsl.planning.objectives.base import (
+    Contextual,
+    Moment,
+    Objective,
+    ObjectiveLike,
+    at_moment,
+    resolve_objective,
+    value_table,
+)
 from freetrain_parsl.planning.placement import current_counts, keep_to_whole_hosts, place
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.solvers.counts import Counts, CountSolution, Table, maximise_counts
@@ -50,6 +58,7 @@ class MilpPolicy(Policy):
     """
 
     name = "milp"
+    by_counts = True
 
     def __init__(
         self,
@@ -69,6 +78,15 @@ class MilpPolicy(Policy):
         self._time_limit = time_limit.total_seconds()
         self._gap = gap
         self._solved: deque[tuple[bytes, CountSolution]] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def objective(self) -> Objective | Contextual:
+        """What it maximises."""
+        return self._objective
+
+    def seconds_of_use(self, pool: Pool, now: float) -> float:  # noqa: ARG002 - signature of a policy
+        """Return the horizon; see `Policy.seconds_of_use`."""
+        return self._horizon or pool.horizon
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives.base import (
+    Contextual,
     Moment,
     Objective,
     ObjectiveLike,
@@ -89,6 +91,19 @@ class WindowPolicy(Policy):
         self._time_limit = time_limit.total_seconds()
         self._gap = gap
         self._max_classes = max_classes
+
+    @property
+    def objective(self) -> Objective | Contextual:
+        """What it maximises."""
+        return self._objective
+
+    def seconds_of_use(self, pool: Pool, now: float) -> float:
+        """Return the mean of the weighted seconds that the nodes last."""
+        horizon = self._horizon or pool.horizon
+        closings = (_closing(node, now, horizon) for node in pool.values())
+        # A node of unknown closing that is lost loses, on average, that share of the horizon.
+        seconds = (last if last < horizon else horizon * (1.0 - share) for last, share in closings)
+        return fmean(seconds)
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""

@@ -224,6 +224,7 @@ def cohort_as_trainer(
         priority=first.priority,
         deadline=min((each.deadline for each in trainers if each.deadline is not None), default=None),
         submitted=submitted,
+        node_kinds=first.node_kinds,
     )
 
 

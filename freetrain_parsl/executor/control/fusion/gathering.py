@@ -24,7 +24,7 @@ class CohortKey:
 
     Parameters
     ----------
-    fusion, priority, deadline, costs, scaling, max_nodes
+    fusion, priority, deadline, costs, scaling, max_nodes, node_kinds
         As in `TrainingRequest`.
     structure
         That of the trainings, once it is known that they differ from those that have the rest in common.
@@ -36,18 +36,25 @@ class CohortKey:
     costs: CostsInSeconds | None
     scaling: ScalingCurve
     max_nodes: int
+    node_kinds: tuple[str, ...] = ()
     structure: str = ""
 
 
 def cohort_key(request: TrainingRequest) -> CohortKey | None:
     """Return the key of a training: what its planner's trainer cannot have twice; ``None`` if it trains alone.
 
-    A training that needs several nodes at the same time trains alone.
+    A training that needs several nodes at the same time, or has a scaling curve for each kind of node, trains alone.
     """
-    if request.fusion is None or request.min_nodes > 1:
+    if request.fusion is None or request.min_nodes > 1 or request.scaling_by_kind:
         return None
     return CohortKey(
-        request.fusion, request.priority, request.deadline, request.costs, request.scaling, request.max_nodes
+        request.fusion,
+        request.priority,
+        request.deadline,
+        request.costs,
+        request.scaling,
+        request.max_nodes,
+        request.node_kinds,
     )
 
 

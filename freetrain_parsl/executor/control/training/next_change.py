@@ -56,7 +56,8 @@ def next_change(
 
     Nodes that are to be released are left at once. Added nodes join when their slots are ready, as many as possible in
     one change without making ready slots wait long. A training that moves to entirely different nodes continues until
-    the slots there are ready, then changes through an intermediate group of both.
+    the slots there are ready, then changes through an intermediate group of both. If no group can have processes
+    on both, it pauses with a checkpoint and starts there.
 
     Parameters
     ----------
@@ -85,7 +86,8 @@ def next_change(
         return there.change(_grow(stay, there, now))
     if len({member.node for member in stay}) >= min_nodes:
         return there.change((*_names(stay), *_names(there.ready)))
-    if any(member.node in closing for member in members) or not there.complete:
+    apart = len(registry.transports_on({member.node for member in members} | wanted)) > 1
+    if apart or any(member.node in closing for member in members) or not there.complete:
         return NextChange(pause=True, dismiss=_names(newcomers))
     ranks: tuple[str, ...] = ()
     if not there.startable and not there.preparing:

@@ -1,0 +1,123 @@
+"""The kinds of nodes of an executor: each has a provider and a window source of its own."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, did_you_mean
+from freetrain_parsl.settings_checks import check_count
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from parsl.providers.base import ExecutionProvider
+
+    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.windows.base import WindowSource
+
+__all__ = ["KindOfSlots", "NodeKind", "check_kind_name", "refuse_unknown_kinds"]
+
+_NAME = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
+
+
+def check_kind_name(name: str) -> None:
+    """Check that a kind of node can have this name.
+
+    Raises
+    ------
+    InvalidSettings
+        It is not a word of letters, digits, ``_`` and ``-`` that begins with a letter.
+    """
+    if not re.fullmatch(_NAME, name):
+        raise InvalidSettings(
+            f"a kind of node is named by 1 to 32 letters, digits, '_' or '-', the first a letter, got {name[:40]!r}"
+        )
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes that are alike: a training runs on nodes of one kind at a time.
+
+    Parameters
+    ----------
+    name
+        What trainings call it in their ``node_kinds``.
+    provider
+        Submits its blocks.
+    windows
+        Finds its windows; ``None``: the provider's own source. All kinds belong to one batch system.
+    slots_per_node, available_accelerators
+        As in `FreeTrainExecutor`.
+    speed
+        Assumed throughput of a node relative to those of other kinds, until a training has been measured on both.
+
+    Raises
+    ------
+    InvalidSettings
+        A value is out of range.
+    """
+
+    name: str
+    provider: ExecutionProvider
+    windows: WindowSource | None = None
+    slots_per_node: int = 1
+    available_accelerators: int | tuple[str, ...] = 0
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name:  # the only kind has none
+            check_kind_name(self.name)
+        who = f"node kind {self.name!r}" if self.name else "FreeTrainExecutor"
+        check_count(f"{who}: slots_per_node", self.slots_per_node)
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise InvalidSettings(f"{who}: speed must be positive, got {self.speed!r}")
+
+    @property
+    def accelerators(self) -> list[str]:
+        """Names of the accelerators, one for each slot; empty for none."""
+        given = self.available_accelerators
+        return [str(number) for number in range(given)] if isinstance(given, int) else list(given)
+
+    @property
+    def slots(self) -> KindOfSlots:
+        """What the control loop needs to know of it."""
+        return KindOfSlots(self.slots_per_node, self.name if self.accelerators else "", self.speed)
+
+
+@dataclass(frozen=True)
+class KindOfSlots:
+    """The slots on nodes of a kind.
+
+    Parameters
+    ----------
+    per_node
+        Number of slots that make a node complete.
+    transport
+        Processes on nodes of equal transports can form one group and hand over a training's state; others only by a
+        checkpoint, such as those with GPUs and those without.
+    speed
+        As in `NodeKind`.
+    """
+
+    per_node: int = 1
+    transport: str = ""
+    speed: float = 1.0
+
+
+def refuse_unknown_kinds(request: TrainingRequest, kinds: Collection[str]) -> None:
+    """Check that a training asks for kinds of nodes that exist.
+
+    Raises
+    ------
+    InvalidTrainer
+        It names another one.
+    """
+    for kind in (*request.node_kinds, *request.scaling_by_kind):
+        if kind not in kinds:
+            known = f"; the kinds are {', '.join(sorted(kinds))}" if any(kinds) else "; the site has no kinds of nodes"
+            raise InvalidTrainer(
+                f"training {request.name!r}: there are no nodes of kind {kind!r}{did_you_mean(kind, kinds) or known}"
+            )
