@@ -16,6 +16,7 @@ from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, chec
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.data.sampler import check_sampler
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.step.learning_rate import check_lr_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.audit import Audit
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.runtime import Runtime
+    from freetrain_parsl.training.step.learning_rate import LrScaling
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 
@@ -105,7 +107,8 @@ class TrainingSession:
         """Metrics over all fragments so far; the usual return value of a training function.
 
         ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss per sample of the last complete epoch;
-        ``history``: one dictionary per epoch with ``epoch``, ``loss`` and the values passed to `log`.
+        ``history``: one dictionary per epoch with ``epoch``, ``loss`` and the values passed to `log`; with
+        ``batch_range`` also ``batch`` and ``rate``, the batch size and the learning rate at its end.
         """
         return self._runtime.state.training_metrics.metrics
 
@@ -209,6 +212,8 @@ class TrainingSession:
         deterministic: bool = False,
         shards: int = 8,
         scaled: bool = False,
+        batch_range: tuple[int, int] | None = None,
+        lr_scaling: LrScaling | None = None,
         ramp: int = 100,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -242,6 +247,13 @@ class TrainingSession:
         scaled
             Whether `batch_size` is per process, so that the batch, and with it the learning rate, grows with the number
             of processes.
+        batch_range
+            The smallest and the largest batch size. The driver then chooses the batch size within it, by the speed and
+            the noise of the gradient; training begins with `batch_size`, to which the learning rate belongs.
+        lr_scaling
+            How the learning rate follows the batch size with `batch_range` or `scaled`: ``"linear"``, ``"sqrt"``,
+            ``"adascale"``, ``"none"``, or a function: batch size relative to the initial one -> factor. By default
+            ``"auto"`` with `batch_range`: linear for SGD, square root for other optimizers; linear with `scaled`.
         ramp
             Steps over which the learning rate is adjusted.
         num_workers
@@ -274,6 +286,8 @@ class TrainingSession:
                 deterministic=deterministic,
                 shards=shards,
                 scaled=scaled,
+                batch_range=batch_range,
+                lr_scaling=lr_scaling,
                 ramp=ramp,
                 seed_samples=seed_samples,
             )
@@ -297,6 +311,18 @@ class TrainingSession:
                 raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(sampler)} samples")
         if deterministic and scaled:
             raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
+        if batch_range is not None:
+            batch_range = _check_batch_range(batch_range, batch_size)
+            for option, given in (("deterministic", deterministic), ("scaled", scaled), ("drop_last", drop_last)):
+                if given:
+                    raise UsageError(f"session.loader: batch_range cannot be combined with {option}=True{_WHY[option]}")
+        if lr_scaling is None:
+            lr_scaling = "linear" if scaled else "auto"
+        elif batch_range is None and not scaled:
+            raise UsageError("session.loader: lr_scaling needs batch_range=… or scaled=True; the batch size is fixed")
+        elif batch_range is None and lr_scaling == "adascale":
+            raise UsageError("session.loader: lr_scaling='adascale' needs batch_range=…, which measures the noise")
+        check_lr_scaling(lr_scaling)
         order = Order(
             len(dataset),
             batch_size,
@@ -307,8 +333,9 @@ class TrainingSession:
             shards=shards if deterministic else None,
             scaled=scaled,
             drawn=None if sampler is None else len(sampler),
+            batch_range=batch_range,
         )
-        batch_runner = self._runtime.use(order, ramp=ramp)
+        batch_runner = self._runtime.use(order, lr_scaling=lr_scaling, ramp=ramp)
         return SessionLoader(
             self._runtime,
             batch_runner,
@@ -430,6 +457,31 @@ def _check_whole(what: str, value: object, *, least: int) -> None:
         raise UsageError(f"{what} must be a whole number, got {value!r}") from None
     if number < least:
         raise UsageError(f"{what} must be at least {least}, got {number}")
+
+
+_WHY = {
+    "deterministic": ": the results would depend on when the batch size changes",
+    "scaled": ": both decide the batch size",
+    "drop_last": ": the dropped samples would depend on when the batch size changes",
+}
+
+
+def _check_batch_range(value: object, batch_size: int) -> tuple[int, int]:
+    """Return a range of batch sizes as a pair.
+
+    Raises
+    ------
+    UsageError
+        It is not a pair of whole numbers in order, or does not contain the batch size.
+    """
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise UsageError(f"session.loader: batch_range is a pair such as (64, 4096), got {value!r}")
+    least, most = value
+    _check_whole("session.loader: batch_range's smallest batch", least, least=1)
+    _check_whole("session.loader: batch_range's largest batch", most, least=1)
+    if not least <= batch_size <= most:
+        raise UsageError(f"session.loader: batch_range {least} to {most} must contain batch_size ({batch_size})")
+    return int(least), int(most)
 
 
 def _scalar(loss: object) -> torch.Tensor:

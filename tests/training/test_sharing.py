@@ -13,7 +13,7 @@ from training_crew import SAMPLES, run_member
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.random_streams import seed_all
 from freetrain_parsl.training.fragment import Finished, Membership, run_alone
-from freetrain_parsl.training.step.scaled_batch import LinearScaling
+from freetrain_parsl.training.step.learning_rate import RateScaling
 
 if TYPE_CHECKING:
     from pathlib import Path

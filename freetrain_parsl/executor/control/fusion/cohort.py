@@ -325,7 +325,8 @@ class Cohort:
         """Let a member leave that cannot be fused at all, or not with the others."""
         self._structure = self._structure or member.structure
         if not member.structure:
-            self._leave(member, _UNSUPPORTED)
+            reason = "" if member.tracker.latest is None else member.tracker.latest.not_fused
+            self._leave(member, reason or _UNSUPPORTED)
         elif member.structure != self._structure and member.goal is MemberGoal.TRAIN:
             member.goal = MemberGoal.REGROUP
             self._release(array, member.name)
