@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as planner
+from freetrain_parsl.planning.curves.elastic_batch import BatchRange, ElasticProfile, NoiseEstimate
 from freetrain_parsl.planning.curves.learning import Profile, as_learned, best_rate_per_node
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.protocol.reports import Progress
+    from freetrain_parsl.protocol.reports import BatchReport, Progress
 
 __all__ = ["CurveLearning"]
 
@@ -26,6 +28,8 @@ class _Stretch:
     group: int
     samples: int
     slot_seconds: float
+    step: int
+    batch: int
 
 
 class _Known:
@@ -34,12 +38,35 @@ class _Known:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.profile = Profile(trainer.curve)
+        self.elastic: ElasticProfile | None = None  # if its batch size is to be chosen
+        self.batch = 0
         self.sent = trainer
         self.last: _Stretch | None = None
 
     def described(self) -> Trainer:
         """Return the training with the curve and the limit that the planner has."""
         return replace(self.trainer, curve=self.sent.curve, max_nodes=self.sent.max_nodes)
+
+    def learned(self, best_rate: float) -> Trainer:
+        """Return the training as measured so far; `best_rate` as for `as_learned`."""
+        trainer = as_learned(self.trainer, self.profile, best_rate)
+        curve = None if self.elastic is None else self.elastic.curve(trainer.max_nodes)
+        return trainer if curve is None else replace(trainer, curve=curve)
+
+    def work(self, samples: float) -> float:
+        """Return samples at the current batch size in samples of the initial one, the unit of the curve."""
+        if self.elastic is None or self.elastic.curve(1) is None or not math.isfinite(samples):
+            return samples
+        return samples * self.elastic.efficiency(self.batch)
+
+    def take_batch(self, report: BatchReport) -> None:
+        """Take what a report says of the batch."""
+        limits = BatchRange(report.initial, report.least, report.most)
+        if self.elastic is None or self.elastic.limits != limits:
+            self.elastic = ElasticProfile(limits)
+        self.batch = report.size
+        if report.square is not None and report.variance is not None:
+            self.elastic.noise = NoiseEstimate(report.square, report.variance)
 
 
 class CurveLearning:
@@ -64,7 +91,9 @@ class CurveLearning:
                 known.trainer = trainer
                 return replace(event, trainer=known.described())
             case planner.TrainerProgressed(trainer=name, work_left=left) if name in self._known:
-                self._known[name].trainer = replace(self._known[name].trainer, work_left=left)
+                known = self._known[name]
+                known.trainer = replace(known.trainer, work_left=known.work(left))
+                return replace(event, work_left=known.trainer.work_left)
             case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
                 self._known.pop(name, None)
         return event
@@ -98,16 +127,29 @@ class CurveLearning:
         known = self._known.get(name)
         if known is None:
             return []
-        last, known.last = known.last, _Stretch(group, progress.samples, progress.slot_seconds)
-        if last is None or last.group != group:
+        if progress.batch is not None:
+            known.take_batch(progress.batch)
+        stretch = _Stretch(group, progress.samples, progress.slot_seconds, progress.step, known.batch)
+        last, known.last = known.last, stretch
+        if last is None or last.group != group or last.batch != known.batch:
             return []
         samples, seconds = progress.samples - last.samples, (progress.slot_seconds - last.slot_seconds) / slots
         if samples <= 0 or seconds <= 0:
             return []
         known.profile.observe(nodes, samples, seconds)
+        if known.elastic is not None and progress.step > last.step:
+            known.elastic.times.observe(nodes, known.batch, progress.step - last.step, samples, seconds)
         unknown = [other for other in self._known.values() if not other.profile.known]
         best = self.best_rate() if unknown else 1.0  # used for unknown trainings only
         return [planner.TrainerLearned(now, one.described()) for one in (known, *unknown) if self._update(one, best)]
+
+    def next_batch(self, name: str, nodes: int) -> int | None:
+        """Return the batch size that a training should change to on its nodes; ``None``: it should not change."""
+        known = self._known.get(name)
+        if known is None or known.elastic is None:
+            return None
+        size = known.elastic.next_batch(nodes, known.batch)
+        return None if size == known.batch else size
 
     def best_rate(self) -> float:
         """Return the largest rate per node that was measured, samples per second; 1 if there is none."""
@@ -117,7 +159,7 @@ class CurveLearning:
     @staticmethod
     def _update(known: _Known, best_rate: float) -> bool:
         """Return whether the planner should have another curve or limit than it has."""
-        now = as_learned(known.trainer, known.profile, best_rate)
+        now = known.learned(best_rate)
         if now.max_nodes == known.sent.max_nodes and not _differ(known.sent.curve, now.curve):
             return False
         known.sent = now

@@ -226,7 +226,7 @@ class TrainingManager:
         return self._cohorts.runs_in(slot) if managed is None else managed.machine.participants[slot.name].run
 
     def _learn(self, managed: _Managed, progress: Progress) -> None:
-        """Add a report of a group that trains undisturbed to the training's scaling curve."""
+        """Add a report of a group that trains undisturbed to the training's curve; change its batch if that pays."""
         if isinstance(phase := managed.machine.phase, Running):
             group = phase.group
             changed = self._curves.observe(
@@ -239,6 +239,9 @@ class TrainingManager:
             )
             for learned in changed:
                 self._inform(learned)
+            size = self._curves.next_batch(managed.machine.name, len(group.nodes))
+            if size is not None:
+                self._handle(managed, on.BatchChosen(size))
 
     # Events and commands.
 

@@ -37,7 +37,7 @@ __all__ = ["NoiseMeter"]
 _SOON = 64  # batches
 _EVERY_AT_FIRST = 2  # batches; the first estimate is needed soon
 _EVERY = 8  # batches: measuring reads all gradients
-_DECAY = 0.98  # of the weight of earlier measurements, with each one
+_DECAY = 0.95  # of the weight of earlier measurements, with each one
 _LEAST = 16  # measurements before there is an estimate
 
 
