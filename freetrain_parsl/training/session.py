@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,12 @@ from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, chec
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.data.sampler import check_sampler
 from freetrain_parsl.training.data.stream import Stream
-from freetrain_parsl.training.step.learning_rate import check_lr_scaling
+from freetrain_parsl.training.loader_options import (
+    check_batch_range,
+    check_fixed_size,
+    check_whole,
+    chosen_lr_scaling,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -301,7 +305,7 @@ class TrainingSession:
             ("num_workers", num_workers),
         ):
             if number is not None:
-                _check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
+                check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
         if sampler is not None:
             check_sampler(sampler)
@@ -312,17 +316,9 @@ class TrainingSession:
         if deterministic and scaled:
             raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
         if batch_range is not None:
-            batch_range = _check_batch_range(batch_range, batch_size)
-            for option, given in (("deterministic", deterministic), ("scaled", scaled), ("drop_last", drop_last)):
-                if given:
-                    raise UsageError(f"session.loader: batch_range cannot be combined with {option}=True{_WHY[option]}")
-        if lr_scaling is None:
-            lr_scaling = "linear" if scaled else "auto"
-        elif batch_range is None and not scaled:
-            raise UsageError("session.loader: lr_scaling needs batch_range=… or scaled=True; the batch size is fixed")
-        elif batch_range is None and lr_scaling == "adascale":
-            raise UsageError("session.loader: lr_scaling='adascale' needs batch_range=…, which measures the noise")
-        check_lr_scaling(lr_scaling)
+            batch_range = check_batch_range(batch_range, batch_size)
+            check_fixed_size(deterministic=deterministic, scaled=scaled, drop_last=drop_last)
+        lr_scaling = chosen_lr_scaling(lr_scaling, elastic=batch_range is not None, scaled=scaled)
         order = Order(
             len(dataset),
             batch_size,
@@ -388,7 +384,7 @@ class TrainingSession:
         count = self._runtime.options.epochs if count is None else count
         if count is None:
             raise UsageError("session.epochs needs a number: session.epochs(90), or @training_app(epochs=90)")
-        _check_whole("session.epochs: the number of epochs", count, least=0)
+        check_whole("session.epochs: the number of epochs", count, least=0)
         self._runtime.start(count)
         return self._epochs(count)
 
@@ -447,41 +443,6 @@ class TrainingSession:
         while self._runtime.state.cursor.epoch < count:
             yield self._runtime.open_epoch()
             self._runtime.end_epoch()
-
-
-def _check_whole(what: str, value: object, *, least: int) -> None:
-    """Reject what is not a whole number, of Python or numpy, of at least `least`."""
-    try:
-        number = index(value)  # type: ignore[arg-type]  # checked here
-    except TypeError:
-        raise UsageError(f"{what} must be a whole number, got {value!r}") from None
-    if number < least:
-        raise UsageError(f"{what} must be at least {least}, got {number}")
-
-
-_WHY = {
-    "deterministic": ": the results would depend on when the batch size changes",
-    "scaled": ": both decide the batch size",
-    "drop_last": ": the dropped samples would depend on when the batch size changes",
-}
-
-
-def _check_batch_range(value: object, batch_size: int) -> tuple[int, int]:
-    """Return a range of batch sizes as a pair.
-
-    Raises
-    ------
-    UsageError
-        It is not a pair of whole numbers in order, or does not contain the batch size.
-    """
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise UsageError(f"session.loader: batch_range is a pair such as (64, 4096), got {value!r}")
-    least, most = value
-    _check_whole("session.loader: batch_range's smallest batch", least, least=1)
-    _check_whole("session.loader: batch_range's largest batch", most, least=1)
-    if not least <= batch_size <= most:
-        raise UsageError(f"session.loader: batch_range {least} to {most} must contain batch_size ({batch_size})")
-    return int(least), int(most)
 
 
 def _scalar(loss: object) -> torch.Tensor:

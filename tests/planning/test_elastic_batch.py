@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_recent_steps_replace_old_ones() -> None:
 @settings(max_examples=60)
 @given(st.integers(0, 10_000))
 def test_the_fit_is_optimal(seed: int) -> None:
-    """By its conditions of optimality: no positive coefficient can change, and no zero one can grow, for a better fit."""
+    """By its conditions of optimality: no positive coefficient can change, no zero one can grow, for a better fit."""
     random = np.random.default_rng(seed)
     rows = np.abs(random.normal(size=(6, 4)))
     target = rows @ random.normal(size=4) + 0.1 * random.normal(size=6)
@@ -111,7 +112,7 @@ def test_the_batch_settles_at_the_best_one_in_small_changes(nodes: int, noise_sc
         trained(one, nodes, batch)
         batch = one.next_batch(nodes, batch)
         sizes.append(batch)
-    assert all(0.5 <= after / before <= 2 for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(0.5 <= after / before <= 2 for before, after in pairwise(sizes))
     assert len(set(sizes[-5:])) == 1
 
     def goodput(size: int) -> float:

@@ -97,7 +97,7 @@ class StepTimes:
         self._coefficients: npt.NDArray[np.float64] | None = None
 
     def observe(self, nodes: int, batch: int, steps: float, samples: float, seconds: float) -> None:
-        """Add steps of a batch size; `samples` may be fewer than `steps` of it, as the last batch of an epoch is smaller.
+        """Add steps of a batch size; the last one of an epoch may have had fewer samples.
 
         Raises
         ------

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _MAY_CHANGE = ("micro_batch", "batch_range")  # of an order, without changing the training
 
+
 class Stateful(Protocol):
     """Objects with a state to save: models, optimizers, schedulers, gradient scalers, averaged models."""
 

@@ -136,9 +136,7 @@ class Order:
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
         return torch.randperm(self.length, generator=generator)[: self.samples]
 
-    def batch(
-        self, positions: torch.Tensor, begin: int, rank: int, world_size: int, size: int | None = None
-    ) -> Batch:
+    def batch(self, positions: torch.Tensor, begin: int, rank: int, world_size: int, size: int | None = None) -> Batch:
         """Return a member's part of a batch.
 
         Parameters

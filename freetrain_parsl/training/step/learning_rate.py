@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-__all__ = ["LrScaling", "Rule", "RateScaling", "check_lr_scaling"]
+__all__ = ["LrScaling", "RateScaling", "Rule", "check_lr_scaling"]
 
 Rule: TypeAlias = Literal["auto", "linear", "sqrt", "adascale", "none"]
 """How the learning rate follows the batch size."""
@@ -95,7 +95,7 @@ class RateScaling:
             case "none":
                 return 1.0
         assert callable(rule), "checked by check_lr_scaling"
-        factor = rule(self.scale)
+        factor: object = rule(self.scale)
         if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
             raise UsageError(
                 f"session.loader: lr_scaling returned {factor!r} for a batch {self.scale:g} times the initial one; "
