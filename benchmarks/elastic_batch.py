@@ -87,8 +87,8 @@ def char_lm() -> Any:
 
 
 WORKLOADS = {
-    "digits": Workload(digits, batch_size=16, largest=512, epochs=40, target=0.08),
-    "char_lm": Workload(char_lm, batch_size=16, largest=256, epochs=16, target=2.2),
+    "digits": Workload(digits, batch_size=16, largest=512, epochs=24, target=0.06),
+    "char_lm": Workload(char_lm, batch_size=16, largest=256, epochs=12, target=2.1),
 }
 
 
