@@ -142,7 +142,8 @@ class ControlMailbox:
 
     def post_batch(self, size: int) -> None:
         """Post a batch size for the first member of the group; it replaces one that has not been taken."""
-        self._batch = size
+        with self._changed:
+            self._batch = size
 
     @property
     def batch_pending(self) -> bool:
@@ -151,8 +152,9 @@ class ControlMailbox:
 
     def take_batch(self) -> int | None:
         """Take the batch size, if any."""
-        size, self._batch = self._batch, None
-        return size
+        with self._changed:
+            size, self._batch = self._batch, None
+            return size
 
     def end(self) -> None:
         """Request a pause and end all waiting for commands: the slot leaves, or the training is done."""

@@ -45,7 +45,8 @@ class _Known:
 
     def described(self) -> Trainer:
         """Return the training with the curve and the limit that the planner has."""
-        return replace(self.trainer, curve=self.sent.curve, max_nodes=self.sent.max_nodes)
+        left = self.work(self.trainer.work_left)
+        return replace(self.trainer, curve=self.sent.curve, max_nodes=self.sent.max_nodes, work_left=left)
 
     def learned(self, best_rate: float) -> Trainer:
         """Return the training as measured so far; `best_rate` as for `as_learned`."""
@@ -92,8 +93,8 @@ class CurveLearning:
                 return replace(event, trainer=known.described())
             case planner.TrainerProgressed(trainer=name, work_left=left) if name in self._known:
                 known = self._known[name]
-                known.trainer = replace(known.trainer, work_left=known.work(left))
-                return replace(event, work_left=known.trainer.work_left)
+                known.trainer = replace(known.trainer, work_left=left)
+                return replace(event, work_left=known.work(left))
             case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
                 self._known.pop(name, None)
         return event
