@@ -392,9 +392,12 @@ class Runtime:
         return size if size is not None and in_time else 0
 
     def _change_batch(self, size: int) -> None:
-        assert self.state.batch is not None, "requested"
-        self.state.batch.change(size)
-        self.reporter.pace.restart()
+        batch, pace = self.state.batch, self.reporter.pace
+        assert batch is not None, "requested"
+        before = batch.size
+        batch.change(size)
+        pace.restart()
+        pace.longest_step *= max(1.0, batch.size / before)  # a step more must still fit before the node closes
         self.reporter.send(at_once=True)
 
     def _closing(self) -> bool:

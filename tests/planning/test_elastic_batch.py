@@ -65,6 +65,12 @@ def test_the_efficiency_falls_from_one_to_that_of_steps_alone() -> None:
     assert NoiseEstimate(0.0, 0.0).efficiency(64, 32) == 1.0
 
 
+@pytest.mark.parametrize("wrong", [(-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0), (1.0, math.inf)])
+def test_an_estimate_is_finite_and_not_negative(wrong: tuple[float, float]) -> None:
+    with pytest.raises(PlanningError):
+        NoiseEstimate(*wrong)
+
+
 def test_measured_steps_have_the_measured_duration_and_others_the_fitted_one() -> None:
     times = StepTimes()
     for nodes, batch in ((1, 32), (1, 64), (2, 64), (4, 256)):

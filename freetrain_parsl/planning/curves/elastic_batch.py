@@ -60,10 +60,14 @@ class BatchRange:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Squared norm of the true gradient, and variance of the gradient of one sample."""
+    """Squared norm of the true gradient, and variance of the gradient of one sample; neither negative."""
 
     square: float
     variance: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.square < math.inf and 0 <= self.variance < math.inf):
+            raise PlanningError(f"not an estimate of a gradient's noise: {self}")
 
     def efficiency(self, batch: int, initial: int) -> float:
         """Return how far a sample in a batch advances the training, relative to one in the initial batch."""
