@@ -16,7 +16,7 @@ from freetrain_parsl.planning.curves.elastic_batch import (
     BatchRange,
     ElasticProfile,
     NoiseEstimate,
-    StepTimes,
+    StepDurations,
     _non_negative_least_squares,
 )
 
@@ -72,7 +72,7 @@ def test_an_estimate_is_finite_and_not_negative(wrong: tuple[float, float]) -> N
 
 
 def test_measured_steps_have_the_measured_duration_and_others_the_fitted_one() -> None:
-    times = StepTimes()
+    times = StepDurations()
     for nodes, batch in ((1, 32), (1, 64), (2, 64), (4, 256)):
         times.observe(nodes, batch, 50, 50 * batch, 50 * duration(nodes, batch))
     for nodes, batch in ((1, 32), (2, 64), (1, 512), (2, 128), (4, 64)):
@@ -80,7 +80,7 @@ def test_measured_steps_have_the_measured_duration_and_others_the_fitted_one() -
 
 
 def test_with_one_size_measured_larger_batches_are_tried() -> None:
-    times = StepTimes()
+    times = StepDurations()
     times.observe(1, 32, 50, 1600, 5.0)
     assert times.seconds(1, 64) == pytest.approx(0.1)
     assert not times.known
@@ -88,7 +88,7 @@ def test_with_one_size_measured_larger_batches_are_tried() -> None:
 
 def test_recent_steps_replace_old_ones() -> None:
     """The machine has become twice as fast."""
-    times = StepTimes()
+    times = StepDurations()
     for seconds in (0.2, 0.1):
         for _ in range(40):
             times.observe(1, 32, 50, 1600, 50 * seconds)
@@ -183,4 +183,4 @@ def test_there_is_no_curve_until_two_sizes_have_been_measured() -> None:
 @pytest.mark.parametrize("wrong", [(0, 8, 1, 8, 1.0), (1, 8, 0, 8, 1.0), (1, 8, 1, 8, 0.0), (1, 8, 1, 8, math.nan)])
 def test_what_is_no_measurement_is_refused(wrong: Any) -> None:
     with pytest.raises(PlanningError):
-        StepTimes().observe(*wrong)
+        StepDurations().observe(*wrong)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
-__all__ = ["BatchRange", "ElasticProfile", "NoiseEstimate", "StepTimes"]
+__all__ = ["BatchRange", "ElasticProfile", "NoiseEstimate", "StepDurations"]
 
 _GRID = math.sqrt(2.0)  # ratio of neighbouring candidates
 _LARGEST_CHANGE = 2.0  # of the batch size at a time: what is beyond is extrapolated
@@ -88,7 +88,7 @@ class _Cell:
         return self.seconds / self.steps
 
 
-class StepTimes:
+class StepDurations:
     """Seconds of a step against nodes and samples per node, fitted to measured ones.
 
     ``t(n, b) = fixed + each · b / n``, and on several nodes ``+ exchange + growth · n``, with coefficients that are not
@@ -178,7 +178,7 @@ class ElasticProfile:
     def __init__(self, limits: BatchRange) -> None:
         self.limits = limits
         self.noise: NoiseEstimate | None = None
-        self.times = StepTimes()
+        self.times = StepDurations()
         self._candidates = limits.candidates()
 
     def efficiency(self, batch: int) -> float:

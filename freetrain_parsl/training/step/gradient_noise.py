@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.utils import get_total_norm
 
-from freetrain_parsl.training.step.gradients import dense_gradient
+from freetrain_parsl.training.step.dense_gradient import dense_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.step.dense_gradient import dense_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -276,16 +276,3 @@ def fold(group: Group, rows: Sequence[torch.Tensor], shards: int, empty: torch.T
         for part in parts[1:]:
             total += part
     return empty
-
-
-def dense_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a parameter's gradient, or ``None``.
-
-    Raises
-    ------
-    UsageError
-        The gradient is sparse.
-    """
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        raise UsageError("session.step: sparse gradients cannot be summed over processes; use sparse=False")
-    return parameter.grad
