@@ -32,7 +32,7 @@ ROOMS = {
     "planning": set(),
     "protocol": set(),
     "windows": {"planning"},
-    "training": {"protocol", "storage"},
+    "training": {"protocol", "planning", "storage"},
     "storage": set(),
     "cluster": {"planning", "windows"},
     "executor": {"protocol", "planning", "windows", "training", "storage", "cluster"},

@@ -74,7 +74,10 @@ def explain(
 
 
 def runs_here() -> Iterator[str]:
-    """Report what holds up runs in this directory: blocks that cannot start, no storage, trainings that cannot fuse."""
+    """Report what a user should know of runs in this directory.
+
+    Blocks that cannot start, no storage, trainings that cannot fuse, and the batches that the driver has chosen.
+    """
     for directory in run_directories():
         try:
             run = journal_state_of(RunStore(directory.absolute()))
@@ -90,6 +93,8 @@ def runs_here() -> Iterator[str]:
                 reasons[f"cannot start: {training.waits_for}"].append(training.name)
             if training.alone_because:
                 reasons[f"not fused: {training.alone_because}"].append(training.name)
+            if batch := training.batch_remark():
+                reasons[f"trains {batch}"].append(training.name)
         for reason, names in reasons.items():
             yield f"{directory}: {', '.join(names[:3])}{', …' if names[3:] else ''} {reason}"
 

@@ -14,6 +14,7 @@ __all__ = [
     "ArrayMeasured",
     "ArrayStarted",
     "Assign",
+    "BatchChanged",
     "BlockEnded",
     "BlockReleased",
     "BlockRequested",
@@ -376,6 +377,15 @@ class Checkpoint(Record):
     """The checkpoint of `step` is durable."""
 
     step: int
+
+
+@dataclass(frozen=True)
+class BatchChanged(Record):
+    """The batches have `size` samples now, and had `before`; the gradient noise scale in samples, infinite: `null`."""
+
+    size: int
+    before: int
+    noise_scale: float | None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ __all__ = [
     "TO_DRIVER",
     "TO_SLOT",
     "AddMember",
+    "ChangeBatch",
     "ChangeGroup",
     "Closing",
     "DriverHeartbeat",
@@ -335,6 +336,23 @@ class ChangeGroup:
 
 
 @dataclass(frozen=True)
+class ChangeBatch:
+    """Change the batch size at the next boundary; sent to the first member, which tells the others there.
+
+    Parameters
+    ----------
+    training, run
+        As in `StartRun`.
+    size
+        Samples in a batch.
+    """
+
+    training: Name
+    run: Count
+    size: Count
+
+
+@dataclass(frozen=True)
 class StartArray:
     """Run an array of trainings in one process; an `AddMember` for each of the first members follows.
 
@@ -473,6 +491,7 @@ ToSlot: TypeAlias = (
     | AddMember
     | ReleaseMember
     | ChangeGroup
+    | ChangeBatch
     | PauseRun
     | StartTask
     | StoreReply
@@ -481,7 +500,7 @@ ToSlot: TypeAlias = (
     | Probe
 )
 
-ToRun: TypeAlias = AddMember | ReleaseMember | ChangeGroup | PauseRun | StoreReply
+ToRun: TypeAlias = AddMember | ReleaseMember | ChangeGroup | ChangeBatch | PauseRun | StoreReply
 """Commands to a run, which its slot may not have started yet."""
 
 TO_DRIVER = by_type(
@@ -507,6 +526,7 @@ TO_SLOT = by_type(
     AddMember,
     ReleaseMember,
     ChangeGroup,
+    ChangeBatch,
     PauseRun,
     StartTask,
     StoreReply,

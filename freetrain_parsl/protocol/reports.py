@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from freetrain_parsl.protocol.fields import Count, Duration, Number, Text
 
 __all__ = [
     "ArraySized",
+    "BatchReport",
     "GroupFailed",
     "Joined",
     "PauseReason",
@@ -43,6 +45,38 @@ _SENTENCES = {
     PauseReason.CLOSING: "a node is about to close",
     PauseReason.LEFT: "the other members continue without this process",
 }
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """The batch of a training that lets the driver choose its size.
+
+    Parameters
+    ----------
+    size
+        Samples in a batch now.
+    initial
+        The user's batch size, to which the learning rate belongs.
+    least, most
+        Its range, inclusive.
+    square, variance
+        Squared norm of the true gradient, and variance of the gradient of one sample (the trace of its covariance);
+        ``None`` while they are not known.
+    """
+
+    size: Count
+    initial: Count
+    least: Count
+    most: Count
+    square: Number | None = None
+    variance: Number | None = None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples, variance over square; infinite if the gradient is lost in the noise."""
+        if self.square is None or self.variance is None:
+            return None
+        return self.variance / self.square if self.square > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -85,6 +119,10 @@ class Progress:
         Note for the user about a change of the training's code; empty if there is none.
     structure
         Equal for trainings that may be fused; empty if it is not a member of an array.
+    not_fused
+        Why a member of an array trains by itself; empty if it does not, or for no reason of its own.
+    batch
+        Its batch, if the driver chooses the size; otherwise ``None``.
     """
 
     step: Count = 0
@@ -105,6 +143,8 @@ class Progress:
     next_save: Duration = 0.0
     code_note: Text = ""
     structure: Text = ""
+    not_fused: Text = ""
+    batch: BatchReport | None = None
 
 
 @dataclass(frozen=True)

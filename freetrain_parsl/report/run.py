@@ -83,6 +83,8 @@ class TrainingState:
     """Why it is not fused with others, although it may be."""
     node_kind: str = ""
     """The kind of its nodes, where there are several kinds."""
+    batch_changes: int = 0
+    """How often its batch size has changed."""
 
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
@@ -98,13 +100,29 @@ class TrainingState:
             return "result of an earlier run: nothing was trained"
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            return self.stalled or self.code_note or "; ".join(filter(None, [self._on_kind(), self._fusion_remark()]))
+            doing = (self._on_kind(), self.batch_remark(), self._fusion_remark())
+            return self.stalled or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
         head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
 
     def _on_kind(self) -> str:
         return f"on {self.node_kind} nodes" if self.state == "running" and self.node_kind else ""
+
+    def batch_remark(self) -> str:
+        """Describe the batch of a training that runs, if the driver chooses its size."""
+        batch = self.progress.get("batch")
+        if self.state != "running" or not batch:
+            return ""
+        times = "once" if self.batch_changes == 1 else f"{self.batch_changes} times"
+        changed = f", changed {times}" if self.batch_changes else ""
+        if batch["square"] is None:
+            noise = ""
+        elif batch["square"] > 0:
+            noise = f", gradient noise scale {batch['variance'] / batch['square']:.0f}"
+        else:
+            noise = ", gradient lost in its noise"
+        return f"in batches of {batch['size']} (at first {batch['initial']}{changed}){noise}"
 
     def _fusion_remark(self) -> str:
         if self.state not in ("waiting", "running"):
@@ -227,6 +245,8 @@ class RunState:
         match entry:
             case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded() | record.Checkpoint():
                 self._on_fragment_record(training, time, entry)
+            case record.BatchChanged():
+                training.batch_changes += 1
             case record.CodeChanged():
                 training.code_note = entry.note
             case record.TrainsAlone():

@@ -21,6 +21,7 @@ import torch
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
+from freetrain_parsl.training.batch_choice import BatchChooser
 from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.group.process_group import gist, is_lost_peer
@@ -180,6 +181,7 @@ def run_alone(
     """
     function = getattr(function, "training_function", function)
     check_signature(function)
+    mailbox = ControlMailbox()
     with tempfile.TemporaryDirectory(prefix="freetrain-") as scratch:
         end = run_fragment(
             function,
@@ -190,8 +192,8 @@ def run_alone(
             ),
             membership=Membership("alone"),
             meet=_nobody_to_meet,
-            mailbox=ControlMailbox(),
-            report=lambda _progress: None,
+            mailbox=mailbox,
+            report=BatchChooser(mailbox).take,
         )
     assert isinstance(end, Finished)  # nothing can pause it: the mailbox is not shared
     return end.value

@@ -99,6 +99,7 @@ class ControlMailbox:
         self._closes: float | None = None
         self._changed = threading.Condition()
         self._command: Regroup | None = None
+        self._batch: int | None = None
         self._ended = False
         self._waiting_since: float | None = None
         self.pause_requested = threading.Event()
@@ -138,6 +139,22 @@ class ControlMailbox:
             self._changed.wait_for(lambda: self._command is not None or self._ended, timeout)
             command, self._command = self._command, None
             return command
+
+    def post_batch(self, size: int) -> None:
+        """Post a batch size for the first member of the group; it replaces one that has not been taken."""
+        with self._changed:
+            self._batch = size
+
+    @property
+    def batch_pending(self) -> bool:
+        """Whether there is a batch size that has not been taken."""
+        return self._batch is not None
+
+    def take_batch(self) -> int | None:
+        """Take the batch size, if any."""
+        with self._changed:
+            size, self._batch = self._batch, None
+            return size
 
     def end(self) -> None:
         """Request a pause and end all waiting for commands: the slot leaves, or the training is done."""

@@ -12,7 +12,7 @@ from freetrain_parsl.errors import NonFiniteLoss, TrainingError, UsageError
 from freetrain_parsl.training.data.audit import Audit, Ledger, audit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from freetrain_parsl.training.data.order import Batch, Piece
 
@@ -116,6 +116,8 @@ class TrainingMetrics:
         self.slot_seconds = 0.0  # time of the counted steps, times the number of slots
         self.audit = Audit()
         self.metrics: dict[str, Any] = {"epochs": 0, "steps": 0, "samples": 0, "loss": None, "history": []}
+        self.facts: Callable[[], dict[str, Any]] = dict
+        """Set by the session's state: returns values for an epoch's row of the history."""
         self._ledger: Ledger | None = None
         self._row_open = False  # whether log() refers to an epoch without a row in the history
         self._log: dict[str, Any] = {}
@@ -263,7 +265,7 @@ class TrainingMetrics:
     def _write_row(self, epoch: int) -> None:
         self.settle()
         self.metrics["loss"] = self.mean_loss
-        self.metrics["history"].append({"epoch": epoch, "loss": self.mean_loss, **self._log})
+        self.metrics["history"].append({"epoch": epoch, "loss": self.mean_loss, **self.facts(), **self._log})
         self._log = {}
         self._row_open = False
 

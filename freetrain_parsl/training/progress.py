@@ -52,6 +52,8 @@ class ProgressReporter:
         """Number of trainings that share this process, and the time of each step, as members of an array."""
         self.structure = ""
         """Equal for trainings that may be fused."""
+        self.not_fused = ""
+        """Why this member of an array trains by itself."""
         self._state = state
         self._checkpoint_manager = checkpoint_manager
         self._members = members
@@ -123,6 +125,8 @@ class ProgressReporter:
             in_place=not manager.sharded,
             code_note=manager.code_note,
             structure=self.structure,
+            not_fused=self.not_fused,
+            batch=None if self._state.batch is None else self._state.batch.report(),
             storage_problem=manager.storage_problem,
             next_save=manager.due_in(self._clock()) if manager.storage_problem else 0.0,
         )

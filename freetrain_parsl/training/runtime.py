@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.step.learning_rate import LrScaling
 
 
 _DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between, the steps of small models have no cost
@@ -152,7 +153,7 @@ class Runtime:
             return
         load_into(self.state.objects, self._restored)
 
-    def use(self, order: Order, *, ramp: int) -> BatchRunner:
+    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> BatchRunner:
         """Train on a dataset in this order; return what the loader gives its batches to.
 
         Raises
@@ -175,8 +176,15 @@ class Runtime:
             if self.checkpoint_manager.sharded:
                 raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
             self.batch_runner.fix_order(self.device)
+        if order.batch_range is not None and self.checkpoint_manager.sharded:
+            raise UsageError(
+                "session.loader: batch_range cannot be combined with a sharded model, whose gradients are averaged "
+                "before their noise can be measured"
+            )
         self.batch_runner.one_step = order.micro_batch is not None or order.shards is not None
-        self.state.use(order, ramp)
+        self.state.use(order, lr_scaling, ramp)
+        if self.state.batch is not None:
+            self.batch_runner.measure_noise(self.state.batch.noise)
         if self._restored is not None:
             self.state.take_order(self._restored.state)
         return self.batch_runner
@@ -212,8 +220,7 @@ class Runtime:
         now = self._clock()
         self.checkpoint_manager.due(now)
         self.reporter.start_counting(now)
-        if self.state.scaling is not None:
-            self.state.scaling.aim(self.members.group.size)
+        self.state.aim(self.members.group.size)
         self.seed()
         self.reporter.send(at_once=True)
 
@@ -244,8 +251,7 @@ class Runtime:
                 self._recover(error)
         self._regrouped = False
         self.reporter.send()
-        if self.state.scaling is not None:
-            self.state.scaling.aim(self.members.group.size)
+        self.state.aim(self.members.group.size)
         if seed:
             self.seed()
         self.reporter.end_boundary()
@@ -343,14 +349,17 @@ class Runtime:
         closing: float = self._closing()
         save_due: float = group.is_first and manager.due(self._clock())
         ready: float = manager.ready
+        batch: float = self._requested_batch()
         if group.size > 1:
             # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if group.is_first else 0.0
-            votes = torch.tensor([requested, closing, save_due, commanded, ready, estimate], dtype=torch.float64)
-            requested, closing, save_due, commands, ready, self._write_seconds = group.sum(votes).tolist()
+            votes = torch.tensor([requested, closing, save_due, commanded, ready, batch, estimate], dtype=torch.float64)
+            requested, closing, save_due, commands, ready, batch, self._write_seconds = group.sum(votes).tolist()
             commanded = commands == group.size
         if ready == group.size:
             self._look_after_writing(manager.advance)
+        if batch:
+            self._change_batch(int(batch))
         assert self.batch_runner is not None, "checked by start"
         if commanded or closing or requested or save_due or self.state.cursor.pass_ended:
             self.batch_runner.average_statistics(group)
@@ -367,10 +376,29 @@ class Runtime:
         now = self._clock()
         if now < self._decides_at:
             mailbox = self._mailbox
-            asked = mailbox.pause_requested.is_set() or mailbox.pending is not None
+            asked = mailbox.pause_requested.is_set() or mailbox.pending is not None or mailbox.batch_pending
             return asked or self.state.cursor.pass_ended
         self._decides_at = now + _DECISION_SECONDS
         return True
+
+    def _requested_batch(self) -> int:
+        """Take the batch size that the driver has sent to this member; zero if there is none, or if it is late.
+
+        Only that of the first member counts: it was sent to an earlier first member otherwise. A batch that has had
+        one of several steps keeps its samples.
+        """
+        size = self._mailbox.take_batch()
+        in_time = self.members.group.is_first and self.state.batch is not None and not self.state.cursor.steps
+        return size if size is not None and in_time else 0
+
+    def _change_batch(self, size: int) -> None:
+        batch, pace = self.state.batch, self.reporter.pace
+        assert batch is not None, "requested"
+        before = batch.size
+        batch.change(size)
+        pace.restart()
+        pace.longest_step *= max(1.0, batch.size / before)  # a step more must still fit before the node closes
+        self.reporter.send(at_once=True)
 
     def _closing(self) -> bool:
         """Return whether another step would leave too little time for the last checkpoint."""
@@ -424,7 +452,9 @@ class Runtime:
         """Return this member's position and a fingerprint of its parameters; a newcomer has no position yet."""
         assert self.batch_runner is not None, "groups change only in the loop"
         begun = not self.members.is_newcomer
-        return (int(begun), *(int(value) for value in self.state.cursor.place), self.batch_runner.fingerprint())
+        changes = 0 if self.state.batch is None else self.state.batch.changes
+        place = (int(value) for value in self.state.cursor.place)
+        return (int(begun), *place, changes, self.batch_runner.fingerprint())
 
     def _adopt(self, state: dict[str, Any]) -> None:
         """Load the state of a member that is ahead."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,12 @@ from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, chec
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.data.sampler import check_sampler
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.loader_options import (
+    check_batch_range,
+    check_fixed_size,
+    check_whole,
+    chosen_lr_scaling,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.audit import Audit
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.runtime import Runtime
+    from freetrain_parsl.training.step.learning_rate import LrScaling
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 
@@ -105,7 +111,8 @@ class TrainingSession:
         """Metrics over all fragments so far; the usual return value of a training function.
 
         ``epochs``, ``steps``, ``samples``: counts; ``loss``: mean loss per sample of the last complete epoch;
-        ``history``: one dictionary per epoch with ``epoch``, ``loss`` and the values passed to `log`.
+        ``history``: one dictionary per epoch with ``epoch``, ``loss`` and the values passed to `log`; with
+        ``batch_range`` also ``batch`` and ``rate``, the batch size and the learning rate at its end.
         """
         return self._runtime.state.training_metrics.metrics
 
@@ -209,6 +216,8 @@ class TrainingSession:
         deterministic: bool = False,
         shards: int = 8,
         scaled: bool = False,
+        batch_range: tuple[int, int] | None = None,
+        lr_scaling: LrScaling | None = None,
         ramp: int = 100,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -242,6 +251,13 @@ class TrainingSession:
         scaled
             Whether `batch_size` is per process, so that the batch, and with it the learning rate, grows with the number
             of processes.
+        batch_range
+            The smallest and the largest batch size. The driver then chooses the batch size within it, by the speed and
+            the noise of the gradient; training begins with `batch_size`, to which the learning rate belongs.
+        lr_scaling
+            How the learning rate follows the batch size with `batch_range` or `scaled`: ``"linear"``, ``"sqrt"``,
+            ``"adascale"``, ``"none"``, or a function: batch size relative to the initial one -> factor. By default
+            ``"auto"`` with `batch_range`: linear for SGD, square root for other optimizers; linear with `scaled`.
         ramp
             Steps over which the learning rate is adjusted.
         num_workers
@@ -274,6 +290,8 @@ class TrainingSession:
                 deterministic=deterministic,
                 shards=shards,
                 scaled=scaled,
+                batch_range=batch_range,
+                lr_scaling=lr_scaling,
                 ramp=ramp,
                 seed_samples=seed_samples,
             )
@@ -287,7 +305,7 @@ class TrainingSession:
             ("num_workers", num_workers),
         ):
             if number is not None:
-                _check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
+                check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
         if sampler is not None:
             check_sampler(sampler)
@@ -297,6 +315,10 @@ class TrainingSession:
                 raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(sampler)} samples")
         if deterministic and scaled:
             raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
+        if batch_range is not None:
+            batch_range = check_batch_range(batch_range, batch_size)
+            check_fixed_size(deterministic=deterministic, scaled=scaled, drop_last=drop_last)
+        lr_scaling = chosen_lr_scaling(lr_scaling, elastic=batch_range is not None, scaled=scaled)
         order = Order(
             len(dataset),
             batch_size,
@@ -307,8 +329,9 @@ class TrainingSession:
             shards=shards if deterministic else None,
             scaled=scaled,
             drawn=None if sampler is None else len(sampler),
+            batch_range=batch_range,
         )
-        batch_runner = self._runtime.use(order, ramp=ramp)
+        batch_runner = self._runtime.use(order, lr_scaling=lr_scaling, ramp=ramp)
         return SessionLoader(
             self._runtime,
             batch_runner,
@@ -361,7 +384,7 @@ class TrainingSession:
         count = self._runtime.options.epochs if count is None else count
         if count is None:
             raise UsageError("session.epochs needs a number: session.epochs(90), or @training_app(epochs=90)")
-        _check_whole("session.epochs: the number of epochs", count, least=0)
+        check_whole("session.epochs: the number of epochs", count, least=0)
         self._runtime.start(count)
         return self._epochs(count)
 
@@ -420,16 +443,6 @@ class TrainingSession:
         while self._runtime.state.cursor.epoch < count:
             yield self._runtime.open_epoch()
             self._runtime.end_epoch()
-
-
-def _check_whole(what: str, value: object, *, least: int) -> None:
-    """Reject what is not a whole number, of Python or numpy, of at least `least`."""
-    try:
-        number = index(value)  # type: ignore[arg-type]  # checked here
-    except TypeError:
-        raise UsageError(f"{what} must be a whole number, got {value!r}") from None
-    if number < least:
-        raise UsageError(f"{what} must be at least {least}, got {number}")
 
 
 def _scalar(loss: object) -> torch.Tensor:

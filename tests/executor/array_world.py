@@ -94,6 +94,7 @@ class ArrayWorld:
         self.best_size = 4
         self.fuses = True
         self.structures: dict[str, str] = {}
+        self.refusals: dict[str, str] = {}
         """Training -> its structure, if it is not that of most."""
         self.registry = SlotRegistry(slots_per_node)
         self._slots = 0
@@ -309,6 +310,7 @@ class ArrayWorld:
             rate=10.0,
             checkpoint_step=saved,
             structure=self.structures.get(name, "common") if process.is_array else "",
+            not_fused=self.refusals.get(name, "") if process.is_array else "",
         )
 
     def _member_ended(self, process: Process, name: str, end: Any, payload: bytes = b"") -> None:

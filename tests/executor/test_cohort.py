@@ -204,12 +204,15 @@ def test_trainings_of_different_structures_are_fused_with_their_own(make) -> Non
 def test_trainings_that_arrays_do_not_support_train_alone(make) -> None:
     world = make(nodes=1)
     world.structures = {"t0": "", "t1": "", "t2": "common"}
+    world.refusals = {"t1": "its loader has batch_range="}
     submit(world, 3)
     world.advance(1.0)
     for _ in range(40):
         world.assign_all()
         world.settle()
-    assert {entry.subject for entry in records(world, record.TrainsAlone)} == {"t0", "t1"}
+    reasons = {entry.subject: entry.reason for entry in records(world, record.TrainsAlone)}
+    assert reasons.keys() == {"t0", "t1"}
+    assert reasons["t1"] == "its loader has batch_range="
     assert all(future.result(0) for future in world.futures.values())
 
 

@@ -8,7 +8,7 @@ from freetrain_parsl.executor.control.curve_learning import CurveLearning
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.protocol.reports import Progress
+from freetrain_parsl.protocol.reports import BatchReport, Progress
 
 
 def trainer(name: str = "t", curve: ScalingCurve | None = None, **changes) -> Trainer:
@@ -129,3 +129,72 @@ def test_a_new_training_of_the_same_name_is_unknown() -> None:
     assert run.trains(1, 100.0) is None
     again = planner.TrainerSubmitted(2.0, trainer())
     assert run.learning.completed(again) == again
+
+
+class ElasticRun:
+    """A training with elastic batches: a step takes 10 ms, and 0.1 ms for each sample on a node."""
+
+    def __init__(self, noise_scale: float = 1000.0, **changes) -> None:
+        self.learning = CurveLearning()
+        self.learning.completed(planner.TrainerSubmitted(0.0, trainer(**changes)))
+        self.batch, self.noise = 32, noise_scale
+        self.step = self.samples = 0
+        self.seconds = 0.0
+
+    def report(self, nodes: int, steps: int = 50, group: int = 1) -> list[planner.TrainerLearned]:
+        self.step, self.samples = self.step + steps, self.samples + steps * self.batch
+        self.seconds += steps * (0.01 + 1e-4 * self.batch / nodes) * nodes
+        batch = BatchReport(self.batch, 32, 16, 512, 1.0, self.noise)
+        progress = Progress(step=self.step, samples=self.samples, slot_seconds=self.seconds, batch=batch)
+        return self.learning.observe(0.0, "t", group=group, nodes=nodes, slots=nodes, progress=progress)
+
+    def settle(self, nodes: int, group: int = 1) -> planner.TrainerLearned | None:
+        """Train until the batch no longer changes; return what the planner receives last."""
+        last = None
+        for _ in range(40):
+            last = next(iter(self.report(nodes, group=group)), last)
+            self.batch = self.learning.next_batch("t", nodes) or self.batch
+        return last
+
+
+def test_an_elastic_batch_grows_and_the_planner_gets_the_goodput() -> None:
+    run = ElasticRun()
+    found = run.settle(1)
+    assert run.batch > 128
+    assert found is not None
+    efficiency = 1032 / (1000 + run.batch)
+    assert found.trainer.curve(1) == pytest.approx(run.batch / (0.01 + 1e-4 * run.batch) * efficiency, rel=0.1)
+
+
+def test_a_batch_without_noise_stays_as_it_is() -> None:
+    run = ElasticRun(noise_scale=1.0)
+    run.settle(1)
+    assert run.batch <= 32
+
+
+def test_the_work_left_is_counted_in_the_samples_of_the_curve() -> None:
+    """Otherwise a training of fixed epochs would seem to take longer in larger batches, which are less efficient."""
+    run = ElasticRun()
+    found = run.settle(1)
+    assert found is not None
+    event = run.learning.completed(planner.TrainerProgressed(0.0, "t", 10_000.0))
+    assert isinstance(event, planner.TrainerProgressed)
+    seconds = 10_000 / (run.batch / (0.01 + 1e-4 * run.batch))
+    assert event.work_left / found.trainer.curve(1) == pytest.approx(seconds, rel=0.1)
+
+
+def test_a_period_in_which_the_batch_changed_is_not_measured() -> None:
+    run = ElasticRun()
+    run.report(1)
+    run.batch = 64
+    run.report(1)
+    assert run.learning.next_batch("t", 1) is None
+    run.report(1)
+    assert run.learning.next_batch("t", 1) is not None
+
+
+def test_a_training_with_a_fixed_batch_is_told_nothing() -> None:
+    run = Run()
+    run.trains(1, 100.0)
+    assert run.learning.next_batch("t", 1) is None
+    assert run.learning.next_batch("unknown", 1) is None

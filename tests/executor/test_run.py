@@ -16,6 +16,7 @@ from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
 from freetrain_parsl.protocol.messages import (
     TO_DRIVER,
+    ChangeBatch,
     ChangeGroup,
     PauseRun,
     Place,
@@ -136,6 +137,14 @@ def test_an_order_about_another_run_is_ignored(slot: _Slot) -> None:
     slot.pauses(run=2)
     assert run.mailbox.pending is None
     assert not run.mailbox.pause_requested.is_set()
+
+
+def test_a_batch_size_reaches_the_training_unless_it_is_for_another_run(slot: _Slot) -> None:
+    run = slot.started()
+    assert not run.handle(ChangeBatch("t", 2, 64))
+    assert run.mailbox.take_batch() is None
+    assert run.handle(ChangeBatch("t", 3, 128))
+    assert (run.mailbox.take_batch(), run.mailbox.batch_pending) == (128, False)
 
 
 def test_a_pause_lets_a_member_reach_its_boundary_and_ends_a_newcomers_waiting(slot: _Slot) -> None:

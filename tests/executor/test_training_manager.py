@@ -13,9 +13,16 @@ from freetrain_parsl.executor.control.training.next_change import fewest_to_excl
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import CostsInSeconds
-from freetrain_parsl.protocol.messages import Place, RunEnded, StoreReply, StoreRequest
+from freetrain_parsl.protocol.messages import ChangeBatch, Place, RunEnded, StoreReply, StoreRequest
 from freetrain_parsl.protocol.options import Code
-from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFailed, RunFinished, RunPaused
+from freetrain_parsl.protocol.reports import (
+    BatchReport,
+    PauseReason,
+    PeersFailed,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+)
 from freetrain_parsl.report.run import RunState
 from tests.executor.stage import Stage, kinds
 
@@ -566,3 +573,43 @@ def test_slots_are_told_the_code_that_they_should_find_in_checkpoints(stage: Sta
     (_, message), *_ = stage.on("n0")
     assert message.options.code == code
     assert (message.options.on_code_change, message.options.call) == ("resume", "train-1")
+
+
+# Elastic batches.
+
+
+def in_batches(stage: Stage, slot: str, size: int, step: int) -> list[tuple[str, object]]:
+    """Report steps of 10 ms on two slots, whatever the batch; return what is sent."""
+    stage.sent.clear()
+    batch = BatchReport(size, 32, 16, 256, square=1.0, variance=5000.0)
+    stage.progress(slot, step=step, samples=step * size, slot_seconds=0.02 * step, batch=batch)
+    return list(stage.sent)
+
+
+def test_the_first_member_is_commanded_to_change_the_batch_until_it_reports_that(stage: Stage) -> None:
+    """A command that is lost with the first member is repeated."""
+    stage.running("n0", "n1")
+    assert in_batches(stage, "s0", 32, 50) == []
+    command = ("s0", ChangeBatch("t", stage.runs["s0"], 64))
+    assert in_batches(stage, "s0", 32, 100) == [command]
+    assert in_batches(stage, "s0", 32, 150) == [command]
+    assert in_batches(stage, "s0", 64, 200) == []
+    changed = [entry.detail for _, entry in stage.history() if entry.kind == "batch_changed"]
+    assert changed == [{"size": 64, "before": 32, "noise_scale": 5000.0}]
+
+
+def test_a_training_that_changes_its_group_or_pauses_keeps_its_batch(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    in_batches(stage, "s0", 32, 50)
+    stage.on()
+    assert in_batches(stage, "s0", 32, 100) == []
+
+
+def test_the_remark_on_a_training_has_its_batch_and_noise(stage: Stage, tmp_path: Path) -> None:
+    stage.running("n0", "n1")
+    in_batches(stage, "s0", 32, 50)
+    in_batches(stage, "s0", 64, 100)
+    stage.journal.commit()
+    state = RunState(stage.journal.path).refresh().trainings["t"]
+    expected = "in batches of 64 (at first 32, changed once), gradient noise scale 5000"
+    assert state.remark() == state.batch_remark() == expected

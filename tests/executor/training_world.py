@@ -22,9 +22,10 @@ from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.protocol import messages as msg
-from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, RunEnded, RunReport, StartRun
+from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place, RunEnded, RunReport, StartRun
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import (
+    BatchReport,
     GroupFailed,
     Joined,
     PauseReason,
@@ -46,6 +47,12 @@ NODES = ("n0", "n1", "n2", "n3")
 LIMITS = Limits(peer_timeout=5.0, meeting_timeout=20.0, max_restarts=3)
 LEAST_NODES = {"a": 1, "b": 2}
 LAST_STEPS = 5  # that a training still runs before it ends
+
+
+def progress_at(step: int) -> Progress:
+    """Return the report of a training whose steps take as long with any batch, so that it should be larger."""
+    batch = BatchReport(32, 32, 16, 1024, square=1.0, variance=5000.0)
+    return Progress(step=step, samples=32 * step, slot_seconds=0.01 * step, batch=batch)
 
 
 class UserError(Exception):
@@ -152,6 +159,7 @@ class World:
         self.storage = StorageModel(lambda: self.now)
         self.manager._storage = self.manager._cohorts._storage = self.storage  # type: ignore[assignment]
         self.restarts = 0
+        self.batch_commands = 0
         self.futures: dict[str, Future[Any]] = {}
         for name, nodes in LEAST_NODES.items():
             self.futures[name] = Future()
@@ -178,6 +186,9 @@ class World:
         elif isinstance(message, (ChangeGroup, PauseRun)):
             assert message.run == self.runs[slot], "no command to an earlier run"
             self.asked.setdefault(slot, self.now)
+        elif isinstance(message, ChangeBatch):
+            assert message.run == self.runs[slot], "no command to an earlier run"
+            self.batch_commands += 1
         if isinstance(message, (StartRun, ChangeGroup)) and message.place is not None:
             self._note_place(slot, message.place)
         if slot in self.processes:
@@ -406,7 +417,7 @@ class World:
             one.place, one.step = "group", step
             if one.run.place is not None and one.run.place.generation == one.group:
                 if one.rank == 0:
-                    self._tell(one, Progress(step=step, samples=step))
+                    self._tell(one, progress_at(step))
             else:
                 self._tell(one, Joined(one.group, 0.1, 0.0))
 
@@ -447,19 +458,19 @@ class World:
             reason = PauseReason.CLOSING if PauseReason.CLOSING in reasons else PauseReason.REQUESTED
             self.checkpoints[name] = max(self.checkpoints[name], step)
             for one in peers:
-                self._end(one, RunPaused(reason, Progress(step=step, samples=step)))
+                self._end(one, RunPaused(reason, progress_at(step)))
             return
         if self.ending and step >= self.last.setdefault(name, step + LAST_STEPS):
             self.checkpoints[name] = step
             for one in peers:
                 payload = serialize(step) if one.rank == 0 else serialize("of another rank")
-                self._end(one, RunFinished(Progress(step=step, samples=step)), payload)
+                self._end(one, RunFinished(progress_at(step)), payload)
             return
         self.counted[name] += 1
         for one in peers:
             one.step = step + 1
             if one.rank == 0:
-                self._tell(one, Progress(step=step + 1, samples=step + 1))
+                self._tell(one, progress_at(step + 1))
 
     def _fail_to_save(self, process: Process) -> None:
         self._end(process, StorageFailed("disk full", "full"))

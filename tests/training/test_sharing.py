@@ -13,7 +13,7 @@ from training_crew import SAMPLES, run_member
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.random_streams import seed_all
 from freetrain_parsl.training.fragment import Finished, Membership, run_alone
-from freetrain_parsl.training.step.scaled_batch import LinearScaling
+from freetrain_parsl.training.step.learning_rate import RateScaling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,7 +140,7 @@ def test_scaled_batches_grow_with_the_processes_and_the_learning_rate_follows(cr
 def test_a_ramp_takes_its_steps_and_leaves_the_rates_alone() -> None:
     """Schedulers see the unscaled rates."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    scaling = LinearScaling(ramp=4)
+    scaling = RateScaling("linear", ramp=4)
     scaling.aim(3)
     seen = []
     for step in range(6):

@@ -126,9 +126,10 @@ def classify(
     kill_after: int | None = None,
     kill_rank: int = 0,
     gates: dict[int, Path] | None = None,
+    batches: dict[int, int] | None = None,
     **loader: Any,
 ) -> dict[str, Any]:
-    """Train with Adam and a scheduler; request a pause, die, or wait for a file, after a number of steps."""
+    """Train with Adam and a scheduler; request a pause or another batch size, die, or wait for a file, after steps."""
     model = net(dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -139,6 +140,8 @@ def classify(
             if noise:
                 add_noise(x)
             session.step(cross_entropy(model(x), y))
+            if batches and (size := batches.get(session.metrics["steps"])):
+                NOTICE.post_batch(size)
             if gates and (gate := gates.get(session.metrics["steps"])):
                 while not gate.exists():
                     time.sleep(0.002)

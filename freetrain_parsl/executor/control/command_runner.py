@@ -172,6 +172,8 @@ class CommandRunner:
                 logger.warning("training %s is not fused: %s", name, reason)
             case record.TrainingStalled(reason=reason) if reason:
                 logger.warning("training %s %s", name, reason)
+            case record.BatchChanged(size=size, before=before):
+                logger.info("training %s has batches of %d samples, before %d", name, size, before)
             case record.CodeChanged(note=note):
                 logger.warning("training %s: %s", name, note)
             case record.TrainingWaits(reason=reason, until=until):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as planner
+from freetrain_parsl.planning.curves.elastic_batch import BatchRange, ElasticProfile, NoiseEstimate
 from freetrain_parsl.planning.curves.learning import Profile, as_learned, best_rate_per_node
 from freetrain_parsl.planning.curves.node_kinds import learned_on_kinds, relative_speeds
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.protocol.reports import Progress
+    from freetrain_parsl.protocol.reports import BatchReport, Progress
 
 __all__ = ["CurveLearning"]
 
@@ -30,6 +32,8 @@ class _Stretch:
     group: int
     samples: int
     slot_seconds: float
+    step: int
+    batch: int
 
 
 class _Known:
@@ -39,6 +43,8 @@ class _Known:
         self.trainer = trainer
         usable = [kind for kind in kinds if trainer.may_use(kind)] or [""]
         self.profiles = {kind: Profile(trainer.curves.get(kind, trainer.curve)) for kind in usable}
+        self.elastic: dict[str, ElasticProfile] = {}  # by kind, if its batch size is to be chosen
+        self.batch = 0
         self.sent = trainer
         self.last: _Stretch | None = None
 
@@ -49,8 +55,39 @@ class _Known:
 
     def described(self) -> Trainer:
         """Return the training with the curves and the limit that the planner has."""
-        sent = self.sent
-        return replace(self.trainer, curve=sent.curve, max_nodes=sent.max_nodes, curves=sent.curves)
+        sent, left = self.sent, self.work(self.trainer.work_left)
+        return replace(self.trainer, curve=sent.curve, max_nodes=sent.max_nodes, curves=sent.curves, work_left=left)
+
+    def with_goodput(self, trainer: Trainer) -> Trainer:
+        """Replace learned curves by those of the goodput, where it is known how batch sizes differ."""
+        measured = ((kind, one.curve(trainer.max_nodes)) for kind, one in self.elastic.items())
+        found = {kind: curve for kind, curve in measured if curve is not None}
+        if not found:
+            return trainer
+        if not trainer.curves:  # one kind of nodes
+            return replace(trainer, curve=next(iter(found.values())))
+        factor = self._efficiency()  # of the current batch, in which the other curves are
+        curves = {kind: found.get(kind) or curve.scaled(factor) for kind, curve in trainer.curves.items()}
+        fastest = next(kind for kind, curve in trainer.curves.items() if curve == trainer.curve)
+        return replace(trainer, curve=curves[fastest], curves=curves)
+
+    def work(self, samples: float) -> float:
+        """Return samples at the current batch size in samples of the initial one, the unit of the curves."""
+        known = any(one.curve(1) is not None for one in self.elastic.values())
+        return samples * self._efficiency() if known and math.isfinite(samples) else samples
+
+    def _efficiency(self) -> float:
+        return next(iter(self.elastic.values())).efficiency(self.batch)  # the noise is the same on all kinds
+
+    def take_batch(self, report: BatchReport) -> None:
+        """Take what a report says of the batch."""
+        limits = BatchRange(report.initial, report.least, report.most)
+        if any(one.limits != limits for one in self.elastic.values()) or not self.elastic:
+            self.elastic = {kind: ElasticProfile(limits) for kind in self.profiles}
+        self.batch = report.size
+        if report.square is not None and report.variance is not None:
+            for one in self.elastic.values():
+                one.noise = NoiseEstimate(report.square, report.variance)
 
 
 class CurveLearning:
@@ -84,7 +121,9 @@ class CurveLearning:
                 known.trainer = trainer
                 return replace(event, trainer=known.described())
             case planner.TrainerProgressed(trainer=name, work_left=left) if name in self._known:
-                self._known[name].trainer = replace(self._known[name].trainer, work_left=left)
+                known = self._known[name]
+                known.trainer = replace(known.trainer, work_left=left)
+                return replace(event, work_left=known.work(left))
             case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
                 self._known.pop(name, None)
         return event
@@ -120,16 +159,29 @@ class CurveLearning:
         known = self._known.get(name)
         if known is None:
             return []
-        last, known.last = known.last, _Stretch(group, progress.samples, progress.slot_seconds)
-        if last is None or last.group != group:
+        if progress.batch is not None:
+            known.take_batch(progress.batch)
+        stretch = _Stretch(group, progress.samples, progress.slot_seconds, progress.step, known.batch)
+        last, known.last = known.last, stretch
+        if last is None or last.group != group or last.batch != known.batch:
             return []
         samples, seconds = progress.samples - last.samples, (progress.slot_seconds - last.slot_seconds) / slots
         if samples <= 0 or seconds <= 0:
             return []
         known.profiles[kind].observe(nodes, samples, seconds)
+        if known.elastic and progress.step > last.step:
+            known.elastic[kind].times.observe(nodes, known.batch, progress.step - last.step, samples, seconds)
         unknown = [other for other in self._known.values() if not other.known]
         best = self.best_rate() if unknown else 1.0  # used for unknown trainings only
         return [planner.TrainerLearned(now, one.described()) for one in (known, *unknown) if self._update(one, best)]
+
+    def next_batch(self, name: str, nodes: int, kind: str = "") -> int | None:
+        """Return the batch size that a training should change to on its nodes; ``None``: it should not change."""
+        known = self._known.get(name)
+        if known is None or not known.elastic:
+            return None
+        size = known.elastic[kind].next_batch(nodes, known.batch)
+        return None if size == known.batch else size
 
     def best_rate(self) -> float:
         """Return the largest rate per node that was measured, samples per second; 1 if there is none."""
@@ -139,9 +191,10 @@ class CurveLearning:
     def _learned(self, known: _Known, best_rate: float) -> Trainer:
         """Return a training with the curves learned so far."""
         if not self._speeds:
-            return as_learned(known.trainer, known.profiles[""], best_rate)
+            return known.with_goodput(as_learned(known.trainer, known.profiles[""], best_rate))
         others = [one.profiles for one in self._known.values()]
-        return learned_on_kinds(known.trainer, known.profiles, relative_speeds(self._speeds, others), best_rate)
+        speeds = relative_speeds(self._speeds, others)
+        return known.with_goodput(learned_on_kinds(known.trainer, known.profiles, speeds, best_rate))
 
     def _update(self, known: _Known, best_rate: float) -> bool:
         """Return whether the planner should have other curves or another limit than it has."""

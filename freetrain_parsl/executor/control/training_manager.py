@@ -233,12 +233,13 @@ class TrainingManager:
         return self._cohorts.runs_in(slot) if managed is None else managed.machine.participants[slot.name].run
 
     def _learn(self, managed: _Managed, progress: Progress) -> None:
-        """Add a report of a group that trains undisturbed to the training's scaling curve."""
+        """Add a report of a group that trains undisturbed to the training's curve; change its batch if that pays."""
         if isinstance(phase := managed.machine.phase, Running):
             group = phase.group
             kinds = self._registry.kinds_on(group.nodes)
             if len(kinds) != 1:
                 return  # between two kinds
+            kind = kinds.pop()
             changed = self._curves.observe(
                 self._clock(),
                 managed.machine.name,
@@ -246,10 +247,13 @@ class TrainingManager:
                 nodes=len(group.nodes),
                 slots=len(group.ranks),
                 progress=progress,
-                kind=kinds.pop(),
+                kind=kind,
             )
             for learned in changed:
                 self._inform(learned)
+            size = self._curves.next_batch(managed.machine.name, len(group.nodes), kind)
+            if size is not None:
+                self._handle(managed, on.BatchChosen(size))
 
     # Events and commands.
 

@@ -19,6 +19,7 @@ from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.run_end import end_by
 from freetrain_parsl.protocol.messages import (
     AddMember,
+    ChangeBatch,
     ChangeGroup,
     MemberEnded,
     MemberReport,
@@ -83,7 +84,7 @@ class ArrayRun:
     def handle(self, message: ToRun) -> bool:
         """Handle a message from the driver; return false if it is for another run."""
         match message:
-            case StoreReply() | ChangeGroup():
+            case StoreReply() | ChangeGroup() | ChangeBatch():
                 return False
             case _ if message.run != self.number:
                 return False

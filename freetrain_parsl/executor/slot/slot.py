@@ -36,6 +36,7 @@ from freetrain_parsl.executor.slot.signals import SignalSocket
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.protocol.messages import (
     AddMember,
+    ChangeBatch,
     ChangeGroup,
     Closing,
     Exit,
@@ -180,7 +181,7 @@ class _Slot:
             case StartRun() | StartArray() | StartTask():
                 self._assigned = message
                 self._put(message)
-            case AddMember() | ReleaseMember() | ChangeGroup() | PauseRun() | StoreReply():
+            case AddMember() | ReleaseMember() | ChangeGroup() | ChangeBatch() | PauseRun() | StoreReply():
                 self._put(message)
 
     def _put(self, message: ToSlot) -> None:

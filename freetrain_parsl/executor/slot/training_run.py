@@ -14,7 +14,15 @@ from parsl.serialize import serialize
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 from freetrain_parsl.executor.slot.run_end import end_by
-from freetrain_parsl.protocol.messages import AddMember, ChangeGroup, ReleaseMember, RunEnded, RunReport, StoreReply
+from freetrain_parsl.protocol.messages import (
+    AddMember,
+    ChangeBatch,
+    ChangeGroup,
+    ReleaseMember,
+    RunEnded,
+    RunReport,
+    StoreReply,
+)
 from freetrain_parsl.protocol.reports import (
     GroupFailed,
     Joined,
@@ -119,6 +127,8 @@ class TrainingRun:
             return False
         elif isinstance(message, ChangeGroup):
             self._change_group(message)
+        elif isinstance(message, ChangeBatch):
+            self.mailbox.post_batch(message.size)
         elif self._is_member:
             self.mailbox.pause_requested.set()
         else:

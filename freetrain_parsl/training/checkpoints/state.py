@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.metrics import TrainingMetrics
-from freetrain_parsl.training.step.scaled_batch import LinearScaling
+from freetrain_parsl.training.step.elastic_batch import ElasticBatch
+from freetrain_parsl.training.step.learning_rate import RateScaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.step.learning_rate import LrScaling
+
+_MAY_CHANGE = ("micro_batch", "batch_range")  # of an order, without changing the training
 
 
 class Stateful(Protocol):
@@ -44,16 +48,38 @@ class SessionState:
         self.objects: dict[str, Stateful] = {}
         """The user's objects by name, in the order in which they are restored."""
         self.order: Order | None = None
-        self.scaling: LinearScaling | None = None
+        self.batch: ElasticBatch | None = None
+        """Its batch, if the driver chooses the size."""
+        self.scaling: RateScaling | None = None
         self._seed = seed
         self._source = source
 
-    def use(self, order: Order, ramp: int) -> None:
-        """Train on a dataset in this order; `ramp` as for `LinearScaling`."""
+    def use(self, order: Order, lr_scaling: LrScaling, ramp: int) -> None:
+        """Train on a dataset in this order; `lr_scaling` and `ramp` as for `RateScaling`."""
         self.order = order
         self.training_metrics.keep_ledger(order.length)
-        if order.scaled:
-            self.scaling = LinearScaling(ramp)
+        if order.batch_range is not None:
+            self.batch = ElasticBatch(order.batch_size, *order.batch_range)
+            self.scaling = RateScaling(lr_scaling, ramp, self.batch.gain)
+            self.training_metrics.facts = self._facts_of_epoch
+        elif order.scaled:
+            self.scaling = RateScaling(lr_scaling, ramp)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the next batch, if the driver chooses this; otherwise ``None``."""
+        return None if self.batch is None else self.batch.size
+
+    def aim(self, members: int) -> None:
+        """Let the learning rate follow the batch size, which may depend on the number of members."""
+        if self.scaling is not None:
+            self.scaling.aim(members if self.batch is None else self.batch.scale)
+
+    def _facts_of_epoch(self) -> dict[str, Any]:
+        """Return the batch size and the learning rate at the end of an epoch, for the history."""
+        assert self.batch is not None, "set with it"
+        assert self.scaling is not None, "set with it"
+        return {"batch": self.batch.size, "rate": self.scaling.rate}
 
     def whole(self) -> dict[str, Any]:
         """Return the whole state, as tensors and plain values."""
@@ -62,7 +88,9 @@ class SessionState:
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
             "books": self.training_metrics.state(),
             "cursor": self.cursor.state(),
-            "factor": None if self.scaling is None else self.scaling.factor,
+            "factor": None if self.scaling is None else self.scaling.scale,
+            "rate": None if self.scaling is None else self.scaling.rate,
+            "batch": None if self.batch is None else self.batch.state(),
             "order": asdict(self.order) if self.order else None,
         }
 
@@ -97,11 +125,13 @@ class SessionState:
         if state["order"] is None or self.order is None:
             return
         for name, before in state["order"].items():
-            if getattr(self.order, name) != before and name != "micro_batch":
+            if getattr(self.order, name) != before and name not in _MAY_CHANGE:
                 self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(self.order, name)!r}")
         self.training_metrics.load_ledger(state["books"])
         if self.scaling is not None and state["factor"] is not None:
-            self.scaling.factor = state["factor"]
+            self.scaling.scale, self.scaling.rate = state["factor"], state.get("rate")
+        if self.batch is not None and state.get("batch") is not None:
+            self.batch.load(state["batch"])
 
     def _mismatch(self, difference: str) -> NoReturn:
         raise CheckpointMismatch(

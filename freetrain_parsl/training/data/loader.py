@@ -15,6 +15,7 @@ from freetrain_parsl.training.data.shared_batches import DataSource
 from freetrain_parsl.training.data.stream import Stream
 
 if TYPE_CHECKING:
+    from freetrain_parsl.training.checkpoints.state import SessionState
     from freetrain_parsl.training.data.cursor import Cursor
     from freetrain_parsl.training.data.order import Batch, Order
     from freetrain_parsl.training.data.sampler import IndexSampler
@@ -57,7 +58,7 @@ class SessionLoader:
         self._batch_runner = batch_runner
         self._cursor = runtime.state.cursor
         self._ended_epoch: int | None = None  # the last one whose batches ended in this process
-        self._plan = _Plan(runtime.members, self._cursor, order)
+        self._plan = _Plan(runtime.members, self._cursor, runtime.state)
         self._fetched: Iterator[Any] | None = None
         self._seeds = False  # whether the random numbers of a fetch have to be seeded
         self._generator = torch.Generator()
@@ -75,7 +76,8 @@ class SessionLoader:
         )
 
     def __len__(self) -> int:
-        return self.order.batches
+        size = self._runtime.state.batch_size
+        return self.order.batches if size is None else -(-self.order.samples // size)
 
     def __iter__(self) -> Iterator[Any]:
         runtime, cursor, members = self._runtime, self._cursor, self._runtime.members
@@ -85,7 +87,7 @@ class SessionLoader:
         positions = self._positions(cursor.epoch)
         samples = len(positions)
         self._fetched = None
-        group = members.group
+        group, size = members.group, runtime.state.batch_size
         first = True
         while cursor.position < samples and not cursor.pass_ended:
             if not first:
@@ -93,8 +95,8 @@ class SessionLoader:
             self._seeds, first = not first, False
             if cursor.position >= samples:
                 break  # the boundary loaded the state of a member that was ahead
-            if members.group is not group:
-                group, self._fetched = members.group, None
+            if members.group is not group or runtime.state.batch_size != size:
+                group, size, self._fetched = members.group, runtime.state.batch_size, None
             yield from self._batch(positions)
         if not cursor.pass_ended:
             runtime.end_pass(positions)
@@ -118,9 +120,9 @@ class SessionLoader:
     def _batch(self, positions: torch.Tensor) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
         batch_runner, cursor, device = self._batch_runner, self._cursor, self._runtime.device
-        group = self._runtime.members.group
+        group, size = self._runtime.members.group, self._runtime.state.batch_size
         if self._shared is None:
-            batch = self.order.batch(positions, cursor.position, group.rank, group.size)
+            batch = self.order.batch(positions, cursor.position, group.rank, group.size, size)
             pieces = self._fetch(positions, batch)
         else:
             batch, data = self._shared.get(cursor.epoch, cursor.position, lambda: self._fetch_whole(positions, group))
@@ -162,10 +164,10 @@ class SessionLoader:
 class _Plan:
     """Batch sampler of this process: its pieces of each batch from a given position on, as (epoch, position) pairs."""
 
-    def __init__(self, members: GroupMember, cursor: Cursor, order: Order) -> None:
+    def __init__(self, members: GroupMember, cursor: Cursor, state: SessionState) -> None:
         self._members = members
         self._cursor = cursor
-        self._order = order
+        self._state = state
         self._positions = torch.empty(0, dtype=torch.int64)
         self._begin = 0
         self.next = 0
@@ -177,8 +179,10 @@ class _Plan:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         group, epoch, begin = self._members.group, self._cursor.epoch, self._begin
+        order, size = self._state.order, self._state.batch_size
+        assert order is not None, "there is a loader"
         while begin < len(self._positions):
-            batch = self._order.batch(self._positions, begin, group.rank, group.size)
+            batch = order.batch(self._positions, begin, group.rank, group.size, size)
             for piece in batch.pieces:
                 yield [(epoch, position) for position in piece.positions.tolist()]
             begin += batch.samples

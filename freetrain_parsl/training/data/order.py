@@ -99,6 +99,8 @@ class Order:
         Whether the batch grows with the number of members.
     drawn
         Positions in an epoch that a sampler yields, perhaps with repetitions; ``None``: each sample once.
+    batch_range
+        The smallest and the largest batch size, between which it may change; ``None``: it does not change.
     """
 
     length: int
@@ -110,6 +112,7 @@ class Order:
     shards: int | None = None
     scaled: bool = False
     drawn: int | None = None
+    batch_range: tuple[int, int] | None = None
 
     @property
     def batches(self) -> int:
@@ -133,9 +136,22 @@ class Order:
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
         return torch.randperm(self.length, generator=generator)[: self.samples]
 
-    def batch(self, positions: torch.Tensor, begin: int, rank: int, world_size: int) -> Batch:
-        """Return a member's part of the batch that begins at sample `begin` of an epoch with these `positions`."""
-        size = self.batch_size * world_size if self.scaled else self.batch_size
+    def batch(self, positions: torch.Tensor, begin: int, rank: int, world_size: int, size: int | None = None) -> Batch:
+        """Return a member's part of a batch.
+
+        Parameters
+        ----------
+        positions
+            Those of the epoch.
+        begin
+            Number of samples before the batch.
+        rank, world_size
+            The member's, and the number of members.
+        size
+            Samples in the batch; ``None``: as many as at the start.
+        """
+        if size is None:
+            size = self.batch_size * world_size if self.scaled else self.batch_size
         members = positions[begin : begin + size]
         if world_size == 1 and self.shards is None and self.micro_batch is None:  # the general case, sooner
             return Batch(members, (Piece(members, len(members), 0, last_of_shard=True, last=True),), 1)

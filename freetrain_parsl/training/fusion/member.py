@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.step.batch_runner import BatchRunner
+    from freetrain_parsl.training.step.learning_rate import LrScaling
 
 __all__ = ["MemberRuntime"]
 
@@ -89,13 +90,14 @@ class MemberRuntime(Runtime):
         for number, each in enumerate(models):
             self._releases.append(intercept(each, partial(self._forward, number, each)))
 
-    def use(self, order: Order, *, ramp: int) -> BatchRunner:
+    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> BatchRunner:
         """See `Runtime.use`."""
-        batch_runner = super().use(order, ramp=ramp)
+        batch_runner = super().use(order, lr_scaling=lr_scaling, ramp=ramp)
         for option, given in (
             ("micro_batch", order.micro_batch is not None),
             ("deterministic", order.shards is not None),
             ("scaled", order.scaled),
+            ("batch_range", order.batch_range is not None),
         ):
             if given:
                 self._train_alone(f"its loader has {option}=")
@@ -159,6 +161,7 @@ class MemberRuntime(Runtime):
 
     def _train_alone(self, reason: str) -> None:
         logger.warning("training %s is not fused: %s", self.options.name, reason)
+        self.reporter.not_fused = reason
         self.leave_array()
 
     def _runs_user_code(self) -> bool:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Batch, Piece
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.step.bypass import BypassCheck
-    from freetrain_parsl.training.step.scaled_batch import LinearScaling
+    from freetrain_parsl.training.step.gradient_noise import NoiseMeter
+    from freetrain_parsl.training.step.learning_rate import RateScaling
 
 _WORD = (1 << 63) - 1
 
@@ -74,6 +75,7 @@ class BatchRunner:
         # The gradients of sharded parameters are averaged by the model itself.
         self._summed = [parameter for parameter in self.parameters if not is_spread(parameter)]
         self._sum: GradientSum = OverlappedSum(self._summed)
+        self._noise: NoiseMeter | None = None
         self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
         self._group: Group
         self._piece: Piece | None = None
@@ -104,6 +106,11 @@ class BatchRunner:
         self._sum = OrderedSum([parameter for parameter in self.parameters if parameter.requires_grad])
         self._statistics = RunningStatistics(self._models, by_share=True)
 
+    def measure_noise(self, meter: NoiseMeter) -> None:
+        """Measure the noise of the gradient from now on."""
+        self._noise = meter
+        self._sum = OverlappedSum(self._summed, meter)
+
     @property
     def batch_loss(self) -> torch.Tensor | float | None:
         """Mean loss over the last batch with a step, a scalar, the same on all members; ``None`` before."""
@@ -120,6 +127,8 @@ class BatchRunner:
         self.tally = Tally(batch, device)
         self.cut_off = self._complete = False
         self._calls, self._done = 0, done
+        if self._noise is not None:
+            self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())
         self._statistics.open_batch(group)
 
     def hand_out(self, piece: Piece) -> None:
@@ -178,7 +187,8 @@ class BatchRunner:
         self._has_gradients, self._complete = True, False
         again = self._calls > 0
         self._tally_work = None if again else self._tell(loss, piece)
-        self._give_back_held()
+        if not self._measures_pieces:
+            self._give_back_held()
         self._sum.before_backward(self._group, piece)
         weight = self._weight(piece)
         weighed = loss if weight == 1.0 else loss * weight
@@ -188,6 +198,9 @@ class BatchRunner:
         """End `backward`, once the gradients of the piece are there."""
         piece = self._piece
         assert piece is not None, "since begin_backward"
+        if self._noise is not None and self._measures_pieces:
+            self._noise.add_piece(self._summed, piece.weight)
+            self._add_held()
         self._sum.after_backward(self._group, piece)
         self._statistics.close_piece(piece)
         if not piece.last:
@@ -197,6 +210,10 @@ class BatchRunner:
             with self._group.waits():
                 self._tally_work.wait()
         self._sum.complete(self._group, self.batch.shards)
+        if self._noise is not None and not self._calls:
+            if self._group.size == 1:
+                self._noise.add_whole(self._summed)
+            self._noise.close_batch()
         if self._sharded:
             for parameter in self._summed:
                 if parameter.grad is not None:
@@ -204,7 +221,7 @@ class BatchRunner:
         self._statistics.complete(self._group, self.batch.shards)
         self._complete = True
 
-    def step(self, optimizer: Optimizer | None, scaling: LinearScaling | None) -> bool:
+    def step(self, optimizer: Optimizer | None, scaling: RateScaling | None) -> bool:
         """Make the step of one optimizer or of all; return whether it was made."""
         optimizers = self.begin_step(optimizer)
         if optimizers is None:
@@ -298,6 +315,21 @@ class BatchRunner:
         """Reset the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _add_held(self) -> None:
+        """Add the gradients so far to those of a piece that was computed without them."""
+        if self._held is not None:
+            for parameter, gradient in zip(self.parameters, self._held, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                elif gradient is not None:
+                    parameter.grad = gradient.add_(parameter.grad)
+            self._held = None
+
+    @property
+    def _measures_pieces(self) -> bool:
+        """Whether the gradients of each piece are computed apart from the others, to measure their noise."""
+        return self._noise is not None and self._group.size == 1 and self._noise.measures_pieces
 
     def _all_parameters(self) -> list[nn.Parameter]:
         known = dict.fromkeys(self._models.parameters())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.step.dense_gradient import dense_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.data.order import Piece
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.step.gradient_noise import NoiseMeter
 
 _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
 _BLOCK = 4 << 20  # elements gathered at a time
@@ -44,16 +45,22 @@ class GradientSum(Protocol):
 
 
 class _Bucket:
-    """Gradients that are sent together: one flat tensor, with a flag for each parameter that has a gradient."""
+    """Gradients that are sent together: one flat tensor, with a flag for each parameter that has a gradient.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    With a `noise` meter, it also contains a term of the measurement.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], noise: NoiseMeter | None) -> None:
+        self._noise = noise
         self.parameters = parameters
         self.missing = len(parameters)
         self.work: dist.Work | None = None
         first = parameters[0]
         size = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
-        *self.views, self.used = torch.split(self.flat, [*(p.numel() for p in parameters), len(parameters)])
+        sizes = [*(parameter.numel() for parameter in parameters), len(parameters), 0 if noise is None else 1]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.gradients = self.flat[:size]
+        *self.views, self.used, self.noise_term = torch.split(self.flat, sizes)
 
     def fill(self) -> None:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
@@ -63,6 +70,10 @@ class _Bucket:
                 view.zero_()
             else:
                 view.copy_(gradient.reshape(-1))
+        if self._noise is not None:
+            self.noise_term.zero_()
+            if self._noise.measures_shards:
+                self.noise_term += self._noise.shard_term(self.gradients)
 
     def unpack(self) -> None:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
@@ -79,10 +90,13 @@ class OverlappedSum:
     ----------
     parameters
         All parameters that may get a gradient.
+    noise
+        Measures the gradient's noise between the members; ``None``: it is not measured.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], noise: NoiseMeter | None = None) -> None:
         self._parameters = list(parameters)
+        self._noise = noise
         self._layout: tuple[bool, ...] = ()
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
@@ -116,6 +130,8 @@ class OverlappedSum:
             with group.waits():
                 bucket.work.wait()
             bucket.unpack()
+        if self._noise is not None and self._noise.measures_shards:
+            self._noise.add_shards([b.noise_term for b in self._buckets], [b.gradients for b in self._buckets])
 
     def cancel(self) -> None:
         """See `GradientSum`."""
@@ -141,7 +157,7 @@ class OverlappedSum:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
-        self._buckets = [_Bucket(run) for run in runs]
+        self._buckets = [_Bucket(run, self._noise) for run in runs]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -260,16 +276,3 @@ def fold(group: Group, rows: Sequence[torch.Tensor], shards: int, empty: torch.T
         for part in parts[1:]:
             total += part
     return empty
-
-
-def dense_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a parameter's gradient, or ``None``.
-
-    Raises
-    ------
-    UsageError
-        The gradient is sparse.
-    """
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        raise UsageError("session.step: sparse gradients cannot be summed over processes; use sparse=False")
-    return parameter.grad

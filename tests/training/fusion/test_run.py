@@ -248,12 +248,13 @@ def test_a_loop_that_changes_its_batch_changes_that_of_its_own_training_only(tmp
         assert_equal(outcome.value(str(number)), value)
 
 
-@pytest.mark.parametrize("option", ["micro_batch", "deterministic", "scaled", "scaler"])
+@pytest.mark.parametrize("option", ["micro_batch", "deterministic", "scaled", "batch_range", "scaler"])
 def test_what_cannot_be_fused_trains_beside_the_others_as_it_does_alone(tmp_path: Path, option: str) -> None:
     def train(session: Any, *, option: str, lr: float) -> Any:
         scaler = [torch.amp.GradScaler("cpu", init_scale=4.0)] if option == "scaler" else []
         model, optimizer, *_ = session.prepare(nn.Linear(24, 4).double(), torch.optim.SGD, *scaler, lr=lr)
-        given: dict[str, Any] = {"micro_batch": {"micro_batch": 5}, "": {}, "scaler": {}}.get(option, {option: True})
+        values: dict[str, Any] = {"micro_batch": 5, "batch_range": (8, 32)}
+        given = {} if option in ("", "scaler") else {option: values.get(option, True)}
         batches = session.loader(data(), batch_size=16, **given)
         for _ in session.epochs(2):
             for x, y in batches:

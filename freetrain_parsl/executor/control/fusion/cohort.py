@@ -45,7 +45,7 @@ Addressed: TypeAlias = "tuple[str | None, Command]"
 """A command with the name of the member that it concerns; ``None``: all."""
 
 _OWN_ERRORS = ("NonFiniteLoss", "UsageError", "CheckpointMismatch", "CodeChanged")  # not caused by an array
-_UNSUPPORTED = "it has a sharded model, a GradScaler, or a loader with micro_batch, deterministic or scaled"
+_UNSUPPORTED = "it has a sharded model, a GradScaler, or a loader with an option that arrays do not support"
 _WORTH_MOVING = 3.0  # starts of an array that a member must still need to be moved to a free slot
 _MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the cause
 _FIRST_SIZE = 2  # members of an array that does not know yet how many it can train
@@ -325,7 +325,8 @@ class Cohort:
         """Let a member leave that cannot be fused at all, or not with the others."""
         self._structure = self._structure or member.structure
         if not member.structure:
-            self._leave(member, _UNSUPPORTED)
+            reason = "" if member.tracker.latest is None else member.tracker.latest.not_fused
+            self._leave(member, reason or _UNSUPPORTED)
         elif member.structure != self._structure and member.goal is MemberGoal.TRAIN:
             member.goal = MemberGoal.REGROUP
             self._release(array, member.name)

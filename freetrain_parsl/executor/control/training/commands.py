@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from freetrain_parsl.planning import events as planner
     from freetrain_parsl.protocol.journal import Record
-    from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, ReleaseMember
+    from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place, ReleaseMember
     from freetrain_parsl.protocol.reports import Progress
 
 __all__ = [
@@ -77,7 +77,7 @@ class Send:
     """Send a message to a slot."""
 
     slot: str
-    message: ChangeGroup | PauseRun | ReleaseMember
+    message: ChangeBatch | ChangeGroup | PauseRun | ReleaseMember
 
 
 @dataclass(frozen=True)

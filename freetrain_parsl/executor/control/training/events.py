@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assigned",
+    "BatchChosen",
     "Cancelled",
     "Event",
     "Failed",
@@ -31,6 +32,13 @@ class Assigned:
     """The planner assigns these nodes to the training."""
 
     nodes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class BatchChosen:
+    """Its batches should have `size` samples on its present nodes."""
+
+    size: int
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,7 @@ class TimePassed:
 
 Event: TypeAlias = (
     Assigned
+    | BatchChosen
     | Cancelled
     | Failed
     | MachineSized

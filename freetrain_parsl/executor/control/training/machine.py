@@ -170,6 +170,9 @@ class TrainingMachine:
                 if self.goal is Goal.TRAIN and not self.over:
                     self._assigned = self._assigned if self.desired else now
                     self.desired = event.nodes
+            case on.BatchChosen():
+                if self._recovering is None and self.goal is Goal.TRAIN:
+                    self._processes.change_batch(event.size)
             case on.Cancelled():
                 self._cancel()
             case on.Failed():

@@ -23,7 +23,7 @@ from freetrain_parsl.executor.control.training.states import (
     Waiting,
 )
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place
+from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -214,6 +214,11 @@ class TrainingProcesses:
                 self._response.do(do.CloseStore(change.after.number))
         return group
 
+    def change_batch(self, size: int) -> None:
+        """Command the first member of a group that trains undisturbed to change the batch size, with all others."""
+        if isinstance(self._phase, Running) and (first := self.participants.get(self._phase.group.first)) is not None:
+            self._send(first, ChangeBatch(self._name, first.run, size))
+
     # Departures.
 
     def pause(self) -> None:
@@ -284,7 +289,7 @@ class TrainingProcesses:
 
     # Messages and records.
 
-    def _send(self, participant: Participant, message: ChangeGroup | PauseRun) -> None:
+    def _send(self, participant: Participant, message: ChangeBatch | ChangeGroup | PauseRun) -> None:
         self._response.do(do.Send(participant.slot, message))
 
     def _log_start(self, group: GroupMembers, *, in_place: bool, paused: float = 0.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import TooManyRestarts
@@ -10,7 +11,7 @@ from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.response import Response
-    from freetrain_parsl.protocol.reports import Progress
+    from freetrain_parsl.protocol.reports import BatchReport, Progress
 
 __all__ = ["ProgressTracker"]
 
@@ -66,10 +67,18 @@ class ProgressTracker:
         if progress.step > self._furthest:
             self._furthest, self._crashes = progress.step, 0
         before, self.latest = self.latest, progress
+        if before is not None:
+            self._note_batch(before.batch, progress.batch)
         known = None if before is None else before.checkpoint_step
         if progress.checkpoint_step is not None and progress.checkpoint_step != known:
             self._response.log(record.Checkpoint(self._name, progress.checkpoint_step))
         self._response.do(do.KeepProgress(progress))
+
+    def _note_batch(self, before: BatchReport | None, batch: BatchReport | None) -> None:
+        if before is not None and batch is not None and batch.size != before.size:
+            scale = batch.noise_scale
+            finite = scale if scale is not None and math.isfinite(scale) else None
+            self._response.log(record.BatchChanged(self._name, batch.size, before.size, finite))
 
     def finish(self) -> None:
         """Record the end of the training, and whether anything was trained."""

@@ -1,0 +1,92 @@
+"""Checks of the options of ``session.loader``, before anything is changed."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.step.learning_rate import check_lr_scaling
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.step.learning_rate import LrScaling
+
+__all__ = ["check_batch_range", "check_fixed_size", "check_whole", "chosen_lr_scaling"]
+
+_WHY_NOT = {
+    "deterministic": "the results would depend on when the batch size changes",
+    "scaled": "both decide the batch size",
+    "drop_last": "the dropped samples would depend on when the batch size changes",
+}
+
+
+def check_whole(what: str, value: object, *, least: int) -> None:
+    """Reject what is not a whole number, of Python or numpy, of at least `least`.
+
+    Raises
+    ------
+    UsageError
+        It is not; the message begins with `what`.
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]  # checked here
+    except TypeError:
+        raise UsageError(f"{what} must be a whole number, got {value!r}") from None
+    if number < least:
+        raise UsageError(f"{what} must be at least {least}, got {number}")
+
+
+def check_batch_range(value: object, batch_size: int) -> tuple[int, int]:
+    """Return a range of batch sizes as a pair.
+
+    Raises
+    ------
+    UsageError
+        It is not a pair of whole numbers in order, or does not contain the batch size.
+    """
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise UsageError(f"session.loader: batch_range is a pair such as (64, 4096), got {value!r}")
+    least, most = value
+    check_whole("session.loader: batch_range's smallest batch", least, least=1)
+    check_whole("session.loader: batch_range's largest batch", most, least=1)
+    if not least <= batch_size <= most:
+        raise UsageError(f"session.loader: batch_range {least} to {most} must contain batch_size ({batch_size})")
+    return int(least), int(most)
+
+
+def check_fixed_size(*, deterministic: bool, scaled: bool, drop_last: bool) -> None:
+    """Reject options that cannot be combined with ``batch_range``.
+
+    Raises
+    ------
+    UsageError
+        One of them is given; the message has the reason.
+    """
+    given = {"deterministic": deterministic, "scaled": scaled, "drop_last": drop_last}
+    if option := next((name for name in given if given[name]), None):
+        raise UsageError(f"session.loader: batch_range cannot be combined with {option}=True: {_WHY_NOT[option]}")
+
+
+def chosen_lr_scaling(value: LrScaling | None, *, elastic: bool, scaled: bool) -> LrScaling:
+    """Return how the learning rate follows the batch size, by default as its kind asks for.
+
+    Parameters
+    ----------
+    value
+        The user's choice; ``None``: the default.
+    elastic, scaled
+        Whether there is a ``batch_range``, or ``scaled=True``.
+
+    Raises
+    ------
+    UsageError
+        The choice does not exist, or has no effect.
+    """
+    if value is None:
+        return "linear" if scaled else "auto"
+    check_lr_scaling(value)
+    if not (elastic or scaled):
+        raise UsageError("session.loader: lr_scaling needs batch_range=… or scaled=True; the batch size is fixed")
+    if value == "adascale" and not elastic:
+        raise UsageError("session.loader: lr_scaling='adascale' needs batch_range=…, which measures the noise")
+    return value

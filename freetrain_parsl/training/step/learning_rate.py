@@ -1,0 +1,121 @@
+"""The learning rate of batches that are larger or smaller than the one that it was chosen for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from torch.optim import ASGD, SGD
+
+from freetrain_parsl.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.optim import Optimizer
+
+__all__ = ["LrScaling", "RateScaling", "Rule", "check_lr_scaling"]
+
+Rule: TypeAlias = Literal["auto", "linear", "sqrt", "adascale", "none"]
+"""How the learning rate follows the batch size."""
+
+LrScaling: TypeAlias = Rule | Callable[[float], float]
+"""A `Rule`, or a function: batch size relative to the initial one -> factor of the learning rate."""
+
+
+def check_lr_scaling(value: object) -> None:
+    """Check that a value is an `LrScaling`.
+
+    Raises
+    ------
+    UsageError
+        It is not; the message lists the choices.
+    """
+    if not (callable(value) or value in get_args(Rule)):
+        choices = ", ".join(repr(choice) for choice in get_args(Rule))
+        raise UsageError(f"session.loader: lr_scaling is {value!r}; it is one of {choices}, or a function")
+
+
+class RateScaling:
+    """Multiplies the learning rates by factors that follow the batch size, gradually after each change.
+
+    ``linear``: the batch size relative to the initial one, with warm-up (Goyal et al., Accurate, Large Minibatch SGD,
+    2017, sections 2.1 and 2.2). ``sqrt``: its square root, for adaptive optimizers (Malladi et al., On the SDEs and
+    Scaling Rules for Adaptive Gradient Algorithms, 2022). ``auto``: ``linear`` for SGD and averaged SGD, ``sqrt`` for
+    every other optimizer. ``adascale``: how many steps of the initial batch a step replaces (Johnson et al., AdaScale
+    SGD, 2020). ``none``: 1.
+
+    Parameters
+    ----------
+    rule
+        The rule.
+    ramp
+        Steps that a change takes.
+    gain
+        Batch size relative to the initial one -> steps of the initial batch that a step replaces; for ``adascale``.
+    """
+
+    def __init__(self, rule: LrScaling, ramp: int, gain: Callable[[float], float] = lambda scale: scale) -> None:
+        self._rule = rule
+        self._ramp = ramp
+        self._gain = gain
+        self.scale = 1.0
+        """The batch size relative to the initial one, on its way to that of the current batch."""
+        self.rate: float | None = None
+        """Learning rate of the first parameter group in the last step; ``None`` before the first one."""
+        self._target = 1.0
+        self._stride = 0.0
+
+    def aim(self, scale: float) -> None:
+        """Start the ramp to another batch size, relative to the initial one."""
+        if scale != self._target:
+            self._target = float(scale)
+            self._stride = (self._target - self.scale) / self._ramp
+
+    def factor(self, optimizer: Optimizer) -> float:
+        """Return the current factor of an optimizer's learning rates.
+
+        Raises
+        ------
+        UsageError
+            The user's function returns something other than a positive number.
+        """
+        rule = self._rule
+        if rule == "auto":
+            rule = "linear" if isinstance(optimizer, (SGD, ASGD)) else "sqrt"
+        match rule:
+            case "linear":
+                return self.scale
+            case "sqrt":
+                return math.sqrt(self.scale)
+            case "adascale":
+                return self._gain(self.scale)
+            case "none":
+                return 1.0
+        assert callable(rule), "checked by check_lr_scaling"
+        factor: object = rule(self.scale)
+        if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
+            raise UsageError(
+                f"session.loader: lr_scaling returned {factor!r} for a batch {self.scale:g} times the initial one; "
+                "it must return a positive number"
+            )
+        return float(factor)
+
+    @contextmanager
+    def applied(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Scale the learning rates for one step; schedulers see the unscaled rates."""
+        left = self._target - self.scale
+        self.scale = self._target if abs(left) <= abs(self._stride) else self.scale + self._stride
+        groups = [(group, self.factor(optimizer)) for optimizer in optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] for group, _ in groups]
+        for (group, factor), rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        if groups:
+            self.rate = float(groups[0][0]["lr"])
+        try:
+            yield
+        finally:
+            for (group, _), rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
