@@ -37,6 +37,7 @@ ROOMS = {
     "executor": {"protocol", "planning", "windows", "training", "storage", "cluster"},
     "sweeps": set(),
     "campaign": {"protocol", "planning", "windows", "training", "storage", "cluster", "executor", "report", "sweeps"},
+    "remote": {"campaign", "cluster", "planning", "report"},
     "report": {"protocol", "executor"},
     "replay": {"planning", "windows", "cluster", "report"},
     "simulate": {"planning", "replay", "report"},
@@ -64,7 +65,7 @@ OUTSIDE = {
     "windows": set(),
     "training": {"greenlet", "numpy", "torch"},
     "storage": set(),
-    "testing": {"highspy", "numpy", "parsl", "psutil", "pytest", "torch", "yaml", "zmq"},
+    "testing": {"globus_compute_common", "highspy", "numpy", "parsl", "pika", "psutil", "pytest", "torch", "yaml", "zmq"},
 }
 
 

@@ -12,6 +12,7 @@ from freetrain_parsl.cli.clean import clean
 from freetrain_parsl.cli.demo import demo
 from freetrain_parsl.cli.explain import explain
 from freetrain_parsl.cli.plan import plan
+from freetrain_parsl.cli.remote import remote
 from freetrain_parsl.cli.replay import replay
 from freetrain_parsl.cli.resume import resume
 from freetrain_parsl.cli.run import run
@@ -43,6 +44,7 @@ app.command()(plan)
 app.command()(explain)
 app.command()(allocate)
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(remote, name="remote")
 
 
 def _print_version(wanted: bool) -> None:

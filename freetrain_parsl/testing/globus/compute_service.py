@@ -152,7 +152,11 @@ class ComputeService(LoopbackService):
         endpoint = request.parts.get("endpoint") or str(uuid.uuid4())
         self._endpoints[endpoint] = _Endpoint(str(request.body.get("endpoint_name")))
         commands = self._declare(f"{endpoint}.commands")
-        return {"endpoint_id": endpoint, "command_queue_info": commands, "heartbeat_queue_info": self._inward(_HEARTBEATS)}
+        return {
+            "endpoint_id": endpoint,
+            "command_queue_info": commands,
+            "heartbeat_queue_info": self._inward(_HEARTBEATS),
+        }
 
     def _endpoint_metadata(self, request: ServiceRequest) -> Reply | dict[str, Any]:
         endpoint = request.parts["endpoint"]
