@@ -65,7 +65,18 @@ OUTSIDE = {
     "windows": set(),
     "training": {"greenlet", "numpy", "torch"},
     "storage": set(),
-    "testing": {"globus_compute_common", "highspy", "numpy", "parsl", "pika", "psutil", "pytest", "torch", "yaml", "zmq"},
+    "testing": {
+        "globus_compute_common",
+        "highspy",
+        "numpy",
+        "parsl",
+        "pika",
+        "psutil",
+        "pytest",
+        "torch",
+        "yaml",
+        "zmq",
+    },
 }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json as json_format
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -40,7 +39,7 @@ EndpointOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
-_LOOK = 0.2  # seconds between looks at a future, so that Ctrl-C is noticed
+_LOOK = 0.2  # seconds
 _GOOD_ENDS = ("finished", "stopped", "interrupted")
 
 
@@ -178,12 +177,9 @@ def _answer(future: Future[T], quiet: bool = False) -> T:
     """Wait for an answer; Ctrl-C ends the wait, not the run."""
     console = Console(stderr=True)
     with console.status("waiting for the site") if not quiet and console.is_terminal else _nothing():
-        while True:
-            try:
-                return future.result(_LOOK)
-            except NotYet:
-                if future.done():  # the call itself raised it
-                    raise
+        while not wait([future], _LOOK).done:  # a wait without a timeout would not notice Ctrl-C
+            pass
+    return future.result()
 
 
 @contextmanager

@@ -120,9 +120,7 @@ def _python_files(directories: set[Path]) -> tuple[set[Path], set[Path]]:
         for place, below, files in os.walk(top):
             seen += 1
             if seen > _MOST_DIRECTORIES:
-                raise InvalidInput(
-                    f"{top} has more than {_MOST_DIRECTORIES} directories; move the campaign into its own"
-                )
+                raise InvalidInput(f"{top} has more than {_MOST_DIRECTORIES} directories; give the campaign its own")
             below[:] = [
                 name
                 for name in below

@@ -48,13 +48,13 @@ def make_client() -> Client:
     """
     app = _app()
     from globus_compute_sdk import Client
-    from globus_compute_sdk.serialize import AllowlistWildcard, ComputeSerializer, JSONData
+    from globus_compute_sdk.serialize import AllowlistWildcard, ComputeSerializer
 
     if app.login_required() and not isinstance(app, _globus_sdk().ClientApp):
         raise UsageError("not logged in to Globus Compute; run: freetrain remote login")
-    client = Client(app=app, do_version_check=False, data_serialization_strategy=JSONData())
+    client = Client(app=app, do_version_check=False)
     client.fx_serializer = ComputeSerializer(
-        strategy_data=JSONData(), allowed_deserializer_types=[AllowlistWildcard.CODE, JSONData]
+        strategy_data=_JSON, allowed_deserializer_types=[AllowlistWildcard.CODE, _JSON]
     )
     return client
 
@@ -192,21 +192,19 @@ class ComputeEndpoint:
 
     def _submit(self, request: Mapping[str, Any]) -> str:
         """Submit the call, register the function if necessary; return the task's id."""
-        for fresh in (False, True):
-            if fresh or not self.function:
-                with self._errors():
-                    self.function = self._service().register_source_code(FUNCTION_SOURCE, FUNCTION)
-            try:
-                with self._errors():
-                    service = self._service()
-                    batch = service.create_batch(result_serializers=[_JSON])
-                    batch.add(self.function, (request,))
-                    task: str = service.batch_run(self.id, batch)["tasks"][self.function][0]
-                return task
-            except _UnknownFunction:
-                if fresh:
-                    raise
-        raise AssertionError("the second attempt returns or raises")
+        if self.function:
+            with contextlib.suppress(_UnknownFunction):
+                return self._submit_to(self.function, request)
+        with self._errors():
+            self.function = self._service().register_source_code(FUNCTION_SOURCE, FUNCTION)
+        return self._submit_to(self.function, request)
+
+    def _submit_to(self, function: str, request: Mapping[str, Any]) -> str:
+        with self._errors():
+            service = self._service()
+            batch = service.create_batch(result_serializers=[_JSON])
+            batch.add(function, (request,))
+            return str(service.batch_run(self.id, batch)["tasks"][function][0])
 
     def _result(self, task: str, end: float, timeout: float) -> Any:
         """Poll until the result is there; ``None`` if it has expired."""

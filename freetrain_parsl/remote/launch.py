@@ -1,8 +1,8 @@
 """At the site: a command of ``freetrain`` as a detached process, and what has become of it.
 
 The process is in a session of its own, with no open files of the endpoint, and without its credentials. It outlives
-the function that starts it, the endpoint, and the login session; where systemd ends a user's processes at logout, lingering
-is needed (see ``docs/howto/remote.md``).
+the function that starts it, the endpoint, and the login session; where systemd ends a user's processes at logout,
+lingering is needed (see ``docs/howto/remote.md``).
 
 ``python -m freetrain_parsl.remote.launch DIRECTORY COMMAND…`` is that process: it runs the command and records how it
 ends, in `Process`' files.

@@ -87,7 +87,8 @@ class RemoteStatus:
         summary = document.get("summary")
         if not (all(isinstance(text, str) for text in texts) and (summary is None or isinstance(summary, dict))):
             raise InvalidInput("the site sent an unexpected answer; is another version of freetrain-parsl there?")
-        return cls(*map(str, texts), summary)
+        run, state, host, directory, message = map(str, texts)
+        return cls(run, state, host, directory, message, summary)
 
 
 def is_over(state: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,8 @@ class RunRecords:
         if not records:
             named = f" {which}" if which else ""
             raise InvalidInput(
-                f"no run{named} was started from here; give its name and --endpoint, or start it: freetrain remote start"
+                f"no run{named} was started from here; start one with 'freetrain remote start', or give its name and "
+                "--endpoint"
             )
         return records[-1]
 
@@ -111,15 +112,22 @@ class RunRecords:
         InvalidInput
             A file is damaged.
         """
-        records = []
-        for path in self._directory.glob("*.json") if self._directory.is_dir() else ():
-            try:
-                document = json.loads(path.read_text(encoding="utf-8"))
-                records.append(RunRecord(**{item.name: document[item.name] for item in fields(RunRecord)}))
-            except (ValueError, TypeError, KeyError):
-                raise InvalidInput(f"{path} is damaged; remove it") from None
-        return sorted(records, key=lambda item: (item.created, item.run))
+        return sorted(map(_read, self._directory.glob("*.json")), key=lambda item: (item.created, item.run))
 
     def forget(self, run: str) -> None:
         """Remove a record."""
         (self._directory / f"{check_run_name(run)}.json").unlink(missing_ok=True)
+
+
+def _read(path: Path) -> RunRecord:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return RunRecord(
+            str(document["run"]),
+            str(document["endpoint"]),
+            str(document["campaign"]),
+            float(document["created"]),
+            str(document["function"]),
+        )
+    except (ValueError, TypeError, KeyError):
+        raise InvalidInput(f"{path} is damaged; remove it") from None

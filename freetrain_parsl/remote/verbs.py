@@ -1,4 +1,4 @@
-"""At the site: answers to the calls of ``freetrain remote``. Each takes seconds; the work is done by detached processes.
+"""At the site: answers to the calls of ``freetrain remote``. Each takes seconds; detached processes do the work.
 
 A run has a directory ``RUN`` below ``$FREETRAIN_REMOTE_DIR`` (default ``~/.freetrain/remote``)::
 

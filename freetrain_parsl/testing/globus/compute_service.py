@@ -276,7 +276,7 @@ class ComputeService(LoopbackService):
                         channel.basic_consume(queue, _acknowledged(handle))
                     while not self._stopping.is_set():
                         connection.process_data_events(0.1)
-            except pika.exceptions.AMQPError:
+            except pika.exceptions.AMQPError:  # noqa: PERF203 - of each connection
                 self._stopping.wait(_RETRY)
 
     def _take_result(self, body: bytes) -> None:
