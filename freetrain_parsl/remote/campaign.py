@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.summary import ago
-from freetrain_parsl.errors import FreeTrainError
+from freetrain_parsl.errors import FreeTrainError, UsageError
 from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import poll_delays
@@ -156,8 +156,16 @@ class RemoteCampaign:
             return None if self._seen is None else self._seen[0]
 
     def submit(self, preparation: Preparation) -> Future[RemoteStatus]:
-        """Send the campaign; sending it again changes nothing."""
-        return self._ask("starting", lambda: self._status_of({**preparation.request, "wait": _START_WAIT}))
+        """Send the campaign; sending it again changes nothing. What is refused is not recorded."""
+
+        def start() -> RemoteStatus:
+            try:
+                return self._status_of({**preparation.request, "wait": _START_WAIT})
+            except UsageError:
+                self._records.forget(self.run)
+                raise
+
+        return self._ask("starting", start)
 
     def status(self) -> Future[RemoteStatus]:
         """Ask for the state."""

@@ -219,7 +219,7 @@ class ComputeEndpoint:
                 return None
             except TaskExecutionFailed as error:
                 line = (str(error).strip().splitlines() or ["no reason was given"])[-1]
-                raise RemoteError(f"the function failed at the site: {line[:500]}") from None
+                raise RemoteError(f"the function failed at the site: {line.strip()[:500]}") from None
             if not status["pending"]:
                 if "result" not in status:
                     raise RemoteError(f"the function failed: {str(status.get('reason', status['status']))[:500]}")

@@ -122,7 +122,10 @@ class EndpointDaemon:
         )
 
     def _online(self) -> bool:
-        return (self._place / "endpoint.json").exists() and self._service.is_online(self.id)
+        try:
+            return self._service.is_online(self.id)
+        except (FileNotFoundError, ValueError):  # it is being written
+            return False
 
     def __enter__(self) -> Self:
         self.start()
