@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from freetrain_parsl.executor.warm_start.owner import WarmStart
+from freetrain_parsl.testing.globus.rabbitmq import broker_missing
 from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
 from tests.__main__ import PARTS
 
@@ -43,7 +45,7 @@ def part_of(item: pytest.Item) -> str:
         return "gpu"
     if item.get_closest_marker("alone"):
         return "alone"
-    if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))):
+    if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts", "globus"))):
         return "daemons"
     return "slow" if item.get_closest_marker("slow") else "quick"
 
@@ -86,6 +88,21 @@ def slurm_is_here() -> None:
         pytest.fail(missing)
     if missing is not None:
         pytest.skip(missing)
+
+
+@pytest.fixture(scope="session")
+def globus_is_here() -> None:
+    """Skip with the missing requirements without Globus Compute and RabbitMQ; fail if they are required."""
+    missing = [
+        f"{package} is not installed (pip install -e '.[dev]')"
+        for package in ("globus_compute_sdk", "globus_compute_endpoint")
+        if importlib.util.find_spec(package) is None
+    ]
+    missing += filter(None, [broker_missing()])
+    if missing and "globus" in os.environ.get(REQUIRED, "").split(","):
+        pytest.fail("; ".join(missing))
+    if missing:
+        pytest.skip("; ".join(missing))
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LOG", "Process", "launch", "process_of"]
 
 LOG = "output.log"
-_RECORD, _EXIT = "process.json", "exit.json"
+_RECORD = "process.json"
 _COMMAND = "from freetrain_parsl.cli import main; main()"
 _RECORD_TIMEOUT = 20.0  # seconds until a started process has recorded itself
 _PERIOD = 0.05
@@ -75,8 +75,8 @@ def launch(directory: Path, command: Sequence[str], working_directory: Path) -> 
     working_directory
         Where it runs.
     """
-    for name in (_RECORD, _EXIT):
-        (directory / name).unlink(missing_ok=True)
+    for path in (directory / _RECORD, *directory.glob(_exit_name("*", "*"))):
+        path.unlink(missing_ok=True)
     descriptor = os.open(directory / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         # The first process only starts the second and ends, which makes that one nobody's child.
@@ -97,9 +97,11 @@ def launch(directory: Path, command: Sequence[str], working_directory: Path) -> 
 
 def process_of(directory: Path) -> Process | None:
     """Return the last process that was started; ``None`` if none has recorded itself."""
-    record, ended = _read(directory / _RECORD), _read(directory / _EXIT)
+    record = _read(directory / _RECORD)
     if record is None:
         return None
+    # The one before may still be ending: its exit has another name.
+    ended = _read(directory / _exit_name(record["pid"], record["started"]))
     here = record["host"] == platform.node()
     return Process(
         command=tuple(record["command"]),
@@ -119,6 +121,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     return document
 
 
+def _exit_name(pid: object, started: object) -> str:
+    return f"exit.{pid}.{started}.json"
+
+
 def _main(directory: Path, command: list[str]) -> None:
     """Leave the parent, run the command, and record how it ends."""
     if os.fork():
@@ -128,7 +134,7 @@ def _main(directory: Path, command: list[str]) -> None:
     record = {"command": command, "host": host, "pid": pid, "started": started, "since": time.time()}
     write_output(directory / _RECORD, json.dumps(record))
     completed = subprocess.run([sys.executable, "-c", _COMMAND, *command], check=False)
-    write_output(directory / _EXIT, json.dumps({"code": completed.returncode}))
+    write_output(directory / _exit_name(pid, started), json.dumps({"code": completed.returncode}))
 
 
 if __name__ == "__main__":

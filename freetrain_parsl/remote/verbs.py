@@ -6,7 +6,7 @@ A run has a directory ``RUN`` below ``$FREETRAIN_REMOTE_DIR`` (default ``~/.free
     campaign/         the unpacked files
     site/             the site file, if it is not a shipped one
     run/              the run directory, as of ``freetrain run``
-    process.json, exit.json, output.log       of the last detached process; see `launch`
+    process.json, exit.*.json, output.log     of the last detached process; see `launch`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Archives of campaigns: what is packed arrives; what is damaged or reaches outside is refused, and nothing is written."""
+"""Archives of campaigns: what is packed arrives; what is damaged or leaves its directory is refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,11 @@ def test_links_do_not_travel(tmp_path):
 
 
 def test_files_that_the_manifest_does_not_have_are_refused(tmp_path):
-    manifest = {"format": 1, "campaign": "c.yaml", "files": {"c.yaml": {"size": 0, "sha256": hashlib.sha256().hexdigest()}}}
+    manifest = {
+        "format": 1,
+        "campaign": "c.yaml",
+        "files": {"c.yaml": {"size": 0, "sha256": hashlib.sha256().hexdigest()}},
+    }
     with pytest.raises(InvalidInput, match="not those of its manifest"):
         extract(forged({"c.yaml": b"", "more.py": b""}, manifest=manifest), tmp_path)
 
@@ -118,7 +122,9 @@ def test_a_damaged_archive_is_refused_or_harmless(tmp_path_factory, position, va
 
 def test_an_archive_that_is_too_large_is_refused_by_name_and_size(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_ARCHIVE", 100_000)
-    with pytest.raises(InvalidInput, match=r"0\.2 MB, compressed, more than the 0\.1 MB .* largest: big\.py \(0\.2 MB\)"):
+    with pytest.raises(
+        InvalidInput, match=r"0\.2 MB, compressed, more than the 0\.1 MB .* largest: big\.py \(0\.2 MB\)"
+    ):
         packed(tmp_path, {"big.py": os.urandom(200_000), "small.py": b"x"})
 
 

@@ -51,7 +51,7 @@ def status(state: str, trainings=(), message: str = ""):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A campaign with its app; the module is forgotten afterwards, as another test has one of the same name."""
+    """Write a campaign with its app; the module is forgotten afterwards, as another test has one of the same name."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "net_for_remote.py").write_text(APP)
     (tmp_path / "c.yaml").write_text("name: demo\ntrainings:\n  - app: net_for_remote.py:train\n")

@@ -18,7 +18,7 @@ trainings:
 
 @pytest.fixture
 def project(tmp_path):
-    """A project as people have them: apps beside campaigns, a repository, an environment, data, secrets."""
+    """Write a project as people have them: apps beside campaigns, a repository, an environment, data, secrets."""
     files = {
         "campaigns/c.yaml": CAMPAIGN,
         "campaigns/curve.yaml": "{1: 10}",
@@ -76,7 +76,9 @@ def test_ordinary_modules_do_not_look_like_secrets(project, name):
 def test_absolute_paths_are_refused_with_file_and_line(project):
     file = project / "campaigns" / "c.yaml"
     file.write_text("name: x\ntrainings:\n  - app: /home/me/net.py:train\n")
-    with pytest.raises(InvalidInput, match=r"c\.yaml:3: trainings\[1\]\.app: '/home/me/net\.py': give the path relative"):
+    with pytest.raises(
+        InvalidInput, match=r"c\.yaml:3: trainings\[1\]\.app: '/home/me/net\.py': give the path relative"
+    ):
         collect(file, Variables())
 
 

@@ -38,7 +38,11 @@ def test_credentials_and_the_endpoints_variables_are_removed():
 
 
 def test_the_endpoints_owner_may_pass_variables_on_but_never_those_of_globus():
-    environment = {KEEP: "HF_TOKEN, GLOBUS_COMPUTE_CLIENT_SECRET", "HF_TOKEN": "hf_1", "GLOBUS_COMPUTE_CLIENT_SECRET": SECRET}
+    environment = {
+        KEEP: "HF_TOKEN, GLOBUS_COMPUTE_CLIENT_SECRET",
+        "HF_TOKEN": "hf_1",
+        "GLOBUS_COMPUTE_CLIENT_SECRET": SECRET,
+    }
     assert set(scrubbed(environment)) == {KEEP, "HF_TOKEN"}
 
 

@@ -19,7 +19,7 @@ from freetrain_parsl.remote.versions import Versions
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """The directory of the runs."""
+    """Return the directory of the runs."""
     monkeypatch.setenv(verbs.DIRECTORY, str(tmp_path / "runs"))
     return tmp_path / "runs"
 
@@ -50,10 +50,8 @@ def a_start(tmp_path, **changes):
 def test_a_start_unpacks_and_launches_once(base, launched, tmp_path, monkeypatch):
     assert answer(a_start(tmp_path))["state"] == "failed"  # nothing was really started
     root = base / "demo-1"
-    command = [
-        "run", f"{root}/campaign/c.yaml", "--config", f"{root}/site/here.yaml", "--run-dir", f"{root}/run", "--set", "a=b",
-    ]  # fmt: skip
-    assert launched == [command]
+    options = ["--config", f"{root}/site/here.yaml", "--run-dir", f"{root}/run", "--set", "a=b"]
+    assert launched == [["run", f"{root}/campaign/c.yaml", *options]]
     assert (root / "site" / "here.yaml").read_text() == "system: local\n"
     monkeypatch.setattr(verbs, "process_of", lambda _root: Process(("run",), os.uname().nodename, 1, 0.0, True, None))
     assert answer(a_start(tmp_path))["state"] == "starting"

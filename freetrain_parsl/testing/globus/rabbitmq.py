@@ -20,12 +20,19 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["LoopbackRabbit"]
+__all__ = ["LoopbackRabbit", "broker_missing"]
 
 # Debian's command on PATH only starts the system's own broker; this is what it starts.
 _PROGRAMS = Path("/usr/lib/rabbitmq/bin")
 _START_TIMEOUT = 90.0
 _COMMAND_TIMEOUT = 60.0  # seconds; each command starts an Erlang machine
+
+
+def broker_missing() -> str | None:
+    """Return what is missing to run a broker; ``None`` if nothing is."""
+    if (_PROGRAMS / "rabbitmq-server").is_file() and shutil.which("epmd"):
+        return None
+    return "RabbitMQ is not installed (Debian: rabbitmq-server)"
 
 
 class LoopbackRabbit:
@@ -38,7 +45,7 @@ class LoopbackRabbit:
     """
 
     def __init__(self, directory: Path) -> None:
-        if (missing := self.missing()) is not None:
+        if (missing := broker_missing()) is not None:
             raise CommandNotFound(missing)
         self._directory = directory
         self._port, distribution, self._mapper = _free_ports(3)
@@ -59,13 +66,6 @@ class LoopbackRabbit:
             "ERL_EPMD_PORT": str(self._mapper),
         }
         self._processes: list[subprocess.Popen[bytes]] = []
-
-    @staticmethod
-    def missing() -> str | None:
-        """Return what is missing to run it; ``None`` if nothing is."""
-        if (_PROGRAMS / "rabbitmq-server").is_file() and shutil.which("epmd"):
-            return None
-        return "RabbitMQ is not installed (Debian: rabbitmq-server)"
 
     @property
     def url(self) -> str:
