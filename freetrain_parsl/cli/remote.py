@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json as json_format
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,6 +25,7 @@ from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import poll_delays
 from freetrain_parsl.remote.preparation import prepare
 from freetrain_parsl.remote.records import RunRecords
+from freetrain_parsl.remote.versions import Versions
 
 __all__ = ["remote"]
 
@@ -66,6 +69,20 @@ def start(
             if preparation.left_out:
                 typer.echo(f"left out, as their names look like secrets: {', '.join(preparation.left_out)}")
         _show(_answer(started.submit(preparation), json), json)
+
+
+@remote.command()
+def check(endpoint: str = typer.Option(metavar="UUID", help="Endpoint of Globus Compute at the site.")) -> None:
+    """Call a site, and compare the versions of the software there with those here."""
+    with _errors("check"):
+        place = ComputeEndpoint(endpoint)
+        with ThreadPoolExecutor(1) as calls:
+            answer = _answer(calls.submit(place.call, {"verb": "check"}))
+        there, here = Versions.parse(answer["versions"]), Versions.installed()
+        typer.echo(f"{answer['host']}: {there}")
+        if mismatch := here.mismatch(there):
+            typer.echo(f"here: {here}; {mismatch}")
+            raise typer.Exit(1)
 
 
 @remote.command()
@@ -170,7 +187,8 @@ def _errors(verb: str) -> Iterator[None]:
         typer.echo(f"freetrain remote {verb}: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        sys.stdout.flush()
+        os._exit(130)  # otherwise the interpreter would wait for the call, whose answer nobody needs
 
 
 def _answer(future: Future[T], quiet: bool = False) -> T:

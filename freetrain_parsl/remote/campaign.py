@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.summary import ago
-from freetrain_parsl.errors import FreeTrainError, UsageError
+from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
 from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import poll_delays
@@ -236,7 +236,7 @@ class RemoteCampaign:
         return self._ask("cleaning", clean)
 
     def wait(self, timeout: float | None = None, *, sleep: Callable[[float], None] = time.sleep) -> RemoteStatus:
-        """Block until no driver runs any more, asking at growing intervals.
+        """Block until no driver runs any more, asking at growing intervals, also while the site does not answer.
 
         Parameters
         ----------
@@ -247,12 +247,27 @@ class RemoteCampaign:
         -------
         RemoteStatus
             The state that was seen last.
+
+        Raises
+        ------
+        RemoteError
+            The site did not answer the last question before the timeout.
+        UsageError
+            The login is refused, or the run is not there.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        delays = poll_delays(2.0, 1.5, 60.0)
-        while not (status := self.status().result()).over and (end is None or time.monotonic() < end):
-            sleep(next(delays))
-        return status
+        for delay in poll_delays(2.0, 1.5, 60.0):
+            late = end is not None and time.monotonic() >= end
+            try:
+                status = self.status().result()
+            except RemoteError:
+                if late:
+                    raise
+            else:
+                if status.over or late:
+                    return status
+            sleep(delay)
+        raise AssertionError("the delays do not end")
 
     # Calls.
 

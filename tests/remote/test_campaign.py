@@ -110,6 +110,18 @@ def test_errors_are_raised_by_the_future_and_shown(files, records):
     assert records.find(None).run == campaign.run  # it may have been started
 
 
+def test_a_wait_outlasts_an_endpoint_that_is_offline_for_a_while(files, records):
+    endpoint = RecordedEndpoint()
+    endpoint.answers = [status("starting"), RemoteError("offline"), status("running"), status("finished")]
+    campaign = start(files, records, endpoint)
+    slept: list[float] = []
+    assert campaign.wait(sleep=slept.append).state == "finished"
+    assert len(slept) == 2
+    endpoint.answers = [RemoteError("offline")]
+    with pytest.raises(RemoteError, match="offline"):
+        campaign.wait(0.0)
+
+
 def test_what_the_site_refuses_is_not_recorded(files, records):
     endpoint = RecordedEndpoint()
     prepared = prepare(files / "c.yaml", "local")

@@ -29,7 +29,7 @@ name: one
 trainings:
   - app: slowly_at_a_site.py:train
     checkpoint_interval: 2 s
-    arguments: {epochs: 24, dump: "${DUMP}"}
+    arguments: {epochs: 300, place: "${PLACE}"}
 """
 APP = """\
 import json
@@ -45,14 +45,15 @@ from freetrain_parsl import training_app
 
 
 @training_app
-def train(session, *, epochs, dump):
-    Path(dump).write_text(json.dumps(dict(os.environ)))
+def train(session, *, epochs, place):
+    Path(place, "environment.json").write_text(json.dumps(dict(os.environ)))
     model, _optimizer = session.prepare(torch.nn.Linear(WIDTH, 1), torch.optim.SGD, lr=0.01)
     data = session.loader(TensorDataset(torch.ones(32, WIDTH)), batch_size=8)
     for _epoch in session.epochs(epochs):
         for (batch,) in data:
             session.step(model(batch).square().mean())
-            time.sleep(0.1)
+            if not Path(place, "hurry").exists():
+                time.sleep(0.25)
     return session.metrics
 """
 
@@ -97,10 +98,13 @@ def test_a_campaign_goes_on_without_its_endpoint_and_is_stopped_and_resumed(stan
     (tmp_path / "slowly_at_a_site.py").write_text(APP)
     (tmp_path / "helper_at_a_site.py").write_text("WIDTH = 4\n")
     (tmp_path / "secrets.py").write_text("KEY = 1\n")
-    dump = tmp_path / "environment.json"
+    dump = tmp_path / "environment.json"  # written by the training
     (tmp_path / "small.yaml").write_text(SITE)
     campaign = RemoteCampaign.start(
-        tmp_path / "one.yaml", endpoint=endpoint.id, site=str(tmp_path / "small.yaml"), settings={"dump": str(dump)}
+        tmp_path / "one.yaml",
+        endpoint=endpoint.id,
+        site=str(tmp_path / "small.yaml"),
+        settings={"place": str(tmp_path)},
     )
 
     # It starts: one function call, then a process of its own.
@@ -140,10 +144,11 @@ def test_a_campaign_goes_on_without_its_endpoint_and_is_stopped_and_resumed(stan
     assert again.state in ("starting", "running", "finished"), again.message
 
     # All is done once, and nothing is left.
+    (tmp_path / "hurry").touch()
     assert campaign.wait(180.0).state == "finished"
     (training,) = campaign.results().result()
     metrics = training["result"]
-    assert (metrics["epochs"], metrics["samples"]) == (24, 24 * 32)
+    assert (metrics["epochs"], metrics["samples"]) == (300, 300 * 32)
     assert campaign.clean(delete=True).result()["done"]
     assert not Path(status.directory).exists()
     assert service.count("POST", "/v3/functions") == 1
