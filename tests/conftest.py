@@ -91,18 +91,24 @@ def slurm_is_here() -> None:
 
 
 @pytest.fixture(scope="session")
-def globus_is_here() -> None:
-    """Skip with the missing requirements without Globus Compute and RabbitMQ; fail if they are required."""
-    missing = [
-        f"{package} is not installed (pip install -e '.[dev]')"
-        for package in ("globus_compute_sdk", "globus_compute_endpoint")
-        if importlib.util.find_spec(package) is None
-    ]
-    missing += filter(None, [broker_missing()])
-    if missing and "globus" in os.environ.get(REQUIRED, "").split(","):
-        pytest.fail("; ".join(missing))
-    if missing:
-        pytest.skip("; ".join(missing))
+def globus_packages() -> None:
+    """Skip without the packages of Globus Compute; fail if they are required."""
+    packages = ("globus_compute_sdk", "globus_compute_endpoint")
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        _skip("globus", f"{', '.join(missing)} not installed (pip install -e '.[dev]')")
+
+
+@pytest.fixture(scope="session")
+def globus_is_here(globus_packages) -> None:
+    """Skip without RabbitMQ, too; fail if it is required."""
+    if missing := broker_missing():
+        _skip("globus", missing)
+
+
+def _skip(requirement: str, why: str) -> None:
+    if requirement in os.environ.get(REQUIRED, "").split(","):
+        pytest.fail(why)
+    pytest.skip(why)
 
 
 @pytest.fixture(scope="session")

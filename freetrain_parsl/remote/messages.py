@@ -11,9 +11,8 @@ from freetrain_parsl.errors import InvalidInput
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "VERBS", "RemoteStatus", "check_run_name", "is_over"]
+__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "RemoteStatus", "check_run_name"]
 
-VERBS = ("check", "start", "status", "logs", "results", "stop", "resume", "clean")
 LOG_BYTES = 200_000
 """Most bytes of a log in one answer."""
 
@@ -68,7 +67,7 @@ class RemoteStatus:
     @property
     def over(self) -> bool:
         """Whether no driver runs, or will run without a `resume`."""
-        return is_over(self.state)
+        return self.state in _OVER
 
     def as_json(self) -> dict[str, Any]:
         """Describe it for a message and for ``--json``."""
@@ -89,11 +88,6 @@ class RemoteStatus:
             raise InvalidInput("the site sent an unexpected answer; is another version of freetrain-parsl there?")
         run, state, host, directory, message = map(str, texts)
         return cls(run, state, host, directory, message, summary)
-
-
-def is_over(state: str) -> bool:
-    """Return whether a state is one without a driver."""
-    return state in _OVER
 
 
 def check_run_name(name: object) -> str:

@@ -54,7 +54,7 @@ class Site:
 
 
 @pytest.fixture
-def service(monkeypatch, tmp_path):
+def service(globus_packages, monkeypatch, tmp_path):
     with LoopbackService() as service:
         for name, value in {
             "GLOBUS_SDK_ENVIRONMENT": "local",
@@ -94,7 +94,6 @@ def clock():
 
 @pytest.fixture
 def endpoint(site, clock, monkeypatch):
-    pytest.importorskip("globus_compute_sdk")
     from freetrain_parsl.remote.compute import ComputeEndpoint
 
     monkeypatch.setattr("globus_sdk.transport.requests.time.sleep", clock.sleep, raising=False)
@@ -214,7 +213,6 @@ def test_what_is_no_uuid_is_refused_at_once():
 def test_without_a_login_nothing_is_asked(site, monkeypatch):
     from freetrain_parsl.remote.compute import ComputeEndpoint
 
-    pytest.importorskip("globus_compute_sdk")
     monkeypatch.delenv("GLOBUS_COMPUTE_CLIENT_SECRET")
     with pytest.raises(UsageError, match="not logged in to Globus Compute; run: freetrain remote login"):
         ComputeEndpoint(ENDPOINT).call({"verb": "check"})

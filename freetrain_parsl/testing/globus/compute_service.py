@@ -66,14 +66,11 @@ class ComputeService(LoopbackService):
     ----------
     results_kept : float
         Seconds for which the result of a task can be fetched.
-    submissions : int
-        Tasks submitted so far.
     """
 
     def __init__(self, amqp_url: str, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         super().__init__(monotonic=monotonic)
         self.results_kept = _RESULTS_KEPT
-        self.submissions = 0
         self._clock = monotonic
         self._amqp_url = amqp_url
         self._functions: dict[str, str] = {}
@@ -244,7 +241,6 @@ class ComputeService(LoopbackService):
         }
         body = messagepack.pack(Task(task_id=task, task_buffer=self._functions[function] + payload))
         self._tasks[str(task)] = _Task()
-        self.submissions += 1
         self._publish(f"{user}.tasks", body, pika.BasicProperties(headers=headers, delivery_mode=2))
         return str(task)
 

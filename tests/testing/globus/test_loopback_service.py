@@ -81,8 +81,10 @@ def test_it_has_no_address_when_it_does_not_run():
         _ = LoopbackService().url
 
 
-def test_the_client_of_the_sdk_gets_tokens_and_uses_them(service, monkeypatch):
-    sdk = pytest.importorskip("globus_sdk")
+@pytest.mark.globus
+def test_the_client_of_the_sdk_gets_tokens_and_uses_them(globus_packages, service, monkeypatch):
+    import globus_sdk as sdk
+
     monkeypatch.setenv("GLOBUS_SDK_SERVICE_URL_AUTH", f"{service.url}/")
     config = sdk.GlobusAppConfig(token_storage=sdk.token_storage.MemoryTokenStorage())
     with sdk.ClientApp("test", client_id=LOOPBACK_USER, client_secret="none", config=config) as app:
