@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 try:
     from _published import solve_published
-except ImportError:  # python-mip is a development dependency; without it its columns are empty
+except ImportError:  # python-mip is of the extra cbc; without it its columns are empty
     solve_published = None  # type: ignore[assignment] # the baseline is missing
 
 HORIZON = 120.0

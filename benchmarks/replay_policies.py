@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 try:
     from _published import solve_published
-except ImportError:  # python-mip is a development dependency; without it the published model is omitted
+except ImportError:  # python-mip is of the extra cbc; without it the published model is omitted
     solve_published = None  # type: ignore[assignment] # the baseline is missing
 
 CAP = 10.0  # seconds per solve, as published

@@ -22,6 +22,7 @@
     │   ├── PeerFailed          another member of the process group has failed          (retry helps)
     │   ├── NonFiniteLoss       the loss is NaN or infinite
     │   └── TooManyRestarts     members keep crashing without reaching a new step
+    ├── RemoteError             Globus Compute or an endpoint failed or did not answer (retry may help)
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
         ├── UnreadableAnswer    its output cannot be parsed                           (retry may help)
         └── ClusterGone         the embedded cluster is not running
@@ -55,6 +56,7 @@ __all__ = [
     "NonFiniteLoss",
     "PeerFailed",
     "PlanningError",
+    "RemoteError",
     "StorageUnavailable",
     "TooManyRestarts",
     "TrainingCancelled",
@@ -178,6 +180,12 @@ class NonFiniteLoss(TrainingError):
 
 class TooManyRestarts(TrainingError):
     """A training's processes keep crashing without reaching a new step, although their nodes were not taken."""
+
+
+class RemoteError(FreeTrainError):
+    """Globus Compute, an endpoint or a function there failed or did not answer."""
+
+    transient = True
 
 
 class BatchSystemError(FreeTrainError):

@@ -187,6 +187,24 @@ def test_command_page_is_complete():
     assert documented == _command_options()
 
 
+@pytest.mark.parametrize("group", ["checkpoints", "remote"])
+def test_the_sections_of_groups_are_complete(group):
+    """The section of a verb with verbs of its own lists exactly their options."""
+    page = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## `freetrain {group}`\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    rows = re.findall(r"^\| (`.*?`) \| `(--[\w-]+)` \|", section[1], re.MULTILINE)
+    documented = {(verb, option) for verbs, option in rows for verb in re.findall(r"`(\w+)`", verbs)}
+    commands = typer.main.get_command(app).commands[group].commands  # type: ignore[attr-defined]  # as above
+    assert documented == {
+        (verb, name)
+        for verb, command in commands.items()
+        for parameter in command.params
+        for name in parameter.opts
+        if name.startswith("--")
+    }
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_docs_exist(page):
     """`freetrain VERB` and `make TARGET` only refer to existing verbs and targets."""

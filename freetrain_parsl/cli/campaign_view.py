@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -18,13 +16,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from freetrain_parsl.campaign.lock import DriverState, driver_state
+from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.report.live import remarks, training_table
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run import CampaignRun
-    from freetrain_parsl.campaign.store import RunStore, TrainingRecord
+    from freetrain_parsl.campaign.store import TrainingRecord
     from freetrain_parsl.report.run import FailedStarts, TrainingState
 
 RunDirectory = Annotated[
@@ -133,16 +131,6 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
     raise typer.Exit(130 if how == "interrupted" else 1 if left else 0)
 
 
-def trainings_of(store: RunStore) -> list[TrainingRecord]:
-    """Return the current trainings; those that a dead driver was running count as waiting."""
-    trainings = store.trainings()
-    if driver_state(store.last_driver()) is not DriverState.DEAD:
-        return trainings
-    return [
-        replace(item, state="waiting", nodes=(), remark="") if item.state == "running" else item for item in trainings
-    ]
-
-
 def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:
     """Print one row per training, then each error on an unwrapped line: it may contain a path or a command."""
     console.print(_table(trainings))
@@ -187,74 +175,3 @@ def _first_line(error: str) -> str:
 def _short(value: object) -> str:
     text = f"{value:.5g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def summary(store: RunStore) -> dict[str, Any]:
-    """Describe a run for ``--json``; times are seconds since the epoch."""
-    driver = store.last_driver()
-    trainings = trainings_of(store)
-    return {
-        "name": store.fact("name"),
-        "run_dir": str(store.directory),
-        "run_id": store.fact("run_id"),
-        "created": store.fact("created"),
-        "site_file": store.fact("site_file"),
-        "campaign_file": store.fact("campaign_file"),
-        "driver": None
-        if driver is None
-        else {
-            "state": driver_state(driver).name.lower(),
-            "how": driver.how,
-            "host": driver.host,
-            "pid": driver.pid,
-            "since": driver.since,
-            "heartbeat": driver.heartbeat,
-            "ended": driver.ended,
-            "journal": driver.journal,
-        },
-        "failed_starts": None if (failed := failed_starts_of(store)) is None else asdict(failed),
-        "finished": sum(item.state == "finished" for item in trainings),
-        "failed": sum(item.state == "failed" for item in trainings),
-        "cancelled": sum(item.state == "cancelled" for item in trainings),
-        "trainings": [item.as_json() for item in trainings],
-    }
-
-
-def ago(seconds: float) -> str:
-    """Format an age in a readable unit."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
-
-
-def failed_starts_of(store: RunStore) -> FailedStarts | None:
-    """Return the failed block starts recorded in the journal of the living driver."""
-    run = journal_state_of(store)
-    return None if run is None else run.failed_starts
-
-
-def journal_state_of(store: RunStore) -> RunState | None:
-    """Return what the journal of the living driver says; ``None`` without such a driver, or if it cannot be read."""
-    driver = store.last_driver()
-    if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
-        return None
-    try:
-        return RunState(Path(driver.journal)).refresh()
-    except sqlite3.Error:  # the write-ahead log of another host cannot be read here
-        return None
-
-
-def driver_line(store: RunStore, clock: float | None = None) -> str:
-    """Describe the state of a run's driver in one line."""
-    driver = store.last_driver()
-    state = driver_state(driver)
-    if driver is None:
-        return f"no driver has run yet: freetrain resume {store.directory}"
-    now = time.time() if clock is None else clock
-    who = f"driver on {driver.host}, process {driver.pid},"
-    if driver.ended is not None:
-        return f"{who} {state.value} ({driver.how}) {ago(now - driver.ended)}"
-    last = f"last heartbeat {ago(now - driver.heartbeat)}"
-    hint = "" if state is DriverState.ALIVE else f"; to continue: freetrain resume {store.directory}"
-    return f"{who} {state.value}; {last}{hint}"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from freetrain_parsl.campaign.run import run_directories
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import journal_state_of
+from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
 from freetrain_parsl.cli.sources import (
     AccountOption,

@@ -10,14 +10,8 @@ from rich.console import Console
 
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import (
-    RunDirectory,
-    driver_line,
-    failed_starts_of,
-    print_trainings,
-    summary,
-    trainings_of,
-)
+from freetrain_parsl.campaign.summary import driver_line, failed_starts_of, summary, trainings_of
+from freetrain_parsl.cli.campaign_view import RunDirectory, print_trainings
 from freetrain_parsl.cli.sources import errors_in_one_line
 
 __all__ = ["status"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import ago
+from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.explain import runs_here
 from freetrain_parsl.errors import InvalidInput

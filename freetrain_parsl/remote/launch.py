@@ -1,0 +1,141 @@
+"""At the site: a command of ``freetrain`` as a detached process, and what has become of it.
+
+The process is in a session of its own, with no open files of the endpoint, and without its credentials. It outlives
+the function that starts it, the endpoint, and the login session; where systemd ends a user's processes at logout,
+lingering is needed (see ``docs/howto/remote.md``).
+
+``python -m freetrain_parsl.remote.launch DIRECTORY COMMAND…`` is that process: it runs the command and records how it
+ends, in `Process`' files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.campaign.lock import own_identity
+from freetrain_parsl.cluster.processes import is_running
+from freetrain_parsl.remote.environment import scrubbed
+from freetrain_parsl.report.output import write_output
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["LOG", "Process", "launch", "process_of"]
+
+LOG = "output.log"
+_RECORD = "process.json"
+_COMMAND = "from freetrain_parsl.cli import main; main()"
+_RECORD_TIMEOUT = 20.0  # seconds until a started process has recorded itself
+_PERIOD = 0.05
+
+
+@dataclass(frozen=True)
+class Process:
+    """A command that was started.
+
+    Parameters
+    ----------
+    command
+        Its arguments.
+    host, pid
+        Where it runs, or ran.
+    since
+        When it started, seconds since the epoch.
+    running
+        Whether it still runs; only on its own host, elsewhere ``None``.
+    exit_code
+        ``None`` while it runs, and if it was killed.
+    """
+
+    command: tuple[str, ...]
+    host: str
+    pid: int
+    since: float
+    running: bool | None
+    exit_code: int | None
+
+
+def launch(directory: Path, command: Sequence[str], working_directory: Path) -> None:
+    """Start ``freetrain COMMAND…`` and return once it has recorded itself.
+
+    Parameters
+    ----------
+    directory
+        Directory for the files of the process.
+    command
+        Arguments of ``freetrain``.
+    working_directory
+        Where it runs.
+    """
+    for path in (directory / _RECORD, *directory.glob(_exit_name("*", "*"))):
+        path.unlink(missing_ok=True)
+    descriptor = os.open(directory / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "ab") as log:
+        # The first process only starts the second and ends, which makes that one nobody's child.
+        first = subprocess.Popen(
+            [sys.executable, "-m", "freetrain_parsl.remote.launch", str(directory), *command],
+            cwd=working_directory,
+            env=scrubbed(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    first.wait()
+    end = time.monotonic() + _RECORD_TIMEOUT
+    while process_of(directory) is None and time.monotonic() < end:
+        time.sleep(_PERIOD)
+
+
+def process_of(directory: Path) -> Process | None:
+    """Return the last process that was started; ``None`` if none has recorded itself."""
+    record = _read(directory / _RECORD)
+    if record is None:
+        return None
+    # The one before may still be ending: its exit has another name.
+    ended = _read(directory / _exit_name(record["pid"], record["started"]))
+    here = record["host"] == platform.node()
+    return Process(
+        command=tuple(record["command"]),
+        host=record["host"],
+        pid=record["pid"],
+        since=record["since"],
+        running=ended is None and is_running(record["pid"], record["started"]) if here else None,
+        exit_code=None if ended is None else ended["code"],
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return document
+
+
+def _exit_name(pid: object, started: object) -> str:
+    return f"exit.{pid}.{started}.json"
+
+
+def _main(directory: Path, command: list[str]) -> None:
+    """Leave the parent, run the command, and record how it ends."""
+    if os.fork():
+        os._exit(0)
+    os.umask(0o077)
+    host, pid, started = own_identity()
+    record = {"command": command, "host": host, "pid": pid, "started": started, "since": time.time()}
+    write_output(directory / _RECORD, json.dumps(record))
+    completed = subprocess.run([sys.executable, "-c", _COMMAND, *command], check=False)
+    write_output(directory / _exit_name(pid, started), json.dumps({"code": completed.returncode}))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[2:])

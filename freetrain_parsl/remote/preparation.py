@@ -1,0 +1,146 @@
+"""Check a campaign and a site file here, before anything is sent, and make the request that starts it there."""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.campaign.campaign import Campaign
+from freetrain_parsl.campaign.site import Site, shipped_sites
+from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.remote.archive import Archive, pack
+from freetrain_parsl.remote.collection import collect
+from freetrain_parsl.remote.versions import Versions
+from freetrain_parsl.strict_yaml import read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Preparation", "prepare"]
+
+_NO_WORD = re.compile(r"[^A-Za-z0-9]+")
+_LONGEST_NAME = 60
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A campaign that is ready to be sent.
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    trainings
+        Number of trainings.
+    archive
+        Its files.
+    left_out
+        Python files that stay here because their names look like secrets.
+    request
+        The call that starts it.
+    """
+
+    run: str
+    trainings: int
+    archive: Archive
+    left_out: tuple[str, ...]
+    request: Mapping[str, Any] = field(repr=False)
+
+
+class _VariablesOfTheSite(Variables):
+    """Values of a site file's variables: those without one given here are looked up at the site, not here."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        super().__init__(given, environment={})
+        self.unknown: set[str] = set()
+
+    def value(self, name: str, default: str | None) -> str | None:
+        value = super().value(name, default)
+        if value is None:
+            self.unknown.add(name)
+        return value
+
+
+def prepare(
+    campaign: Path,
+    site: str,
+    *,
+    settings: Sequence[str] = (),
+    include: Sequence[Path] = (),
+    any_versions: bool = False,
+    run: str | None = None,
+) -> Preparation:
+    """Check a campaign, and pack it.
+
+    Parameters
+    ----------
+    campaign
+        The campaign file.
+    site
+        A site file, or the name of a shipped one.
+    settings
+        Values of ``${NAME}`` in the files, each ``name=value``. The campaign's variables all need one here; those of
+        the site file that have none are looked up in the environment of the endpoint.
+    include
+        Further files that travel.
+    any_versions
+        Whether other versions of Python, freetrain-parsl and torch at the site are accepted.
+    run
+        Name of the run; default: the campaign's with a random end.
+
+    Raises
+    ------
+    InvalidInput
+        A file is invalid, or cannot travel.
+    """
+    given = dict(setting.partition("=")[::2] for setting in settings)
+    Variables.parse(settings)  # refuses what is no setting
+    own = Variables(given, environment={})
+    collection = collect(campaign, own, include)
+    archive = pack(collection.files, collection.campaign)
+    loaded = Campaign.load(campaign, own)
+    document, complete = _site(site, given)
+    unused = {name.upper() for name in given} - {name.upper() for name in (*loaded.variables, *complete)}
+    if unused:
+        name = min(unused)
+        raise InvalidInput(f"--set {name.lower()}=…: neither the campaign nor the site file has ${{{name}}}")
+    name = run or f"{_NO_WORD.sub('-', loaded.name).strip('-')[:_LONGEST_NAME] or 'run'}-{secrets.token_hex(4)}"
+    request = {
+        "verb": "start",
+        "run": name,
+        "versions": Versions.installed().as_json(),
+        "any_versions": any_versions,
+        "settings": list(settings),
+        "site": document,
+        "sha256": archive.sha256,
+        "archive": base64.b64encode(archive.data).decode(),
+    }
+    return Preparation(name, len(loaded.trainings), archive, collection.left_out, request)
+
+
+def _site(site: str, given: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+    """Return what is sent of the site file, and the names of its variables that were looked up."""
+    variables = _VariablesOfTheSite(given)
+    document = {"name": site}
+    shipped = not Path(site).exists() and site in shipped_sites()
+    file = shipped_sites()[site] if shipped else Path(site)
+    text = read_text(file, "site file")
+    try:
+        Site.parse(text, str(file), variables)
+    except InvalidInput:
+        if not variables.unknown:  # otherwise the site checks it, with its own values
+            raise
+        # The search ended at the first variable without a value.
+        return ({"name": site} if shipped else {"file": file.name, "text": text}), _names_in(text)
+    if not shipped:
+        document = {"file": file.name, "text": text}
+    return document, set(variables.used)
+
+
+def _names_in(text: str) -> set[str]:
+    return set(re.findall(r"\$\{([A-Za-z_][A-Za-z0-9_]*)", text))
