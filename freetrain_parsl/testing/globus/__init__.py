@@ -1,0 +1,1 @@
+"""Stand-ins of Globus' web services on the loopback interface, for tests without an account."""
