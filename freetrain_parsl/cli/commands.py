@@ -11,6 +11,7 @@ from freetrain_parsl.cli.checkpoints import checkpoints
 from freetrain_parsl.cli.clean import clean
 from freetrain_parsl.cli.demo import demo
 from freetrain_parsl.cli.explain import explain
+from freetrain_parsl.cli.globus import globus
 from freetrain_parsl.cli.plan import plan
 from freetrain_parsl.cli.replay import replay
 from freetrain_parsl.cli.resume import resume
@@ -43,6 +44,7 @@ app.command()(plan)
 app.command()(explain)
 app.command()(allocate)
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(globus, name="globus")
 
 
 def _print_version(wanted: bool) -> None:

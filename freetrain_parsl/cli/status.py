@@ -14,6 +14,7 @@ from freetrain_parsl.cli.campaign_view import (
     RunDirectory,
     driver_line,
     failed_starts_of,
+    home_lines,
     print_trainings,
     summary,
     trainings_of,
@@ -45,3 +46,5 @@ def status(
         if (failed := failed_starts_of(store)) is not None:
             console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
         print_trainings(console, trainings)
+        for line in home_lines(store):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import GlobusRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from globus_sdk import GlobusApp
 
-__all__ = ["CLIENT_ID", "CLIENT_SECRET", "LOGIN", "forget_secret", "logged_in", "make_app", "whoami"]
+__all__ = ["CLIENT_ID", "CLIENT_SECRET", "LOGIN", "forget_secret", "log_in", "logged_in", "make_app", "whoami"]
 
 CLIENT_ID = "FREETRAIN_GLOBUS_CLIENT_ID"
 CLIENT_SECRET = "FREETRAIN_GLOBUS_CLIENT_SECRET"  # noqa: S105 - the name of an environment variable
@@ -68,6 +68,34 @@ def make_app(environment: Mapping[str, str] = os.environ) -> GlobusApp:
 def forget_secret() -> None:
     """Remove the client secret from this process's environment, so that jobs and workers do not inherit it."""
     os.environ.pop(CLIENT_SECRET, None)
+
+
+def log_in(app: GlobusApp, scopes: Sequence[str] = ()) -> None:
+    """Get tokens; a user is shown a URL, and asked for the code that the page shows.
+
+    Parameters
+    ----------
+    app
+        From `make_app`.
+    scopes
+        Consents that are missing. Default: log in if necessary.
+
+    Raises
+    ------
+    GlobusRefused
+        Globus Auth refuses.
+    """
+    import globus_sdk
+    from globus_sdk.gare import GlobusAuthorizationParameters
+
+    try:
+        app.login(auth_params=GlobusAuthorizationParameters(required_scopes=list(scopes)) if scopes else None)
+    except globus_sdk.AuthAPIError as error:
+        raise GlobusRefused(f"Globus Auth refuses the login: {error.message}") from None
+    except globus_sdk.NetworkError as error:
+        raise GlobusRefused(f"Globus Auth cannot be reached: {error}") from None
+    except EOFError:
+        raise GlobusRefused("the login needs a terminal, to read the code that the page shows") from None
 
 
 @contextmanager

@@ -22,8 +22,9 @@ from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, Damag
 from freetrain_parsl.storage.globus.carrier import GIVE_UP, Carrier, Job, JobKind, Parcel, progress_line
 from freetrain_parsl.storage.globus.collections import Item
 from freetrain_parsl.storage.globus.exchange import EXCHANGE, Exchange
+from freetrain_parsl.storage.globus.home_listing import list_home
 from freetrain_parsl.storage.globus.mover_state import MoverState
-from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS, generation_of
+from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS
 from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Outcome, Ownership
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.problems import storage_error
@@ -423,33 +424,12 @@ class Mover:
         here = self._exchange.newest(item.name)
         item.lineage = self._exchange.generation(item.name)
         best = (item.lineage, here.step, here.revision) if here is not None else (-1, -1, 0)
-        at_home = self._list_home(item.name)
+        at_home, partial = list_home(self._collections, self._settings.home, item.name, self._spare)
         with self._lock:
+            self._carrier.remove(partial)  # of drivers that have died
             self._carrier.found(item.name, at_home)
             item.candidates = sorted((parcel for parcel in at_home if parcel.order > best), key=lambda one: one.order)
             self._fetch_next(item)
-
-    def _list_home(self, training: str) -> list[Parcel]:
-        """List the whole checkpoints of a training at home."""
-        home = self._settings.home
-        found: list[Parcel] = []
-        partial: list[Parcel] = []
-        for name in self._collections.names(home.collection, home.join(CHECKPOINTS, training)) or []:
-            self._spare()
-            if (generation := generation_of(name)) is None:
-                continue
-            for step in self._collections.names(home.collection, home.join(CHECKPOINTS, training, name)) or []:
-                parcel = Parcel(training, generation, step)
-                if parcel.is_checkpoint:
-                    (found if self._is_whole(parcel) else partial).append(parcel)
-        with self._lock:
-            self._carrier.remove(partial)  # their drivers have died, or it is their generation that has ended
-        return found
-
-    def _is_whole(self, parcel: Parcel) -> bool:
-        home = self._settings.home
-        self._spare()
-        return "manifest.json" in (self._collections.names(home.collection, home.join(CHECKPOINTS, *parcel.path)) or [])
 
     def _fetch_next(self, item: _Carried) -> None:
         """Fetch the newest candidate; without one, the checkpoints here are the newest."""
