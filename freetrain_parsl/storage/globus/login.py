@@ -133,9 +133,12 @@ def whoami(app: GlobusApp) -> str:
     import globus_sdk
 
     try:
-        info = globus_sdk.AuthClient(app=app).userinfo()
+        scopes = globus_sdk.AuthClient.scopes
+        info = globus_sdk.AuthClient(app=app, app_scopes=[scopes.openid, scopes.profile]).userinfo()
     except globus_sdk.AuthAPIError as error:
         raise GlobusRefused(f"Globus Auth refuses the login ({error.message}); run: {LOGIN}") from None
+    except globus_sdk.token_storage.TokenValidationError:
+        raise GlobusRefused(f"the login has expired, or lacks a consent; run: {LOGIN}") from None
     except globus_sdk.NetworkError as error:
         raise GlobusRefused(f"Globus Auth cannot be reached: {error}") from None
     return str(info.get("preferred_username") or info["sub"])

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +42,7 @@ TaskMishap = Literal["fail", "quota", "checksum", "corrupt", "offline", "hold"]
 """
 
 _API = "/v0.10"
+_SCOPES_OF_A_CODE = "openid profile urn:globus:auth:scope:transfer.api.globus.org:all"
 _FAULTS = {"fail": "FILE_SIZE_CHANGED", "quota": "QUOTA_EXCEEDED", "checksum": "VERIFY_CHECKSUM"}
 
 
@@ -248,6 +249,13 @@ class TransferService(LoopbackService):
     def answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Reply | Cut:
         """Answer a request, unless the network is down."""
         return Cut() if self.cut_off else super().answer(method, target, headers, body)
+
+    def _token(self, request: ServiceRequest) -> dict[str, Any]:
+        """Issue tokens; the scopes of a code are those that `freetrain globus login` asks for."""
+        form = request.body if isinstance(request.body, dict) else {}
+        if form.get("grant_type") == "authorization_code":
+            request = replace(request, body={**form, "scope": _SCOPES_OF_A_CODE})
+        return super()._token(request)
 
     def _refusal(self, collection: str) -> Reply | None:
         if collection not in self.collections.directories:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +16,7 @@ from freetrain_parsl.storage.globus.mover import Mover, Pace, check_places
 from freetrain_parsl.storage.globus.places import GlobusSettings, Place
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
+from tests.conftest import REQUIRED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,8 +122,18 @@ class World:
             self.machine.wait()
 
 
+@pytest.fixture(scope="session")
+def globus_is_here() -> None:
+    """Skip without the Globus SDK; fail if it is required."""
+    if find_spec("globus_sdk") is None:
+        missing = "the extra globus is not installed"
+        if "globus" in os.environ.get(REQUIRED, "").split(","):
+            pytest.fail(missing)
+        pytest.skip(missing)
+
+
 @pytest.fixture
-def world(tmp_path, monkeypatch):
+def world(globus_is_here, tmp_path, monkeypatch):
     monkeypatch.setenv(CLIENT_ID, "dddddddd-0000-4000-8000-000000000000")
     monkeypatch.setenv(CLIENT_SECRET, "secret")
     world = World(tmp_path, monkeypatch)
