@@ -319,9 +319,7 @@ def test_a_home_on_globus_is_read() -> None:
         ("      path: /~/freetrain\n", "", "s.yaml:9: checkpoints.globus.home.path: is missing"),
         ("lease: 10 min", "lease: 1 s", "s.yaml:5: checkpoints.globus: a lease must be at least 2 s"),
         ("lease: 10 min", "leese: 10 min", "s.yaml:7: unknown key 'checkpoints.globus.leese'"),
-        (f"{HOME}
-      path: /~/freetrain", f"{HERE}
-      path: /ft/x", "overlap"),
+        (f"{HOME}\n      path: /~/freetrain", f"{HERE}\n      path: /ft/x", "overlap"),
     ],
 )
 def test_a_wrong_home_is_refused_with_file_and_line(old: str, new: str, message: str) -> None:
