@@ -34,7 +34,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfe
         (tmp_path / name).mkdir(parents=True)
     with TransferService(LoopbackCollections({A: tmp_path / "a", HOME: tmp_path / "home"})) as service:
         monkeypatch.setenv("GLOBUS_SDK_SERVICE_URL_TRANSFER", service.url)
-        monkeypatch.setenv("GLOBUS_SDK_SERVICE_URL_AUTH", service.url)
+        monkeypatch.setenv("GLOBUS_SDK_SERVICE_URL_AUTH", f"{service.url}/")
         monkeypatch.setenv(CLIENT_ID, "dddddddd-0000-4000-8000-000000000000")
         monkeypatch.setenv("HOME", str(tmp_path))
         yield service

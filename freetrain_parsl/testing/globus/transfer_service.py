@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from freetrain_parsl.testing.globus.loopback_service import Cut, LoopbackService, Reply
+from freetrain_parsl.testing.globus.user_login import UserLogin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,6 @@ TaskMishap = Literal["fail", "quota", "checksum", "corrupt", "offline", "hold"]
 """
 
 _API = "/v0.10"
-_SCOPES_OF_A_CODE = "openid profile urn:globus:auth:scope:transfer.api.globus.org:all"
 _FAULTS = {"fail": "FILE_SIZE_CHANGED", "quota": "QUOTA_EXCEEDED", "checksum": "VERIFY_CHECKSUM"}
 
 
@@ -236,6 +236,7 @@ class TransferService(LoopbackService):
         super().__init__(port)
         self.collections = collections
         self.cut_off = False
+        self._login: UserLogin | None = None
         operation = f"{_API}/operation/endpoint/{{collection}}"
         self.route("GET", f"{operation}/ls", self._ls)
         self.route("POST", f"{operation}/mkdir", self._mkdir)
@@ -251,11 +252,14 @@ class TransferService(LoopbackService):
         return Cut() if self.cut_off else super().answer(method, target, headers, body)
 
     def _token(self, request: ServiceRequest) -> dict[str, Any]:
-        """Issue tokens; the scopes of a code are those that `freetrain globus login` asks for."""
+        """Issue tokens, to a user who gives a code with an identity token."""
         form = request.body if isinstance(request.body, dict) else {}
-        if form.get("grant_type") == "authorization_code":
-            request = replace(request, body={**form, "scope": _SCOPES_OF_A_CODE})
-        return super()._token(request)
+        if form.get("grant_type") != "authorization_code":
+            return super()._token(request)
+        if self._login is None:
+            self._login = UserLogin(self)
+        answer = super()._token(replace(request, body=self._login.request(form)))
+        return {**answer, "id_token": self._login.identity_token(str(form.get("client_id")))}
 
     def _refusal(self, collection: str) -> Reply | None:
         if collection not in self.collections.directories:
