@@ -43,7 +43,7 @@ def part_of(item: pytest.Item) -> str:
         return "gpu"
     if item.get_closest_marker("alone"):
         return "alone"
-    if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts"))):
+    if any(map(item.get_closest_marker, ("cluster", "slurm", "hosts", "globus"))):
         return "daemons"
     return "slow" if item.get_closest_marker("slow") else "quick"
 

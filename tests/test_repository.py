@@ -63,8 +63,8 @@ OUTSIDE = {
     "protocol": set(),
     "windows": set(),
     "training": {"greenlet", "numpy", "torch"},
-    "storage": set(),
-    "testing": {"highspy", "numpy", "parsl", "psutil", "pytest", "torch", "yaml", "zmq"},
+    "storage": {"globus_sdk"},
+    "testing": {"cryptography", "highspy", "jwt", "numpy", "parsl", "psutil", "pytest", "torch", "yaml", "zmq"},
 }
 
 
@@ -172,7 +172,7 @@ def test_records_of_the_journal_are_imported_under_the_name_record():
 
 @pytest.mark.parametrize("room", sorted(OUTSIDE))
 def test_rooms_keep_to_their_packages(room):
-    """The planner is pure, training does not import Parsl, windows and storage use only the standard library."""
+    """The planner is pure, training does not import Parsl, windows use only the standard library."""
     modules = [module for module in MODULES if room_of(module) == room]
     wrong = {str(m.relative_to(ROOT)): extra for m in modules if (extra := packages_imported(m) - OUTSIDE[room])}
     assert wrong == {}

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from freetrain_parsl.storage.globus.collections import Collections
-from freetrain_parsl.storage.globus.exchange import Exchange
 from freetrain_parsl.storage.globus.home_listing import list_home, newest_claims
 from freetrain_parsl.storage.globus.login import forget_secret, logged_in, make_app
 from freetrain_parsl.storage.globus.mover import Mover, check_places
+from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS, claim_name
 from freetrain_parsl.storage.posix import directory_name
@@ -87,7 +87,7 @@ def clean_home(site: Site, store: RunStore, tell: Callable[[str], None]) -> None
         if partial:
             _remove(collections, site, partial)
             tell(f"removing {len(partial)} partial checkpoints from {home}")
-        exchange = Exchange(site.checkpoint_dir)
+        exchange = MoverDirectory(site.checkpoint_dir)
         exchange.keep_only(())
         exchange.forget_arrivals()
         MoverState().write(store.directory)

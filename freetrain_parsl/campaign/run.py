@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.admission import Admission
 from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.home import check_home, open_mover
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
+from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.campaign.providers import make_executor, make_window_source
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
@@ -118,7 +118,7 @@ class CampaignRun:
     store: RunStore
     site: Site
     campaign: Campaign
-    _admission: Admission = field(default_factory=Admission)
+    _owned: OwnedTrainings = field(default_factory=OwnedTrainings)
     _unwritable: bool = False
     _cancelled: set[str] = field(default_factory=set)
 
@@ -290,12 +290,12 @@ class CampaignRun:
                     for training in self.campaign.trainings
                     if training.name in unfinished
                 }
-                self._admission = Admission(submissions, executor.cancel, mover)
+                self._owned = OwnedTrainings(submissions, executor.cancel, mover)
                 run = RunState(executor.journal_path)
                 how = self._watch(driver, run, caught, tell, show)
                 if how != "finished":
                     tell("stopping: trainings save their work, jobs are withdrawn")
-            ended = self._admission.ended_last()
+            ended = self._owned.ended_last()
         with self._kept(tell):
             for name, future in ended.items():
                 self._keep(name, future, run=run)
@@ -312,24 +312,24 @@ class CampaignRun:
         tell: Callable[[str], None],
         show: Show,
     ) -> str:
-        admission = self._admission
+        owned = self._owned
         begin = time.monotonic()
         next_beat = begin
         while True:
             run.refresh()
             now = time.monotonic()
-            admission.admit()
-            if now >= next_beat or admission.has_ended:
+            owned.admit()
+            if now >= next_beat or owned.has_ended:
                 next_beat = now + BEAT
                 with self._kept(tell):
                     run.refresh()
-                    admission.collect(partial(self._keep, run=run))
+                    owned.collect(partial(self._keep, run=run))
                     self._cancel_requested()
                     self._beat(driver, run)
                     if self.store.stop_requested():
                         return "stopped"
-            show(run, now - begin, admission.notes())
-            if admission.is_done:
+            show(run, now - begin, owned.notes())
+            if owned.is_done:
                 return "finished"
             if caught:
                 return "interrupted"
@@ -337,19 +337,19 @@ class CampaignRun:
 
     def _beat(self, driver: int, run: RunState) -> None:
         """Store the state of the trainings that have not ended; if its future is done, the reason is stored already."""
-        names = self._admission.current
+        names = self._owned.current
         current = [item for item in _unfinished(run) if item.name in names]
-        states = dict.fromkeys(self._admission.held, ("waiting", None, ()))
+        states = dict.fromkeys(self._owned.held, ("waiting", None, ()))
         remarks = {item.name: item.remark(time.time()) for item in current}
-        for name in (*names, *self._admission.held):
-            remarks[name] = "; ".join(filter(None, [remarks.get(name), self._admission.remark(name)]))
+        for name in (*names, *self._owned.held):
+            remarks[name] = "; ".join(filter(None, [remarks.get(name), self._owned.remark(name)]))
         running = {item.name: (item.state, item.share_done, item.nodes) for item in current}
         self.store.beat(driver, {**states, **running}, remarks)
 
     def _cancel_requested(self) -> None:
         """Carry out cancel requests; try again later for a training that Parsl has not submitted yet."""
         for name in self.store.cancellations():
-            if name not in self._cancelled and self._admission.cancel(name):
+            if name not in self._cancelled and self._owned.cancel(name):
                 self._cancelled.add(name)
 
     def _keep(self, name: str, future: Future[Any], *, run: RunState) -> None:

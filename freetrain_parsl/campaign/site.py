@@ -11,7 +11,7 @@ from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
-from freetrain_parsl.storage.globus.places import GlobusSettings, Place
+from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def _read_globus(checkpoints: Section, directory: Path | None) -> GlobusSettings
     home = keys.section("home")
     local, there = (
         section.checked(
-            Place,
+            CollectionPath,
             section.required("collection", "6c54cade-bde5-45c1-bdea-f4bd71dba2cc"),
             section.required("path", "/~/freetrain"),
         )

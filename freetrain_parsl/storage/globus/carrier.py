@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.storage.globus.collections import TaskState
 
-__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "Job", "JobKind", "Parcel"]
+__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "CopyJob", "CopyKind", "Parcel"]
 
 MOST_ACTIVE = 2
 """Tasks of one driver at a time."""
@@ -32,7 +32,7 @@ _MOST_TOGETHER = 50  # checkpoints in one task
 _STEP = re.compile(r"step-(\d{10,})(?:-([1-9]\d*))?")
 
 
-class JobKind(str, Enum):
+class CopyKind(str, Enum):
     """What a task does."""
 
     DATA = "data"
@@ -85,7 +85,7 @@ def step_of(name: str) -> tuple[int, int]:
 
 
 @dataclass
-class Job:
+class CopyJob:
     """A task of Globus Transfer, submitted or about to be.
 
     Parameters
@@ -104,7 +104,7 @@ class Job:
         When to ask next.
     """
 
-    kind: JobKind
+    kind: CopyKind
     parcels: tuple[Parcel, ...]
     submission: str = ""
     task: str = ""
@@ -115,7 +115,7 @@ class Job:
     @property
     def size(self) -> int:
         """Bytes to copy."""
-        return sum(parcel.size for parcel in self.parcels) if self.kind in (JobKind.DATA, JobKind.FETCH) else 0
+        return sum(parcel.size for parcel in self.parcels) if self.kind in (CopyKind.DATA, CopyKind.FETCH) else 0
 
     def as_json(self) -> dict[str, Any]:
         """Return what must survive the driver."""
@@ -127,10 +127,10 @@ class Job:
         }
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Job:
+    def from_json(cls, document: Mapping[str, Any]) -> CopyJob:
         """Read what `as_json` returned."""
         parcels = tuple(Parcel(**parcel) for parcel in document["parcels"])
-        return cls(JobKind(document["kind"]), parcels, document["submission"], document["task"])
+        return cls(CopyKind(document["kind"]), parcels, document["submission"], document["task"])
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Carrier:
 
     retry: float
     longest: float
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[CopyJob] = field(default_factory=list)
     _send: dict[str, Parcel] = field(default_factory=dict)
     _fetch: dict[str, Parcel] = field(default_factory=dict)
     _remove: set[Parcel] = field(default_factory=set)
@@ -186,7 +186,7 @@ class Carrier:
 
     def leaving(self) -> set[Parcel]:
         """Return the checkpoints that wait or are being sent."""
-        sent = (job.parcels for job in self.jobs if job.kind in (JobKind.DATA, JobKind.MANIFEST))
+        sent = (job.parcels for job in self.jobs if job.kind in (CopyKind.DATA, CopyKind.MANIFEST))
         return {parcel for parcels in sent for parcel in parcels} | set(self._send.values())
 
     def fetch(self, parcel: Parcel) -> None:
@@ -219,23 +219,23 @@ class Carrier:
         """Return the number of failed copies of a training in a row."""
         return self._trouble[training].failures if training in self._trouble else 0
 
-    def next_job(self, now: float) -> Job | None:
+    def next_job(self, now: float) -> CopyJob | None:
         """Return a job to submit, if one is due; it is active from now on."""
         if len(self.jobs) >= MOST_ACTIVE:
             return None
         busy = {parcel.training for job in self.jobs for parcel in job.parcels}
         blocked = busy | {name for name, trouble in self._trouble.items() if now < trouble.until}
-        for kind, waiting in ((JobKind.FETCH, self._fetch), (JobKind.DATA, self._send)):
+        for kind, waiting in ((CopyKind.FETCH, self._fetch), (CopyKind.DATA, self._send)):
             chosen = [name for name in waiting if name not in blocked][:_MOST_TOGETHER]
             if chosen:
-                return self._begin(Job(kind, tuple(waiting.pop(name) for name in chosen)))
+                return self._begin(CopyJob(kind, tuple(waiting.pop(name) for name in chosen)))
         doomed = sorted((item for item in self._remove if item.training not in busy), key=lambda item: item.path)
         if doomed:
             self._remove.difference_update(doomed)
-            return self._begin(Job(JobKind.REMOVE, tuple(doomed)))
+            return self._begin(CopyJob(CopyKind.REMOVE, tuple(doomed)))
         return None
 
-    def on_state(self, job: Job, state: TaskState, now: float) -> tuple[Parcel, ...]:
+    def on_state(self, job: CopyJob, state: TaskState, now: float) -> tuple[Parcel, ...]:
         """Take in the state of a job's task; return the parcels that have arrived here, if it was a fetch."""
         job.state = state
         if state.status not in ("SUCCEEDED", "FAILED"):
@@ -247,18 +247,18 @@ class Carrier:
         for parcel in job.parcels:
             self._trouble.pop(parcel.training, None)
         match job.kind:
-            case JobKind.DATA:
-                self._begin(Job(JobKind.MANIFEST, job.parcels))
-            case JobKind.MANIFEST:
+            case CopyKind.DATA:
+                self._begin(CopyJob(CopyKind.MANIFEST, job.parcels))
+            case CopyKind.MANIFEST:
                 self._remove.difference_update(job.parcels)
                 for parcel in job.parcels:
                     self._home.setdefault(parcel.training, set()).add(parcel)
                     self._tidy(parcel.training)
-            case JobKind.FETCH:
+            case CopyKind.FETCH:
                 return job.parcels
         return ()
 
-    def refused(self, job: Job, reason: str, now: float) -> None:
+    def refused(self, job: CopyJob, reason: str, now: float) -> None:
         """Note that a job's task will not be carried out."""
         self.jobs.remove(job)
         self._failed(job, reason, now)
@@ -268,23 +268,23 @@ class Carrier:
         self._home.get(parcel.training, set()).discard(parcel)
         self._fail(parcel.training, reason, now)
 
-    def restore(self, jobs: Iterable[Job]) -> list[Job]:
+    def restore(self, jobs: Iterable[CopyJob]) -> list[CopyJob]:
         """Continue to send what an earlier driver was sending; return its other jobs, which begin anew."""
-        others: list[Job] = []
+        others: list[CopyJob] = []
         for job in jobs:
-            (self.jobs if job.kind in (JobKind.DATA, JobKind.MANIFEST) else others).append(job)
+            (self.jobs if job.kind in (CopyKind.DATA, CopyKind.MANIFEST) else others).append(job)
         return others
 
-    def _begin(self, job: Job) -> Job:
+    def _begin(self, job: CopyJob) -> CopyJob:
         self.jobs.append(job)
         return job
 
-    def _failed(self, job: Job, reason: str, now: float) -> None:
+    def _failed(self, job: CopyJob, reason: str, now: float) -> None:
         for parcel in job.parcels:
-            if job.kind is JobKind.REMOVE:
+            if job.kind is CopyKind.REMOVE:
                 continue  # it is tidied up with the next ones
             self._fail(parcel.training, reason, now)
-            if job.kind is JobKind.FETCH:
+            if job.kind is CopyKind.FETCH:
                 self._fetch.setdefault(parcel.training, parcel)
             elif parcel.training not in self._send:
                 self._send[parcel.training] = parcel
@@ -301,13 +301,13 @@ class Carrier:
         self._home[training] = set(known[-KEPT:])
 
 
-def progress_line(job: Job) -> str:
+def progress_line(job: CopyJob) -> str:
     """Describe a job's progress for the user."""
     what = {
-        JobKind.DATA: "copying to home",
-        JobKind.MANIFEST: "completing at home",
-        JobKind.FETCH: "fetching from home",
-        JobKind.REMOVE: "removing from home",
+        CopyKind.DATA: "copying to home",
+        CopyKind.MANIFEST: "completing at home",
+        CopyKind.FETCH: "fetching from home",
+        CopyKind.REMOVE: "removing from home",
     }[job.kind]
     names = ", ".join(sorted({parcel.training for parcel in job.parcels})[:3])
     more = len(job.parcels) - 3

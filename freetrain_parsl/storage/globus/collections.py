@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import globus_sdk
 
-__all__ = ["Collections", "Item", "TaskState"]
+__all__ = ["Collections", "CopyItem", "TaskState"]
 
 _TIMEOUT = 30.0  # seconds for an answer
 _LABEL = "freetrain"
@@ -31,7 +31,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Item:
+class CopyItem:
     """One file or directory to copy: absolute paths on the two collections."""
 
     source: str
@@ -135,7 +135,7 @@ class Collections:
         """Return a new id, with which one task can be submitted any number of times."""
         return str(self._call(lambda: self._client.get_submission_id()["value"], "get a submission id"))
 
-    def submit_transfer(self, submission: str, source: str, destination: str, items: Sequence[Item]) -> str:
+    def submit_transfer(self, submission: str, source: str, destination: str, items: Sequence[CopyItem]) -> str:
         """Submit a task, unless one with this submission id exists; return the id of the task."""
         data = self._sdk.TransferData(
             source,

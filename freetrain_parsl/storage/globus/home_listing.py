@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from freetrain_parsl.storage.globus.collections import Collections
-    from freetrain_parsl.storage.globus.names import Claim
-    from freetrain_parsl.storage.globus.places import Place
+    from freetrain_parsl.storage.globus.names import OwnerClaim
+    from freetrain_parsl.storage.globus.places import CollectionPath
 
 __all__ = ["list_home", "newest_claims"]
 
 
-def newest_claims(collections: Collections, home: Place) -> Mapping[str, Claim]:
+def newest_claims(collections: Collections, home: CollectionPath) -> Mapping[str, OwnerClaim]:
     """Return the newest claim of each training, by its directory name."""
     return OwnersListing.parse(collections.names(home.collection, home.join(OWNERS)) or []).claims
 
 
 def list_home(
-    collections: Collections, home: Place, training: str, pause: Callable[[], None] = lambda: None
+    collections: Collections, home: CollectionPath, training: str, pause: Callable[[], None] = lambda: None
 ) -> tuple[list[Parcel], list[Parcel]]:
     """List the checkpoints of a training at home.
 

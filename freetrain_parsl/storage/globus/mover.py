@@ -19,13 +19,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, DamagedCheckpoint, GlobusRefused
-from freetrain_parsl.storage.globus.carrier import GIVE_UP, Carrier, Job, JobKind, Parcel, progress_line
-from freetrain_parsl.storage.globus.collections import Item
-from freetrain_parsl.storage.globus.exchange import EXCHANGE, Exchange
+from freetrain_parsl.storage.globus.carrier import GIVE_UP, Carrier, CopyJob, CopyKind, Parcel, progress_line
+from freetrain_parsl.storage.globus.collections import CopyItem
 from freetrain_parsl.storage.globus.home_listing import list_home
+from freetrain_parsl.storage.globus.mover_directory import EXCHANGE, MoverDirectory
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS
-from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Outcome, Ownership
+from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Ownership, RequestOutcome
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.problems import storage_error
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.storage.globus.collections import Collections
-    from freetrain_parsl.storage.globus.ownership import Request
+    from freetrain_parsl.storage.globus.ownership import OwnerRequest
     from freetrain_parsl.storage.globus.places import GlobusSettings
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Mover", "Pace", "Verdict", "check_places"]
+__all__ = ["Mover", "MoverPace", "ResultStatus", "check_places"]
 
 
 @dataclass(frozen=True)
-class Pace:
+class MoverPace:
     """Seconds between the mover's actions.
 
     Parameters
@@ -69,7 +69,7 @@ class Pace:
     longest: float
 
     @classmethod
-    def of(cls, lease: float) -> Pace:
+    def of(cls, lease: float) -> MoverPace:
         """Return the pace that suits a lease."""
         return cls(
             turn=min(0.25, lease / 100),
@@ -82,7 +82,7 @@ class Pace:
         )
 
 
-class Verdict(Enum):
+class ResultStatus(Enum):
     """Whether the result of a finished training counts."""
 
     PENDING = "pending"
@@ -148,7 +148,7 @@ def check_places(collections: Collections, settings: GlobusSettings, root: Path)
         Globus, or a collection, does not answer at present.
     """
     local, home = settings.local, settings.home
-    exchange = Exchange(root)
+    exchange = MoverDirectory(root)
     probe = exchange.probe()
     try:
         names = collections.names(local.collection, local.join(EXCHANGE))
@@ -193,15 +193,15 @@ class Mover:
         collections: Collections,
         *,
         clock: Callable[[], float] = time.monotonic,
-        pace: Pace | None = None,
+        pace: MoverPace | None = None,
     ) -> None:
         lease = settings.lease.total_seconds()
         self._settings = settings
         self._run_dir = run_dir
         self._collections = collections
         self._clock = clock
-        self._pace = pace or Pace.of(lease)
-        self._exchange = Exchange(root)
+        self._pace = pace or MoverPace.of(lease)
+        self._exchange = MoverDirectory(root)
         self._ownership = Ownership(driver, lease)
         self._carrier = Carrier(self._pace.retry, self._pace.longest)
         self._lock = threading.RLock()
@@ -253,17 +253,17 @@ class Mover:
             self._carrier.forget(name)
             self._carried[name] = _Carried(name, reason=self._ownership.reason(name))
 
-    def finished(self, training: str) -> Verdict:
+    def finished(self, training: str) -> ResultStatus:
         """Note that a training has ended here with a result; return whether the result counts, once that is known."""
         with self._lock:
             item = self._carried[self._names[training]]
             if item.confirmed:
-                return Verdict.CONFIRMED
+                return ResultStatus.CONFIRMED
             if item.name in self._lost:
-                return Verdict.LOST
+                return ResultStatus.LOST
             if item.stage is _Stage.READY:
                 item.stage, item.finished = _Stage.FINISHED, self._clock()
-            return Verdict.PENDING
+            return ResultStatus.PENDING
 
     def remark(self, training: str) -> str:
         """Return what the user should know about a training: why it waits, or is not copied."""
@@ -279,7 +279,7 @@ class Mover:
     def lines(self) -> list[str]:
         """Describe the copies in progress."""
         with self._lock:
-            lines = [progress_line(job) for job in self._carrier.jobs if job.kind is not JobKind.REMOVE]
+            lines = [progress_line(job) for job in self._carrier.jobs if job.kind is not CopyKind.REMOVE]
             return [*lines, self._problem] if self._problem else lines
 
     @property
@@ -378,7 +378,7 @@ class Mover:
             self._carry_out(request, asked)
             self._spare()
 
-    def _carry_out(self, request: Request, asked: float) -> None:
+    def _carry_out(self, request: OwnerRequest, asked: float) -> None:
         home = self._settings.home
         if isinstance(request, ListOwners):
             names = self._collections.names(home.collection, home.join(OWNERS))
@@ -389,14 +389,14 @@ class Mover:
                 self._ownership.on_listing(names, asked, self._clock())
                 self._note_lost()
             return
-        outcome = Outcome.UNKNOWN
+        outcome = RequestOutcome.UNKNOWN
         try:
             if isinstance(request, MakeEntry):
                 done = self._collections.make_directory(home.collection, home.join(OWNERS, request.name))
             else:
                 old, new = home.join(OWNERS, request.name), home.join(OWNERS, request.to)
                 done = self._collections.rename(home.collection, old, new)
-            outcome = Outcome.DONE if done else Outcome.REFUSED
+            outcome = RequestOutcome.DONE if done else RequestOutcome.REFUSED
         finally:
             with self._lock:
                 self._ownership.on_answer(request, outcome, asked)
@@ -521,7 +521,7 @@ class Mover:
             elif now >= job.poll_at:
                 self._poll(job)
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: CopyJob) -> None:
         """Submit a job; its submission id is on disk before."""
         if not job.submission:
             job.submission = self._collections.submission_id()
@@ -533,19 +533,19 @@ class Mover:
         local, home = self._settings.local, self._settings.home
         there = [home.join(CHECKPOINTS, *parcel.path) for parcel in job.parcels]
         try:
-            if job.kind is JobKind.REMOVE:
+            if job.kind is CopyKind.REMOVE:
                 job.task = self._collections.submit_delete(job.submission, home.collection, there)
-            elif job.kind is JobKind.FETCH:
+            elif job.kind is CopyKind.FETCH:
                 here = [local.join(EXCHANGE, "in", *parcel.path) for parcel in job.parcels]
-                items = [Item(one, other, recursive=True) for one, other in zip(there, here, strict=True)]
+                items = [CopyItem(one, other, recursive=True) for one, other in zip(there, here, strict=True)]
                 job.task = self._collections.submit_transfer(job.submission, home.collection, local.collection, items)
             else:
                 here = [local.join(EXCHANGE, "out", *parcel.path) for parcel in job.parcels]
-                data = job.kind is JobKind.DATA
+                data = job.kind is CopyKind.DATA
                 items = [
-                    Item(one, other, recursive=True)
+                    CopyItem(one, other, recursive=True)
                     if data
-                    else Item(f"{one}.json", f"{other}/manifest.json", recursive=False)
+                    else CopyItem(f"{one}.json", f"{other}/manifest.json", recursive=False)
                     for one, other in zip(here, there, strict=True)
                 ]
                 job.task = self._collections.submit_transfer(job.submission, local.collection, home.collection, items)
@@ -557,7 +557,7 @@ class Mover:
         job.poll_at = job.begun + self._pace.poll_least
         self._spare()
 
-    def _poll(self, job: Job) -> None:
+    def _poll(self, job: CopyJob) -> None:
         state = self._collections.task(job.task)
         now = self._clock()
         with self._lock:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.storage.globus.carrier import Job
+from freetrain_parsl.storage.globus.carrier import CopyJob
 from freetrain_parsl.storage.staging import TEMPORARY, write_text
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class MoverState:
         What it is doing, for the user.
     """
 
-    jobs: Sequence[Job] = ()
+    jobs: Sequence[CopyJob] = ()
     lines: Sequence[str] = field(default_factory=tuple)
 
     def document(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class MoverState:
             document: Any = json.loads(path.read_text(encoding="utf-8"))
             if document["version"] != _VERSION:
                 raise InvalidInput(f"{path} is of another version of FreeTrain")
-            return cls(tuple(Job.from_json(job) for job in document["jobs"]), tuple(map(str, document["lines"])))
+            return cls(tuple(CopyJob.from_json(job) for job in document["jobs"]), tuple(map(str, document["lines"])))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:

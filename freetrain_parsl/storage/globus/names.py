@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["CHECKPOINTS", "OWNERS", "Claim", "OwnersListing", "beat_name", "claim_name", "generation_name"]
+__all__ = ["CHECKPOINTS", "OWNERS", "OwnerClaim", "OwnersListing", "beat_name", "claim_name", "generation_name"]
 
 OWNERS = "owners"
 CHECKPOINTS = "checkpoints"
@@ -54,7 +54,7 @@ def beat_name(driver: str, number: int) -> str:
 
 
 @dataclass
-class Claim:
+class OwnerClaim:
     """The claim of one generation of a training.
 
     Parameters
@@ -84,13 +84,13 @@ class OwnersListing:
         Driver -> number of its last heartbeat.
     """
 
-    claims: Mapping[str, Claim]
+    claims: Mapping[str, OwnerClaim]
     beats: Mapping[str, int]
 
     @classmethod
     def parse(cls, names: Iterable[str]) -> OwnersListing:
         """Read a listing; other names are ignored."""
-        claims: dict[str, Claim] = {}
+        claims: dict[str, OwnerClaim] = {}
         beats: dict[str, int] = {}
         for name in names:
             if match := _BEAT.fullmatch(name):
@@ -99,7 +99,7 @@ class OwnersListing:
                 number = int(match["number"])
                 claim = claims.get(match["training"])
                 if claim is None or number > claim.generation:
-                    claim = claims[match["training"]] = Claim(number)
+                    claim = claims[match["training"]] = OwnerClaim(number)
                 if number == claim.generation:
                     claim.drivers |= {match["driver"]} if match["driver"] else set()
                     claim.released |= match["released"] is not None

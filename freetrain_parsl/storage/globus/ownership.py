@@ -24,9 +24,9 @@ from freetrain_parsl.storage.globus.names import OwnersListing, beat_name, claim
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from freetrain_parsl.storage.globus.names import Claim
+    from freetrain_parsl.storage.globus.names import OwnerClaim
 
-__all__ = ["HOLD", "SETTLE", "ListOwners", "MakeEntry", "Outcome", "Ownership", "RenameEntry", "Request"]
+__all__ = ["HOLD", "SETTLE", "ListOwners", "MakeEntry", "OwnerRequest", "Ownership", "RenameEntry", "RequestOutcome"]
 
 HOLD = 0.6
 """Share of a lease for which a driver may train after its last renewal."""
@@ -38,7 +38,7 @@ WATCH = 0.1
 """Share of a lease between listings while waiting for another driver."""
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """What became of a request that changes the directory."""
 
     DONE = "done"
@@ -66,7 +66,7 @@ class RenameEntry:
     to: str
 
 
-Request = ListOwners | MakeEntry | RenameEntry
+OwnerRequest = ListOwners | MakeEntry | RenameEntry
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Ownership:
     # What the driver asks for.
 
     def want(self, training: str) -> None:
-        """Claim a training as soon as no other driver owns it."""
+        """OwnerClaim a training as soon as no other driver owns it."""
         self._wanted.setdefault(training, _Wanted())
 
     def release(self, training: str) -> None:
@@ -175,7 +175,7 @@ class Ownership:
 
     # Requests and answers.
 
-    def next_request(self, now: float, *, confirm: float | None = None) -> Request | None:
+    def next_request(self, now: float, *, confirm: float | None = None) -> OwnerRequest | None:
         """Return the next request, if one is due.
 
         Parameters
@@ -222,9 +222,9 @@ class Ownership:
         for name, item in list(self._wanted.items()):
             self._look(name, item, listing.claims.get(name), asked, now)
 
-    def on_answer(self, request: MakeEntry | RenameEntry, outcome: Outcome, asked: float) -> None:
+    def on_answer(self, request: MakeEntry | RenameEntry, outcome: RequestOutcome, asked: float) -> None:
         """Take in the answer to a request of `asked`."""
-        done = outcome is Outcome.DONE
+        done = outcome is RequestOutcome.DONE
         if self._sent is not None and request in self._renewals(self._sent[0]):
             if done:
                 self._number, self._renewed, self._sent = self._sent[0], asked, None
@@ -240,7 +240,7 @@ class Ownership:
                 self._unsure |= not done
             elif (
                 item.over
-                and outcome is not Outcome.UNKNOWN
+                and outcome is not RequestOutcome.UNKNOWN
                 and request.name == claim_name(name, item.owned or 0, "released")
             ):
                 del self._wanted[name]
@@ -251,12 +251,12 @@ class Ownership:
     def _own_name(self, training: str, generation: int) -> str:
         return claim_name(training, generation, f"by-{self._driver}")
 
-    def _renewals(self, number: int) -> tuple[Request, Request]:
+    def _renewals(self, number: int) -> tuple[OwnerRequest, OwnerRequest]:
         """Return the requests that make a heartbeat: the driver's first one ever, and all later ones."""
         name = beat_name(self._driver, number)
         return MakeEntry(name), RenameEntry(beat_name(self._driver, number - 1), name)
 
-    def _renewal(self, now: float) -> Request | None:
+    def _renewal(self, now: float) -> OwnerRequest | None:
         if self._renewed is not None and now - self._renewed < RENEW * self._lease:
             return None
         if self._unsure:
@@ -265,7 +265,7 @@ class Ownership:
         self._sent = (number, now)
         return self._renewals(number)[0 if self._number is None else 1]
 
-    def _step(self, name: str, item: _Wanted, now: float) -> Request | None:
+    def _step(self, name: str, item: _Wanted, now: float) -> OwnerRequest | None:
         """Return the next request for one training."""
         assert self._listing is not None
         if item.owned is not None:
@@ -281,7 +281,7 @@ class Ownership:
         item.claimed, item.begun, item.named = (claim.generation if claim else 0) + 1, now, False
         return MakeEntry(claim_name(name, item.claimed))
 
-    def _obstacle(self, name: str, claim: Claim | None) -> str:
+    def _obstacle(self, name: str, claim: OwnerClaim | None) -> str:
         """Return why the next generation of a training cannot be claimed; empty if it can."""
         if claim is None or claim.released or self._driver in claim.drivers:
             return ""
@@ -297,7 +297,7 @@ class Ownership:
         """Return for how long the listings have shown a claim, or a driver's heartbeat, unchanged."""
         return self._listed - self._seen[kind, name][1]
 
-    def _look(self, name: str, item: _Wanted, claim: Claim | None, asked: float, now: float) -> None:
+    def _look(self, name: str, item: _Wanted, claim: OwnerClaim | None, asked: float, now: float) -> None:
         """Confirm a claim, or find out that it was lost; a listing may be older than the claim."""
         shown = 0 if claim is None else claim.generation
         if item.owned is not None:

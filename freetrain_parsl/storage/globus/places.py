@@ -9,13 +9,13 @@ from pathlib import PurePosixPath
 
 from freetrain_parsl.errors import InvalidSettings
 
-__all__ = ["GlobusSettings", "Place"]
+__all__ = ["CollectionPath", "GlobusSettings"]
 
 _LEAST_LEASE = timedelta(seconds=2)
 
 
 @dataclass(frozen=True)
-class Place:
+class CollectionPath:
     """A directory on a collection.
 
     Parameters
@@ -74,8 +74,8 @@ class GlobusSettings:
         Both places overlap, or the lease is too short.
     """
 
-    local: Place
-    home: Place
+    local: CollectionPath
+    home: CollectionPath
     lease: timedelta = timedelta(minutes=15)
 
     def __post_init__(self) -> None:

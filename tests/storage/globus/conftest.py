@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET, logged_in, make_app
-from freetrain_parsl.storage.globus.mover import Mover, Pace, check_places
-from freetrain_parsl.storage.globus.places import GlobusSettings, Place
+from freetrain_parsl.storage.globus.mover import Mover, MoverPace, check_places
+from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 from tests.conftest import REQUIRED
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEASE = 100.0
 A, B, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "abc")
-_PACE = Pace(turn=0.0, scan=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=10.0)
+_PACE = MoverPace(turn=0.0, scan=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=10.0)
 
 
 @dataclass
@@ -54,8 +54,8 @@ class World:
         self.machine = LoopbackCollections({A: self.path / "site-a", B: self.path / "site-b", HOME: self.path / "home"})
         self.services = {name: TransferService(self.machine) for name in "ab"}
         self.settings = {
-            "a": GlobusSettings(Place(A, "/ft"), Place(HOME, "/ft"), timedelta(seconds=LEASE)),
-            "b": GlobusSettings(Place(B, "/ft"), Place(HOME, "/ft"), timedelta(seconds=LEASE)),
+            "a": GlobusSettings(CollectionPath(A, "/ft"), CollectionPath(HOME, "/ft"), timedelta(seconds=LEASE)),
+            "b": GlobusSettings(CollectionPath(B, "/ft"), CollectionPath(HOME, "/ft"), timedelta(seconds=LEASE)),
         }
 
     def root(self, site: str) -> Path:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import CollectionUnavailable
-from freetrain_parsl.storage.globus.collections import Item, TaskState
-from freetrain_parsl.storage.globus.mover import Mover, Pace
-from freetrain_parsl.storage.globus.places import GlobusSettings, Place
+from freetrain_parsl.storage.globus.collections import CopyItem, TaskState
+from freetrain_parsl.storage.globus.mover import Mover, MoverPace
+from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 A, B, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "abc")
-_PACE = Pace(turn=0.0, scan=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=5.0)
+_PACE = MoverPace(turn=0.0, scan=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=5.0)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class MishapCollections:
             raise CollectionUnavailable("the answer was lost")
         return task
 
-    def submit_transfer(self, submission: str, source: str, destination: str, items: list[Item]) -> str:
+    def submit_transfer(self, submission: str, source: str, destination: str, items: list[CopyItem]) -> str:
         return self._submit(submission, "copy", source, destination, items)
 
     def submit_delete(self, submission: str, collection: str, paths: list[str]) -> str:
@@ -147,10 +147,10 @@ class Site:
         self.start()
 
     def start(self) -> None:
-        place = Place(A if self.name == "a" else B, "/ft")
+        place = CollectionPath(A if self.name == "a" else B, "/ft")
         collections: Any = MishapCollections(self.disks, self.draw)
         self.mover = Mover(
-            GlobusSettings(place, Place(HOME, "/ft")), self.root, self.run, f"{self.name}1", collections,
+            GlobusSettings(place, CollectionPath(HOME, "/ft")), self.root, self.run, f"{self.name}1", collections,
             clock=self.clock, pace=_PACE,
         )  # fmt: skip
         self.mover.want(["net"])

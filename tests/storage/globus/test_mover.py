@@ -7,7 +7,7 @@ import json
 import pytest
 
 from freetrain_parsl.errors import GlobusRefused
-from freetrain_parsl.storage.globus.mover import Verdict
+from freetrain_parsl.storage.globus.mover import ResultStatus
 from freetrain_parsl.testing.globus.loopback_service import Cut, Reply
 from tests.storage.globus.conftest import HOME, LEASE, A
 
@@ -24,8 +24,8 @@ def test_a_checkpoint_goes_home_and_is_resumed_from_at_another_site(world):
     ready(world, one, "net")
     world.save("a", "net", 10, b"ten")
     world.run(one, until=lambda: world.at_home("net") == ["1:10"])
-    assert one.finished("net") is Verdict.PENDING
-    world.run(one, until=lambda: one.finished("net") is Verdict.CONFIRMED and one.settled)
+    assert one.finished("net") is ResultStatus.PENDING
+    world.run(one, until=lambda: one.finished("net") is ResultStatus.CONFIRMED and one.settled)
     world.run(one, until=lambda: not one._ownership.releasing)
     other = world.mover("b")
     ready(world, other, "net")
@@ -173,8 +173,8 @@ def test_checkpoints_of_an_owner_that_was_replaced_do_not_count_any_more(world):
     assert world.content("b", "net") == b"ten"
     world.save("b", "net", 20, b"twenty")
     world.run(other, until=lambda: world.at_home("net")[-1].endswith(":20"))
-    assert other.finished("net") is Verdict.PENDING
-    world.run(other, until=lambda: other.finished("net") is Verdict.CONFIRMED and other.settled)
+    assert other.finished("net") is ResultStatus.PENDING
+    world.run(other, until=lambda: other.finished("net") is ResultStatus.CONFIRMED and other.settled)
     world.services["a"].cut_off = False
     one.stopped("net")
     world.run(one, other, until=lambda: one.is_ready("net"), seconds=5.0)
@@ -189,9 +189,9 @@ def test_a_result_counts_only_if_home_confirms_it_afterwards(world):
     world.run(one, until=lambda: world.at_home("net") == ["1:10"])
     world.services["a"].cut_off = True
     other.want(["net"])
-    assert one.finished("net") is Verdict.PENDING
+    assert one.finished("net") is ResultStatus.PENDING
     world.run(one, other, until=lambda: other.is_ready("net"), seconds=5.0)
-    assert one.finished("net") is Verdict.LOST
+    assert one.finished("net") is ResultStatus.LOST
 
 
 def test_waiting_with_retry_after_and_expired_tokens_are_overcome(world):

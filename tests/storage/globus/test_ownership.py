@@ -13,10 +13,10 @@ from freetrain_parsl.storage.globus.ownership import (
     HOLD,
     ListOwners,
     MakeEntry,
-    Outcome,
+    OwnerRequest,
     Ownership,
     RenameEntry,
-    Request,
+    RequestOutcome,
 )
 
 LEASE = 100.0
@@ -28,20 +28,20 @@ class Home:
 
     names: set[str] = field(default_factory=set)
 
-    def change(self, request: Request) -> Outcome:
+    def change(self, request: OwnerRequest) -> RequestOutcome:
         if isinstance(request, MakeEntry):
             if request.name in self.names:
-                return Outcome.REFUSED
+                return RequestOutcome.REFUSED
             self.names.add(request.name)
         elif isinstance(request, RenameEntry):
             if request.name not in self.names or request.to in self.names:
-                return Outcome.REFUSED
+                return RequestOutcome.REFUSED
             self.names.remove(request.name)
             self.names.add(request.to)
-        return Outcome.DONE
+        return RequestOutcome.DONE
 
 
-def turn(home: Home, driver: Ownership, now: float, confirm: float | None = None) -> Request | None:
+def turn(home: Home, driver: Ownership, now: float, confirm: float | None = None) -> OwnerRequest | None:
     """Carry out one request, at once."""
     request = driver.next_request(now, confirm=confirm)
     if isinstance(request, ListOwners):
@@ -137,7 +137,7 @@ def test_a_lost_answer_looks_like_the_success_of_another_and_the_next_generation
         else:
             one.on_answer(request, home.change(request), 0.0)
     home.change(request)
-    one.on_answer(request, Outcome.UNKNOWN, 0.0)
+    one.on_answer(request, RequestOutcome.UNKNOWN, 0.0)
     settle(home, one, 1.0)
     assert one.generation("net", 1.0) is None
     for now in range(2, 40):
@@ -204,14 +204,14 @@ class Driver:
         Requests that take effect later: their time, and what they are.
     """
 
-    def __init__(self, name: str, home: Home, late: list[tuple[float, Request]]) -> None:
+    def __init__(self, name: str, home: Home, late: list[tuple[float, OwnerRequest]]) -> None:
         self.name, self.home, self.late = name, home, late
         self.start()
 
     def start(self) -> None:
         self.machine = Ownership(self.name, LEASE)
         self.machine.want("net")
-        self.pending: tuple[Request, object, float, float] | None = None  # its answer, when asked, when it arrives
+        self.pending: tuple[OwnerRequest, object, float, float] | None = None  # its answer, when asked, when it arrives
 
     def turn(self, now: float, data: st.DataObject) -> None:
         if self.pending is None:
@@ -228,7 +228,7 @@ class Driver:
             else:
                 self.machine.on_answer(request, answer, asked)  # type: ignore[arg-type]
 
-    def ask(self, request: Request, now: float, mishap: str) -> None:
+    def ask(self, request: OwnerRequest, now: float, mishap: str) -> None:
         if mishap == "kill":
             self.late.append((now + 3.0, request))
             self.start()
@@ -240,14 +240,14 @@ class Driver:
                 self.home.change(request)
             elif mishap == "late":
                 self.late.append((now + 30.0, request))
-            self.machine.on_answer(request, Outcome.UNKNOWN, now)
+            self.machine.on_answer(request, RequestOutcome.UNKNOWN, now)
 
 
 @settings(max_examples=60)
 @given(data=st.data())
 def test_at_most_one_driver_owns_a_training_at_any_time(data: st.DataObject) -> None:
     """Requests take effect, and answers arrive, at any time or never; drivers are killed and started again."""
-    home, late = Home(), list[tuple[float, Request]]()
+    home, late = Home(), list[tuple[float, OwnerRequest]]()
     drivers = [Driver(name, home, late) for name in ("a1", "b2", "c3")]
     now, highest = 0.0, 0
     for _ in range(data.draw(st.integers(20, 120))):

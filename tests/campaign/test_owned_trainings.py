@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from freetrain_parsl.campaign.admission import Admission
+from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.errors import TrainingCancelled
-from freetrain_parsl.storage.globus.mover import Verdict
+from freetrain_parsl.storage.globus.mover import ResultStatus
 
 
 class ScriptedMover:
@@ -16,7 +16,7 @@ class ScriptedMover:
     def __init__(self) -> None:
         self.ready: set[str] = set()
         self.losses: dict[str, str] = {}
-        self.verdicts: dict[str, Verdict] = {}
+        self.verdicts: dict[str, ResultStatus] = {}
         self.told: list[str] = []
         self.settled = True
 
@@ -33,8 +33,8 @@ class ScriptedMover:
         self.told.append(f"stopped {training}")
         self.losses.pop(training)
 
-    def finished(self, training: str) -> Verdict:
-        return self.verdicts.get(training, Verdict.PENDING)
+    def finished(self, training: str) -> ResultStatus:
+        return self.verdicts.get(training, ResultStatus.PENDING)
 
     def remark(self, training: str) -> str:
         return "another site owns it"
@@ -59,7 +59,7 @@ class Kernel:
         return True
 
 
-def collected(admission: Admission) -> list[str]:
+def collected(admission: OwnedTrainings) -> list[str]:
     names: list[str] = []
     admission.collect(lambda name, _future: names.append(name))
     return names
@@ -67,7 +67,7 @@ def collected(admission: Admission) -> list[str]:
 
 def test_without_a_home_all_trainings_start_and_every_outcome_counts() -> None:
     kernel = Kernel()
-    admission = Admission({"a": kernel.submit, "b": kernel.submit}, kernel.cancel)
+    admission = OwnedTrainings({"a": kernel.submit, "b": kernel.submit}, kernel.cancel)
     admission.admit()
     assert admission.current == {"a", "b"}
     kernel.futures[0].set_result(1)
@@ -79,7 +79,7 @@ def test_without_a_home_all_trainings_start_and_every_outcome_counts() -> None:
 
 def test_a_training_starts_only_once_this_site_owns_it() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = Admission({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
     admission.admit()
     assert kernel.futures == []
     assert admission.notes() == ["a waits: another site owns it"]
@@ -91,7 +91,7 @@ def test_a_training_starts_only_once_this_site_owns_it() -> None:
 
 def test_a_training_that_another_site_has_taken_over_is_ended_and_held_until_it_is_owned_again() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = Admission({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
     mover.ready.add("a")
     admission.admit()
     mover.ready.clear()
@@ -104,25 +104,25 @@ def test_a_training_that_another_site_has_taken_over_is_ended_and_held_until_it_
     mover.ready.add("a")
     admission.admit()
     kernel.futures[1].set_result(1)
-    mover.verdicts["a"] = Verdict.CONFIRMED
+    mover.verdicts["a"] = ResultStatus.CONFIRMED
     assert collected(admission) == ["a"]
 
 
 def test_a_result_is_kept_once_home_has_confirmed_it_and_dropped_if_another_site_goes_on() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = Admission({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
     mover.ready.add("a")
     admission.admit()
     kernel.futures[0].set_result(1)
     assert collected(admission) == []
-    mover.verdicts["a"], mover.losses["a"] = Verdict.LOST, "another site has taken it over"
+    mover.verdicts["a"], mover.losses["a"] = ResultStatus.LOST, "another site has taken it over"
     assert collected(admission) == []
     assert admission.held == {"a"}
 
 
 def test_the_run_waits_for_the_last_copies_and_a_held_training_can_be_cancelled() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = Admission({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
     assert admission.cancel("a")
     mover.settled = False
     assert not admission.is_done

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TrainingInterrupted
-from freetrain_parsl.storage.globus.mover import Verdict
+from freetrain_parsl.storage.globus.mover import ResultStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.storage.globus.mover import Mover
 
-__all__ = ["Admission"]
+__all__ = ["OwnedTrainings"]
 
 _CONFIRMATION = 60.0  # seconds for which a run that stops waits for the confirmation of results
 _PERIOD = 0.1
 
 
-class Admission:
+class OwnedTrainings:
     """The trainings of a run that have not ended.
 
     Parameters
@@ -91,13 +91,13 @@ class Admission:
         """Return whether the outcome of a training counts; if it never will, hold the training again."""
         if self._mover is None or isinstance(future.exception(), TrainingInterrupted):
             return True
-        verdict = Verdict.LOST if name in self._leaving else self._mover.finished(name)
-        if verdict is Verdict.LOST:
+        verdict = ResultStatus.LOST if name in self._leaving else self._mover.finished(name)
+        if verdict is ResultStatus.LOST:
             del self._futures[name]
             self._leaving.discard(name)
             self.held.add(name)
             self._mover.stopped(name)
-        return verdict is Verdict.CONFIRMED
+        return verdict is ResultStatus.CONFIRMED
 
     def cancel(self, name: str) -> bool:
         """Cancel a training at the user's request; return whether it is being cancelled."""

@@ -34,14 +34,14 @@ from freetrain_parsl.storage.staging import TEMPORARY, sync_directory, write_tex
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["EXCHANGE", "Exchange"]
+__all__ = ["EXCHANGE", "MoverDirectory"]
 
 EXCHANGE = ".freetrain-mover"
 
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
-class Exchange:
+class MoverDirectory:
     """The mover's directory of one checkpoint directory.
 
     Parameters
