@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from freetrain_parsl.storage.globus.carrier import CopyKind
 from freetrain_parsl.storage.globus.collections import Collections
 from freetrain_parsl.storage.globus.home_listing import list_home, newest_claims
 from freetrain_parsl.storage.globus.login import forget_secret, logged_in, make_app
@@ -72,8 +73,9 @@ def clean_home(site: Site, store: RunStore, tell: Callable[[str], None]) -> None
         for job in jobs:
             if job.task:
                 collections.cancel(job.task)
-        if jobs:
-            tell(f"cancelled {len(jobs)} copies between {site.globus.local} and {home}")
+        copies = [job for job in jobs if job.kind is not CopyKind.REMOVE]
+        if copies:
+            tell(f"cancelled {len(copies)} copies between {site.globus.local} and {home}")
         partial = []
         for training, claim in newest_claims(collections, home).items():
             if claim.drivers != {driver} or claim.released:

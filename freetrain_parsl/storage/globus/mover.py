@@ -409,7 +409,7 @@ class Mover:
                 item = self._carried[name]
                 generation = self._ownership.generation(name, self._clock())
                 if item.stage is _Stage.CLAIMING and generation is not None:
-                    item.stage, item.generation = _Stage.SEARCHING, generation
+                    item.stage, item.generation, item.reason = _Stage.SEARCHING, generation, ""
                     logger.info("training %s: owned in generation %d", name, generation)
             if item.stage is _Stage.SEARCHING and generation is not None:
                 self._search(item)

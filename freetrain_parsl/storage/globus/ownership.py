@@ -97,7 +97,7 @@ class _Wanted:
     owned: int | None = None
     over: bool = False
     lost: str = ""
-    reason: str = "waits for the list of owners"
+    reason: str = "home has not said yet who owns it"
 
 
 class Ownership:
@@ -126,7 +126,7 @@ class Ownership:
     # What the driver asks for.
 
     def want(self, training: str) -> None:
-        """OwnerClaim a training as soon as no other driver owns it."""
+        """Claim a training as soon as no other driver owns it."""
         self._wanted.setdefault(training, _Wanted())
 
     def release(self, training: str) -> None:
@@ -279,6 +279,7 @@ class Ownership:
         if item.reason:
             return None
         item.claimed, item.begun, item.named = (claim.generation if claim else 0) + 1, now, False
+        item.reason = "it is being claimed"
         return MakeEntry(claim_name(name, item.claimed))
 
     def _obstacle(self, name: str, claim: OwnerClaim | None) -> str:
