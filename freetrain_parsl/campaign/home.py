@@ -10,10 +10,11 @@ from freetrain_parsl.storage.globus.carrier import CopyKind
 from freetrain_parsl.storage.globus.collections import Collections
 from freetrain_parsl.storage.globus.home_listing import list_home, newest_claims
 from freetrain_parsl.storage.globus.login import forget_secret, logged_in, make_app
-from freetrain_parsl.storage.globus.mover import Mover, check_places
+from freetrain_parsl.storage.globus.mover import Mover
 from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS, claim_name
+from freetrain_parsl.storage.globus.place_check import check_places
 from freetrain_parsl.storage.posix import directory_name
 
 if TYPE_CHECKING:

@@ -209,6 +209,11 @@ class Carrier:
         jobs = any(parcel.training == training for job in self.jobs for parcel in job.parcels)
         return jobs or training in self._send or training in self._fetch
 
+    def fetching(self, training: str) -> bool:
+        """Whether a checkpoint of a training is to be fetched, or under way from home."""
+        fetches = (job for job in self.jobs if job.kind is CopyKind.FETCH)
+        return training in self._fetch or any(parcel.training == training for job in fetches for parcel in job.parcels)
+
     def trouble(self, training: str, now: float) -> str:
         """Return why the last copy of a training failed, and when the next one begins; empty if none did."""
         if (trouble := self._trouble.get(training)) is None:

@@ -23,6 +23,7 @@ from freetrain_parsl.storage.globus.carrier import GIVE_UP, Carrier, CopyJob, Co
 from freetrain_parsl.storage.globus.collections import CopyItem
 from freetrain_parsl.storage.globus.home_listing import list_home
 from freetrain_parsl.storage.globus.mover_directory import EXCHANGE, MoverDirectory
+from freetrain_parsl.storage.globus.mover_pace import MoverPace
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS
 from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Ownership, RequestOutcome
@@ -39,47 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Mover", "MoverPace", "ResultStatus", "check_places"]
-
-
-@dataclass(frozen=True)
-class MoverPace:
-    """Seconds between the mover's actions.
-
-    Parameters
-    ----------
-    turn
-        Between passes of its loop.
-    scan
-        Between looks for new checkpoints here.
-    request
-        Between two requests to Globus, at least.
-    poll_least, poll_most
-        Between questions for the state of a task: short at first, then a tenth of its age.
-    retry, longest
-        Until something that failed is tried again: first, and at most.
-    """
-
-    turn: float
-    scan: float
-    request: float
-    poll_least: float
-    poll_most: float
-    retry: float
-    longest: float
-
-    @classmethod
-    def of(cls, lease: float) -> MoverPace:
-        """Return the pace that suits a lease."""
-        return cls(
-            turn=min(0.25, lease / 100),
-            scan=min(2.0, lease / 20),
-            request=min(0.1, lease / 500),
-            poll_least=min(2.0, lease / 20),
-            poll_most=min(30.0, lease / 10),
-            retry=min(5.0, lease / 20),
-            longest=min(120.0, lease / 5),
-        )
+__all__ = ["Mover", "ResultStatus"]
 
 
 class ResultStatus(Enum):
@@ -137,32 +98,6 @@ class _Carried:
     scanned: bool = False
 
 
-def check_places(collections: Collections, settings: GlobusSettings, root: Path) -> None:
-    """Check that both collections can be used, and that the site's one shows the checkpoint directory.
-
-    Raises
-    ------
-    GlobusRefused
-        They cannot; the message gives the reason and the remedy.
-    CollectionUnavailable
-        Globus, or a collection, does not answer at present.
-    """
-    local, home = settings.local, settings.home
-    exchange = MoverDirectory(root)
-    probe = exchange.probe()
-    try:
-        names = collections.names(local.collection, local.join(EXCHANGE))
-    finally:
-        exchange.end_probe(probe)
-    if names is None or probe not in names:
-        raise GlobusRefused(
-            f"{root} is not {local.path} on collection {local.collection}; give the path at which the collection shows "
-            "the checkpoint directory as checkpoints.globus.path in the site file"
-        )
-    for path in (home.path, home.join(OWNERS), home.join(CHECKPOINTS)):
-        collections.make_directory(home.collection, path)
-
-
 class Mover:
     """Carries the checkpoints of a run's trainings. Its methods may be called from any thread.
 
@@ -215,6 +150,7 @@ class Mover:
         self._written: dict[str, Any] = {}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freetrain-mover", daemon=True)
+        self._arrivals: list[Parcel] = []
         self._abandoned = [job.task for job in self._carrier.restore(MoverState.read(run_dir).jobs) if job.task]
         self._exchange.keep_only(self._carrier.leaving())
         self._exchange.forget_arrivals()
@@ -413,6 +349,9 @@ class Mover:
                     logger.info("training %s: owned in generation %d", name, generation)
             if item.stage is _Stage.SEARCHING and generation is not None:
                 self._search(item)
+            if item.stage is _Stage.FETCHING and generation is not None:
+                with self._lock:
+                    self._fetch_next(item)
             with self._lock:
                 self._finish(item)
         if self._clock() >= self._next_scan:
@@ -429,12 +368,13 @@ class Mover:
             self._carrier.remove(partial)  # of drivers that have died
             self._carrier.found(item.name, at_home)
             item.candidates = sorted((parcel for parcel in at_home if parcel.order > best), key=lambda one: one.order)
-            self._fetch_next(item)
+            item.stage = _Stage.FETCHING
 
     def _fetch_next(self, item: _Carried) -> None:
         """Fetch the newest candidate; without one, the checkpoints here are the newest."""
+        if self._carrier.fetching(item.name) or any(parcel.training == item.name for parcel in self._arrivals):
+            return
         if item.candidates:
-            item.stage = _Stage.FETCHING
             self._exchange.expect(item.candidates[-1])
             self._carrier.fetch(item.candidates[-1])
             return
@@ -442,31 +382,37 @@ class Mover:
         item.stage, item.reason = _Stage.READY, ""
 
     def _arrived(self, parcel: Parcel) -> None:
-        """Verify a fetched checkpoint; a damaged one is not used, but the one before."""
-        item = self._carried.get(parcel.training)
-        if item is None or item.stage is not _Stage.FETCHING or item.candidates[-1:] != [parcel]:
+        """Verify a fetched checkpoint; a damaged one is not used, but the one before.
+
+        Reading it takes long, so other threads are not kept waiting.
+        """
+        item = self._carried[parcel.training]
+        if item.stage is not _Stage.FETCHING or item.candidates[-1:] != [parcel]:
             return
         try:
             self._exchange.accept(parcel)
         except CheckpointError as error:
-            if error.transient:
-                self._carrier.damaged(parcel, str(error), self._clock())
-                self._carrier.fetch(parcel)
-                return
-            logger.warning("training %s: %s; the checkpoint before is used", parcel.training, error)
-            item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
-            item.candidates.pop()
-            if not item.candidates and self._exchange.newest(item.name) is None:
-                item.reason += "; no other one is left: remove them from home to start over"
-                self._carrier.damaged(parcel, item.reason, self._clock())
-                item.candidates = [parcel]
-                self._carrier.fetch(parcel)
-                return
-            self._fetch_next(item)
+            with self._lock:
+                self._not_accepted(item, parcel, error)
             return
-        item.lineage = parcel.generation
-        item.candidates.clear()
-        self._fetch_next(item)
+        with self._lock:
+            item.lineage = parcel.generation
+            item.candidates.clear()
+
+    def _not_accepted(self, item: _Carried, parcel: Parcel, error: CheckpointError) -> None:
+        now = self._clock()
+        if error.transient:
+            self._carrier.damaged(parcel, str(error), now)
+            self._carrier.fetch(parcel)
+            return
+        logger.warning("training %s: %s; the checkpoint before is used", item.name, error)
+        item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
+        if len(item.candidates) > 1 or self._exchange.newest(item.name) is not None:
+            item.candidates.pop()
+            return
+        item.reason += "; no other one is left: remove them from home to start over"
+        self._carrier.damaged(parcel, item.reason, now)
+        self._carrier.fetch(parcel)
 
     def _finish(self, item: _Carried) -> None:
         """Confirm that a finished training is still owned; release it once its last checkpoint is at home."""
@@ -520,6 +466,8 @@ class Mover:
                 self._submit(job)
             elif now >= job.poll_at:
                 self._poll(job)
+        if self._arrivals:  # one at a time, so that renewals come between
+            self._arrived(self._arrivals.pop(0))
 
     def _submit(self, job: CopyJob) -> None:
         """Submit a job; its submission id is on disk before."""
@@ -561,8 +509,7 @@ class Mover:
         state = self._collections.task(job.task)
         now = self._clock()
         with self._lock:
-            for parcel in self._carrier.on_state(job, state, now):
-                self._arrived(parcel)
+            self._arrivals += self._carrier.on_state(job, state, now)
             self._exchange.keep_only(self._carrier.leaving())
         job.poll_at = now + min(self._pace.poll_most, max(self._pace.poll_least, (now - job.begun) / 10))
         self._spare()

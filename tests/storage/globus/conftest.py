@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET, logged_in, make_app
-from freetrain_parsl.storage.globus.mover import Mover, MoverPace, check_places
+from freetrain_parsl.storage.globus.mover import Mover
+from freetrain_parsl.storage.globus.mover_pace import MoverPace
+from freetrain_parsl.storage.globus.place_check import check_places
 from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService

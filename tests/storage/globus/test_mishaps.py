@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import CollectionUnavailable
 from freetrain_parsl.storage.globus.collections import CopyItem, TaskState
-from freetrain_parsl.storage.globus.mover import Mover, MoverPace
+from freetrain_parsl.storage.globus.mover import Mover
+from freetrain_parsl.storage.globus.mover_pace import MoverPace
 from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
