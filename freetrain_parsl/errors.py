@@ -7,6 +7,7 @@
     │   ├── InvalidTrainer      the description of a training app (nodes, curve, work, …)
     │   ├── InvalidSettings     an executor, planner or cluster setting
     │   ├── InvalidInput        an input file: a curve, a job log, a campaign
+    │   ├── GlobusRefused       no login, no consent, or a path that a collection does not share
     │   └── CommandNotFound     a command of the batch system is not on PATH
     ├── PlanningError           a policy violated its contract
     ├── CannotFuse              models cannot be trained as one array                 (they train one by one)
@@ -15,7 +16,8 @@
     │   ├── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
     │   ├── CodeChanged         it is intact, but was written by different code
     │   ├── ForeignCheckpoint   another user owns it, or could have changed it
-    │   └── StorageUnavailable  its directory is full, over quota, missing or failing  (retry helps)
+    │   ├── StorageUnavailable  its directory is full, over quota, missing or failing  (retry helps)
+    │   └── CollectionUnavailable  Globus, or one of its collections, does not answer    (retry helps)
     ├── TrainingError           a training ended for a reason that is not the user's own exception
     │   ├── TrainingInterrupted the run ended before the training, for an external reason (resuming helps)
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
@@ -46,10 +48,12 @@ __all__ = [
     "CheckpointMismatch",
     "ClusterGone",
     "CodeChanged",
+    "CollectionUnavailable",
     "CommandNotFound",
     "DamagedCheckpoint",
     "ForeignCheckpoint",
     "FreeTrainError",
+    "GlobusRefused",
     "InvalidInput",
     "InvalidSettings",
     "InvalidTrainer",
@@ -87,6 +91,10 @@ class InvalidSettings(UsageError):
 
 class InvalidInput(UsageError):
     """An input file cannot be used; the message names the file and the line."""
+
+
+class GlobusRefused(UsageError):
+    """Globus refuses a request until the user does something; the message names the command."""
 
 
 class CommandNotFound(UsageError):
@@ -137,6 +145,24 @@ class StorageUnavailable(CheckpointError):
     def __init__(self, message: str, condition: str = "") -> None:
         super().__init__(message)
         self.condition = condition or message
+
+
+class CollectionUnavailable(CheckpointError):
+    """Globus, or one of its collections, does not answer, or asks to wait.
+
+    Parameters
+    ----------
+    message
+        The request that failed.
+    wait
+        Seconds for which the service asks to wait; 0 if it does not.
+    """
+
+    transient = True
+
+    def __init__(self, message: str, wait: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait = wait
 
 
 class TrainingError(FreeTrainError):

@@ -10,12 +10,15 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.campaign import Campaign
+from freetrain_parsl.campaign.home import check_home, open_mover
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
+from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.campaign.providers import make_executor, make_window_source
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
@@ -23,6 +26,7 @@ from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import (
     BatchSystemError,
     CodeChanged,
+    CollectionUnavailable,
     InvalidInput,
     StorageUnavailable,
     TrainingCancelled,
@@ -33,9 +37,11 @@ from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
     from types import FrameType
+
+    Show = Callable[[RunState, float, Sequence[str]], None]
 
     from freetrain_parsl.protocol.options import OnCodeChange
 
@@ -67,6 +73,11 @@ def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
             f"{directory}: {free / 1e6:,.0f} MB are free, fewer than the {site.least_free / 1e6:,.0f} MB that site "
             f"{site.name} requires for checkpoints; set another checkpoints.directory"
         )
+    try:
+        check_home(site)
+    except CollectionUnavailable as error:
+        if not resuming:
+            raise InvalidInput(f"{error}; try again later") from error
     if site.outlives_driver:
         make_window_source(site).check(least_walltime(site.planner_settings.in_seconds()))
 
@@ -121,7 +132,7 @@ class CampaignRun:
     store: RunStore
     site: Site
     campaign: Campaign
-    _futures: dict[str, Future[Any]] = field(default_factory=dict)
+    _owned: OwnedTrainings = field(default_factory=OwnedTrainings)
     _unwritable: bool = False
     _cancelled: set[str] = field(default_factory=set)
 
@@ -210,9 +221,7 @@ class CampaignRun:
         """The run directory, absolute."""
         return self.store.directory
 
-    def drive(
-        self, *, tell: Callable[[str], None], show: Callable[[RunState, float], None], resuming: bool = False
-    ) -> str:
+    def drive(self, *, tell: Callable[[str], None], show: Show, resuming: bool = False) -> str:
         """Run the unfinished trainings until all are finished, or until the run is stopped.
 
         Ctrl-C, SIGTERM, SIGHUP and a stop request end the run cleanly: trainings save, jobs are withdrawn.
@@ -222,7 +231,8 @@ class CampaignRun:
         tell
             Called with lines of output.
         show
-            Called several times per second with the state of the run and the seconds since its start.
+            Called several times per second with the state of the run, the seconds since its start, and notes on copies
+            to home.
         resuming
             Whether earlier drivers may have left jobs.
 
@@ -271,7 +281,7 @@ class CampaignRun:
         driver: int,
         caught: list[int],
         tell: Callable[[str], None],
-        show: Callable[[RunState, float], None],
+        show: Show,
     ) -> str:
         import parsl
         from parsl.config import Config
@@ -288,22 +298,24 @@ class CampaignRun:
             strategy="none",
             initialize_logging=True,
         )
-        with parsl.load(config):
-            self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)
-            unfinished = {item.name for item in self.store.trainings() if item.state == "waiting"}
-            self._futures = {
-                training.name: training.app(**training.arguments)
-                for training in self.campaign.trainings
-                if training.name in unfinished
-            }
-            run = RunState(executor.journal_path)
-            how = self._watch(driver, run, caught, tell, show, executor.cancel)
-            if how != "finished":
-                tell("stopping: trainings save their work, jobs are withdrawn")
+        with open_mover(self.site, self.store) as mover:
+            with parsl.load(config):
+                self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)
+                unfinished = {item.name for item in self.store.trainings() if item.state == "waiting"}
+                submissions = {
+                    training.name: partial(training.app, **training.arguments)
+                    for training in self.campaign.trainings
+                    if training.name in unfinished
+                }
+                self._owned = OwnedTrainings(submissions, executor.cancel, mover)
+                run = RunState(executor.journal_path)
+                how = self._watch(driver, run, caught, tell, show)
+                if how != "finished":
+                    tell("stopping: trainings save their work, jobs are withdrawn")
+            ended = self._owned.ended_last()
         with self._kept(tell):
-            for name, future in self._futures.items():  # ended during the shutdown
-                if future.done() and not isinstance(future.exception(), TrainingInterrupted):
-                    self._keep(name, future, run)
+            for name, future in ended.items():
+                self._keep(name, future, run=run)
         with self._kept(tell):
             for name in self.store.cancellations():
                 self.store.cancel(name)
@@ -315,50 +327,49 @@ class CampaignRun:
         run: RunState,
         caught: list[int],
         tell: Callable[[str], None],
-        show: Callable[[RunState, float], None],
-        cancel: Callable[[Future[Any]], bool],
+        show: Show,
     ) -> str:
+        owned = self._owned
         begin = time.monotonic()
         next_beat = begin
         while True:
             run.refresh()
             now = time.monotonic()
-            if now >= next_beat or any(future.done() for future in self._futures.values()):
+            owned.admit()
+            if now >= next_beat or owned.has_ended:
                 next_beat = now + BEAT
                 with self._kept(tell):
-                    self._collect(run.refresh())
-                    self._cancel_requested(cancel)
-                    # If its future is done, the reason is stored already.
-                    current = [item for item in _unfinished(run) if item.name in self._futures]
-                    self.store.beat(
-                        driver,
-                        {item.name: (item.state, item.share_done, item.nodes) for item in current},
-                        {item.name: item.remark(time.time()) for item in current},
-                    )
+                    run.refresh()
+                    owned.collect(partial(self._keep, run=run))
+                    self._cancel_requested()
+                    self._beat(driver, run)
                     if self.store.stop_requested():
                         return "stopped"
-            show(run, now - begin)
-            if not self._futures:
+            show(run, now - begin, owned.notes())
+            if owned.is_done:
                 return "finished"
             if caught:
                 return "interrupted"
             time.sleep(_PERIOD)
 
-    def _cancel_requested(self, cancel: Callable[[Future[Any]], bool]) -> None:
+    def _beat(self, driver: int, run: RunState) -> None:
+        """Store the state of the trainings that have not ended; if its future is done, the reason is stored already."""
+        names = self._owned.current
+        current = [item for item in _unfinished(run) if item.name in names]
+        states = dict.fromkeys(self._owned.held, ("waiting", None, ()))
+        remarks = {item.name: item.remark(time.time()) for item in current}
+        for name in (*names, *self._owned.held):
+            remarks[name] = "; ".join(filter(None, [remarks.get(name), self._owned.remark(name)]))
+        running = {item.name: (item.state, item.share_done, item.nodes) for item in current}
+        self.store.beat(driver, {**states, **running}, remarks)
+
+    def _cancel_requested(self) -> None:
         """Carry out cancel requests; try again later for a training that Parsl has not submitted yet."""
         for name in self.store.cancellations():
-            if name in self._futures and name not in self._cancelled and cancel(self._futures[name]):
+            if name not in self._cancelled and self._owned.cancel(name):
                 self._cancelled.add(name)
 
-    def _collect(self, run: RunState) -> None:
-        """Store the outcomes of completed futures."""
-        for name, future in list(self._futures.items()):
-            if not future.done():
-                continue
-            self._keep(name, future, run)
-            del self._futures[name]  # only after it is stored
-
-    def _keep(self, name: str, future: Future[Any], run: RunState) -> None:
+    def _keep(self, name: str, future: Future[Any], *, run: RunState) -> None:
         """Store the outcome of a completed future, and the journal's remark on its training."""
         error = future.exception()
         if error is None:

@@ -13,6 +13,7 @@ from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.node_kinds import check_kind_name
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
+from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.strict_yaml import read_text
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
@@ -126,6 +127,8 @@ class Site:
         Bytes that must be free in the checkpoint directory.
     kinds
         The kinds of nodes, where there are several.
+    globus
+        Where checkpoints are carried to, and where the checkpoint directory is on Globus.
     """
 
     name: str
@@ -141,6 +144,7 @@ class Site:
     checkpoint_dir: Path | None = None
     least_free: int = _LEAST_FREE
     kinds: tuple[SiteKind, ...] = ()
+    globus: GlobusSettings | None = None
 
     @classmethod
     def load(cls, path: str | Path, variables: Variables | None = None) -> Site:
@@ -183,6 +187,7 @@ class Site:
         if driver_interface and "address" in executor:
             raise network.refusal("give driver_address or driver_interface, not both", "driver_address")
         directory, least_free = checkpoints.path("directory"), checkpoints.memory("least_free")
+        globus = _read_globus(checkpoints, directory)
         for section in (network, checkpoints, top):
             section.done()
         return cls(
@@ -199,6 +204,7 @@ class Site:
             checkpoint_dir=None if directory is None else directory.absolute(),
             least_free=_LEAST_FREE if least_free is None else least_free,
             kinds=kinds,
+            globus=globus,
         )
 
     def of_kind(self, kind: SiteKind) -> Site:
@@ -430,6 +436,28 @@ def _read_container(section: Section) -> Container | None:
     container = keys.checked(Container, **given)
     keys.done()
     return container
+
+
+def _read_globus(checkpoints: Section, directory: Path | None) -> GlobusSettings | None:
+    """Read ``checkpoints.globus``: where the checkpoint directory is on Globus, and home."""
+    if not checkpoints.has("globus"):
+        return None
+    if directory is None:
+        raise checkpoints.refusal("needs checkpoints.directory: the directory that the collection shows", "globus")
+    keys = checkpoints.section("globus")
+    home = keys.section("home")
+    local, there = (
+        section.checked(
+            CollectionPath,
+            section.required("collection", "6c54cade-bde5-45c1-bdea-f4bd71dba2cc"),
+            section.required("path", "/~/freetrain"),
+        )
+        for section in (keys, home)
+    )
+    settings = keys.checked(GlobusSettings, local, there, **_given(lease=keys.duration("lease")))
+    for section in (home, keys):
+        section.done()
+    return settings
 
 
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:

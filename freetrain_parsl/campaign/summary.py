@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.store import RunStore, TrainingRecord
     from freetrain_parsl.report.run import FailedStarts
 
-__all__ = ["ago", "driver_line", "failed_starts_of", "journal_state_of", "summary", "trainings_of"]
+__all__ = ["ago", "driver_line", "failed_starts_of", "home_lines", "journal_state_of", "summary", "trainings_of"]
 
 
 def trainings_of(store: RunStore) -> list[TrainingRecord]:
@@ -52,11 +52,20 @@ def summary(store: RunStore) -> dict[str, Any]:
             "journal": driver.journal,
         },
         "failed_starts": None if (failed := failed_starts_of(store)) is None else asdict(failed),
+        "home": home_lines(store),
         "finished": sum(item.state == "finished" for item in trainings),
         "failed": sum(item.state == "failed" for item in trainings),
         "cancelled": sum(item.state == "cancelled" for item in trainings),
         "trainings": [item.as_json() for item in trainings],
     }
+
+
+def home_lines(store: RunStore) -> list[str]:
+    """Return what the living driver's mover is doing."""
+    from freetrain_parsl.storage.globus.mover_state import MoverState
+
+    alive = driver_state(store.last_driver()) is DriverState.ALIVE
+    return list(MoverState.read(store.directory).lines) if alive else []
 
 
 def ago(seconds: float) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,7 @@ RunDirectory = Annotated[
 ]
 
 _STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim", "cancelled": "dim"}
+_NUMBER = re.compile(r"[0-9][0-9.]*( [kMGT]?B)?")
 _LONGEST_ERROR = 800
 _FRAME_LINES = 8  # lines of the live view besides one per training
 
@@ -50,6 +52,7 @@ class LiveView:
         self._title = title
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._told: dict[str, str] = {}
+        self._noted: set[str] = set()
         self._starts_told: FailedStarts | None = None
 
     @contextmanager
@@ -62,8 +65,8 @@ class LiveView:
         """Print a line."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def show(self, run: RunState, elapsed: float) -> None:
-        """Show the state of the run."""
+    def show(self, run: RunState, elapsed: float, notes: Sequence[str] = ()) -> None:
+        """Show the state of the run, and notes on copies to home."""
         if run.failed_starts != self._starts_told:
             self._starts_told = run.failed_starts
             self.tell(
@@ -74,7 +77,7 @@ class LiveView:
             head = f"{self._title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
             shown, more = self._fitting(run)
             parts: list[RenderableType] = [_windows_line(run), Text(), training_table(shown), *([more] if more else [])]
-            parts += remarks(shown, time.time())
+            parts += [*remarks(shown, time.time()), *(Text(note, style="cyan") for note in notes)]
             self._live.update(Panel(Group(*parts), title=head))
             return
         for training in run.trainings.values():
@@ -88,6 +91,10 @@ class LiveView:
                 share = training.share_done
                 done = "" if share is None else f", {share:.0%} done"
                 self.tell(f"{elapsed:7.1f} s  {training.name:14} {line}{done}")
+        for note in notes:
+            if (kind := _NUMBER.sub("", note)) not in self._noted:  # progress is not printed again and again
+                self._noted.add(kind)
+                self.tell(f"{elapsed:7.1f} s  {note}")
 
     def _fitting(self, run: RunState) -> tuple[list[TrainingState], Text | None]:
         """Choose the trainings that fit the terminal, running ones first, and count the omitted ones."""

@@ -13,6 +13,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from freetrain_parsl.campaign.home import prune_home
+from freetrain_parsl.campaign.run import read_site
+from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
 
@@ -40,7 +43,7 @@ def ls(directory: Place = Path(), json: JsonOption = False) -> None:
     from freetrain_parsl.storage.catalogue import find_trainings, list_checkpoints
 
     with errors_in_one_line("checkpoints ls"):
-        found = list(list_checkpoints(find_trainings(directory), read=False))
+        found = list(list_checkpoints(find_trainings(_checkpoints_of(directory)), read=False))
         _show(found, "complete", json=json)
 
 
@@ -50,7 +53,7 @@ def verify(directory: Place = Path(), json: JsonOption = False) -> None:
     from freetrain_parsl.storage.catalogue import find_trainings, list_checkpoints
 
     with errors_in_one_line("checkpoints verify"):
-        found = list(list_checkpoints(find_trainings(directory), read=True))
+        found = list(list_checkpoints(find_trainings(_checkpoints_of(directory)), read=True))
         _show(found, "intact", json=json)
     if any(checkpoint.problem for checkpoint in found):
         raise typer.Exit(1)
@@ -63,15 +66,28 @@ def prune(
     training: TrainingOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
 ) -> None:
-    """Remove checkpoints that are older than the newest N intact ones of their training."""
+    """Remove checkpoints that are older than the newest N intact ones of their training.
+
+    For a run directory whose site has a home on Globus, also those at home.
+    """
     from freetrain_parsl.storage.catalogue import choose_training, find_trainings, removable
 
     with errors_in_one_line("checkpoints prune"):
         if keep < 1:
             raise UsageError("give the number of checkpoints to keep per training, at least 1, e.g. --keep 2")
-        trainings = choose_training(find_trainings(directory), training)
+        trainings = choose_training(find_trainings(_checkpoints_of(directory)), training)
         doomed = [(owner, old) for name, owner in trainings.items() for old in removable(name, owner, keep)]
         _remove(doomed, dry_run=dry_run)
+        if (directory / DATABASE).is_file():
+            store = RunStore(directory.absolute())
+            prune_home(read_site(store), store, keep, training, typer.echo, dry_run=dry_run)
+
+
+def _checkpoints_of(directory: Path) -> Path:
+    """Return the checkpoint directory of a run, if its site file names one; else the directory itself."""
+    if not (directory / DATABASE).is_file():
+        return directory
+    return read_site(RunStore(directory.absolute())).checkpoint_dir or directory
 
 
 def _remove(doomed: Iterable[tuple[CheckpointDirectory, Listed]], *, dry_run: bool) -> None:

@@ -1,9 +1,10 @@
-"""``freetrain clean``: cancels the jobs that a dead driver has left in the queue."""
+"""``freetrain clean``: cancels the jobs and copies that a dead driver has left."""
 
 from __future__ import annotations
 
 import typer
 
+from freetrain_parsl.campaign.home import clean_home
 from freetrain_parsl.campaign.lock import driver_lock
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.run import find_run, read_site, refuse_living_driver
@@ -15,10 +16,12 @@ __all__ = ["clean"]
 
 
 def clean(run_dir: RunDirectory = None) -> None:
-    """Cancel the remaining jobs of a run without a driver; its files and checkpoints are kept."""
+    """Cancel the remaining jobs and copies of a run without a driver; its files and checkpoints are kept."""
     with errors_in_one_line("clean"):
         store = RunStore(find_run(run_dir).absolute())
         refuse_living_driver(store)
         with driver_lock(store.directory):
-            orphans = remove_orphans(read_site(store), store, typer.echo)
+            site = read_site(store)
+            orphans = remove_orphans(site, store, typer.echo)
+            clean_home(site, store, typer.echo)
         typer.echo(f"cancelled {len(orphans)} remaining jobs" if orphans else "no remaining jobs")

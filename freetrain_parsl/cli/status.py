@@ -10,7 +10,7 @@ from rich.console import Console
 
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.campaign.summary import driver_line, failed_starts_of, summary, trainings_of
+from freetrain_parsl.campaign.summary import driver_line, failed_starts_of, home_lines, summary, trainings_of
 from freetrain_parsl.cli.campaign_view import RunDirectory, print_trainings
 from freetrain_parsl.cli.sources import errors_in_one_line
 
@@ -39,3 +39,5 @@ def status(
         if (failed := failed_starts_of(store)) is not None:
             console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
         print_trainings(console, trainings)
+        for line in home_lines(store):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)

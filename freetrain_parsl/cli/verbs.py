@@ -28,6 +28,7 @@ VERBS: Final = (
     "explain",
     "allocate",
     "checkpoints",
+    "globus",
     "remote",
 )
 """In the order of the help. The module of a verb has a function, or a group of commands, of the same name."""

@@ -332,6 +332,28 @@ class CheckpointDirectory:
             sync_directory(self.path)
         return aside
 
+    def adopt(self, arrived: Path, entry: Entry) -> None:
+        """Publish a complete checkpoint that was copied from another site; checkpoints of this site are set aside.
+
+        Parameters
+        ----------
+        arrived
+            Its directory, in the same file system.
+        entry
+            Its entry in this directory.
+
+        Raises
+        ------
+        CheckpointError
+            The file system operation failed, or another process is now the writer.
+        """
+        if self.entries():
+            self.set_aside()
+        with self._writing("adopt a checkpoint") as staging:
+            arrived.rename(entry.path)
+            sync_directory(self.path)
+            staging.note(_LATEST, entry.path.name + "\n")
+
     def _latest_is(self, entry: Entry) -> bool:
         try:
             return (self.path / _LATEST).read_text(encoding="utf-8").strip() == entry.path.name

@@ -283,3 +283,46 @@ def test_an_objective_is_that_of_the_sites_policy(tmp_path: Path) -> None:
     policy = Site.load(str(file), Variables()).executor_settings["policy"]
     assert isinstance(policy, MilpPolicy)
     assert policy._objective is CONTEXTUAL["deadline"]
+
+
+HERE, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "ac")
+GLOBUS = f"""\
+system: local
+checkpoints:
+  directory: /scratch/me/ft
+  globus:
+    collection: {HERE}
+    path: /ft
+    lease: 10 min
+    home:
+      collection: {HOME}
+      path: /~/freetrain
+"""
+
+
+def test_a_home_on_globus_is_read() -> None:
+    globus = Site.parse(GLOBUS, "s.yaml", Variables({}, {})).globus
+    assert globus is not None
+    assert str(globus.local) == "aaaaaaaa-0000-4000-8000-000000000000:/ft"
+    assert globus.home.join("owners", "x") == "/~/freetrain/owners/x"
+    assert globus.lease.total_seconds() == 600
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  directory: /scratch/me/ft\n", "", "s.yaml:4: checkpoints.globus: needs checkpoints.directory"),
+        ("aaaaaaaa-", "x", "s.yaml:5: checkpoints.globus: 'x0000-4000-8000-000000000000' is not the UUID"),
+        ("path: /ft", "path: ft", "s.yaml:5: checkpoints.globus: 'ft' is not a directory on a collection"),
+        ("path: /ft", "path: /a/../ft", "s.yaml:5: checkpoints.globus: '/a/../ft' is not a directory"),
+        ("    path: /ft\n", "", "s.yaml:5: checkpoints.globus.path: is missing"),
+        ("      path: /~/freetrain\n", "", "s.yaml:9: checkpoints.globus.home.path: is missing"),
+        ("lease: 10 min", "lease: 1 s", "s.yaml:5: checkpoints.globus: a lease must be at least 2 s"),
+        ("lease: 10 min", "leese: 10 min", "s.yaml:7: unknown key 'checkpoints.globus.leese'"),
+        (f"{HOME}\n      path: /~/freetrain", f"{HERE}\n      path: /ft/x", "overlap"),
+    ],
+)
+def test_a_wrong_home_is_refused_with_file_and_line(old: str, new: str, message: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Site.parse(GLOBUS.replace(old, new), "s.yaml", Variables({}, {}))
+    assert message in str(caught.value)

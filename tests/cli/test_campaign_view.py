@@ -52,3 +52,13 @@ def test_why_a_training_does_not_get_on_is_told_with_and_without_a_terminal(run)
         with view.opened():
             view.show(run, 5.0)
         assert "waits for 64 nodes" in out.getvalue()
+
+
+def test_copies_to_home_are_shown_and_not_told_again_when_only_figures_change(run) -> None:
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=120), "many")
+    with view.opened():
+        view.show(run, 5.0, ["copying to home: net, 1.5 MB of 9 GB at 3 MB/s, 60 s left"])
+        view.show(run, 6.0, ["copying to home: net, 900 MB of 9 GB at 2.5 MB/s, 40 s left"])
+        view.show(run, 7.0, ["completing at home: net"])
+    assert [line[11:28] for line in out.getvalue().splitlines()[30:]] == ["copying to home: ", "completing at hom"]

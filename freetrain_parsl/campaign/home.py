@@ -1,0 +1,133 @@
+"""The home of a run's checkpoints on a Globus collection: checks, the mover, ``clean`` and ``prune``."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from freetrain_parsl.storage.globus.carrier import CopyKind
+from freetrain_parsl.storage.globus.collections import Collections
+from freetrain_parsl.storage.globus.home_listing import list_home, newest_claims
+from freetrain_parsl.storage.globus.login import forget_secret, logged_in, make_app
+from freetrain_parsl.storage.globus.mover import Mover
+from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
+from freetrain_parsl.storage.globus.mover_state import MoverState
+from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS, claim_name
+from freetrain_parsl.storage.globus.place_check import check_places
+from freetrain_parsl.storage.posix import directory_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.storage.globus.carrier import Parcel
+
+__all__ = ["check_home", "clean_home", "open_mover", "prune_home"]
+
+_LAST_COPIES = 60.0  # seconds for which a driver that ends waits for copies
+
+
+def check_home(site: Site) -> None:
+    """Check that the collections of a site can be used, if it has any.
+
+    Raises
+    ------
+    GlobusRefused
+        They cannot; the message gives the reason and the remedy.
+    CollectionUnavailable
+        Globus, or a collection, does not answer at present.
+    """
+    if site.globus is not None and site.checkpoint_dir is not None:
+        with logged_in(make_app()) as app:
+            check_places(Collections(app), site.globus, site.checkpoint_dir)
+
+
+@contextmanager
+def open_mover(site: Site, store: RunStore) -> Iterator[Mover | None]:
+    """Run the mover of a run, if its site has a home; at the end, the last checkpoints are copied."""
+    if site.globus is None or site.checkpoint_dir is None:
+        yield None
+        return
+    with logged_in(make_app()) as app:
+        forget_secret()
+        mover = Mover(site.globus, site.checkpoint_dir, store.directory, store.fact("run_id"), Collections(app))
+        mover.start()
+        try:
+            yield mover
+        finally:
+            mover.close(_LAST_COPIES)
+
+
+def clean_home(site: Site, store: RunStore, tell: Callable[[str], None]) -> None:
+    """Cancel the copies of a run without a driver, remove its partial checkpoints, and release its trainings.
+
+    Nothing that other runs have claimed is touched.
+    """
+    if site.globus is None or site.checkpoint_dir is None:
+        return
+    home, driver = site.globus.home, store.fact("run_id")
+    with logged_in(make_app()) as app:
+        collections = Collections(app)
+        jobs = MoverState.read(store.directory).jobs
+        for job in jobs:
+            if job.task:
+                collections.cancel(job.task)
+        copies = [job for job in jobs if job.kind is not CopyKind.REMOVE]
+        if copies:
+            tell(f"cancelled {len(copies)} copies between {site.globus.local} and {home}")
+        partial = []
+        for training, claim in newest_claims(collections, home).items():
+            if claim.drivers != {driver} or claim.released:
+                continue
+            whole, torn = list_home(collections, home, training)
+            partial += [parcel for parcel in torn if parcel.generation == claim.generation]
+            collections.make_directory(
+                home.collection, home.join(OWNERS, claim_name(training, claim.generation, "released"))
+            )
+            tell(f"released {unquote(training)}, with {len(whole)} checkpoints at home")
+        if partial:
+            _remove(collections, site, partial)
+            tell(f"removing {len(partial)} partial checkpoints from {home}")
+        exchange = MoverDirectory(site.checkpoint_dir)
+        exchange.keep_only(())
+        exchange.forget_arrivals()
+        MoverState().write(store.directory)
+
+
+def prune_home(
+    site: Site, store: RunStore, keep: int, training: str | None, tell: Callable[[str], None], *, dry_run: bool
+) -> None:
+    """Remove checkpoints at home that are older than the `keep` newest of their training.
+
+    Only the trainings that this run has claimed last are touched.
+    """
+    if site.globus is None:
+        return
+    home, driver = site.globus.home, store.fact("run_id")
+    with logged_in(make_app()) as app:
+        collections = Collections(app)
+        claims = newest_claims(collections, home)
+        doomed: list[Parcel] = []
+        for item in store.trainings():
+            name = directory_name(item.name)
+            if name not in claims or (training is not None and item.name != training):
+                continue
+            if claims[name].drivers != {driver}:
+                tell(f"{item.name}: another run has claimed it at home; nothing is removed there")
+                continue
+            whole, _ = list_home(collections, home, name)
+            doomed += whole[:-keep]
+        for parcel in doomed:
+            place = f"{home.collection}:{home.join(CHECKPOINTS, *parcel.path)}"
+            tell(f"{'would remove' if dry_run else 'removing'} {place}")
+        if doomed and not dry_run:
+            _remove(collections, site, doomed)
+
+
+def _remove(collections: Collections, site: Site, parcels: list[Parcel]) -> None:
+    assert site.globus is not None, "the caller has checked"
+    home = site.globus.home
+    paths = [home.join(CHECKPOINTS, *parcel.path) for parcel in parcels]
+    collections.submit_delete(collections.submission_id(), home.collection, paths)

@@ -1,0 +1,136 @@
+"""Which trainings of a run train here: all of them, or, with a home on Globus, those that this site owns.
+
+A training whose ownership is lost is ended at a boundary between steps, with its state saved, and waits until this
+site owns it again. A result counts once the mover has confirmed the ownership.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import TrainingInterrupted
+from freetrain_parsl.storage.globus.mover import ResultStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
+
+    from freetrain_parsl.storage.globus.mover import Mover
+
+__all__ = ["OwnedTrainings"]
+
+_CONFIRMATION = 60.0  # seconds for which a run that stops waits for the confirmation of results
+_PERIOD = 0.1
+
+
+class OwnedTrainings:
+    """The trainings of a run that have not ended.
+
+    Parameters
+    ----------
+    submissions
+        Training -> submits it and returns its future.
+    cancel
+        Ends a training, with its state saved.
+    mover
+        ``None``: all trainings may start at once.
+    """
+
+    def __init__(
+        self,
+        submissions: Mapping[str, Callable[[], Future[Any]]] | None = None,
+        cancel: Callable[[Future[Any]], bool] = lambda _: False,
+        mover: Mover | None = None,
+    ) -> None:
+        self._submissions = dict(submissions or {})
+        self._cancel = cancel
+        self._mover = mover
+        self._futures: dict[str, Future[Any]] = {}
+        self._leaving: set[str] = set()  # those that another site has taken over
+        self.held = set(self._submissions)
+        if mover is not None:
+            mover.want(self._submissions)
+
+    @property
+    def current(self) -> set[str]:
+        """Trainings that were submitted and have not ended."""
+        return set(self._futures)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a training has ended that is not collected yet."""
+        return any(future.done() for future in self._futures.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all trainings have ended, and their last checkpoints are at home."""
+        return not self._futures and not self.held and (self._mover is None or self._mover.settled)
+
+    def admit(self) -> None:
+        """Submit the trainings that may train here, and end those that may not any more."""
+        for name in [name for name in self._submissions if name in self.held]:
+            if self._mover is None or self._mover.is_ready(name):
+                self.held.discard(name)
+                self._futures[name] = self._submissions[name]()
+        if self._mover is not None:
+            for name in self.current - self._leaving:
+                if self._mover.lost(name) and (self._futures[name].done() or self._cancel(self._futures[name])):
+                    self._leaving.add(name)
+
+    def collect(self, keep: Callable[[str, Future[Any]], None]) -> None:
+        """Pass on the futures of trainings that have ended, and whose result counts."""
+        for name, future in list(self._futures.items()):
+            if not future.done():
+                continue
+            if self._counts(name, future):
+                keep(name, future)
+                del self._futures[name]  # only after it is stored
+
+    def _counts(self, name: str, future: Future[Any]) -> bool:
+        """Return whether the outcome of a training counts; if it never will, hold the training again."""
+        if self._mover is None or isinstance(future.exception(), TrainingInterrupted):
+            return True
+        verdict = ResultStatus.LOST if name in self._leaving else self._mover.finished(name)
+        if verdict is ResultStatus.LOST:
+            del self._futures[name]
+            self._leaving.discard(name)
+            self.held.add(name)
+            self._mover.stopped(name)
+        return verdict is ResultStatus.CONFIRMED
+
+    def cancel(self, name: str) -> bool:
+        """Cancel a training at the user's request; return whether it is being cancelled."""
+        if name in self.held:
+            self.held.discard(name)
+            return True
+        return name in self._futures and self._cancel(self._futures[name])
+
+    def ended_last(self) -> dict[str, Future[Any]]:
+        """Return the trainings that ended during the shutdown with an outcome that counts."""
+        ended: dict[str, Future[Any]] = {}
+        end = time.monotonic() + _CONFIRMATION
+        done = {
+            name: future
+            for name, future in self._futures.items()
+            if future.done() and not isinstance(future.exception(), TrainingInterrupted)
+        }
+        while done and time.monotonic() < end:
+            for name, future in list(done.items()):
+                if name in self._futures and self._counts(name, future):
+                    ended[name] = future
+                if name in ended or name not in self._futures:
+                    del done[name]
+            if done:
+                time.sleep(_PERIOD)
+        return ended
+
+    def remark(self, name: str) -> str:
+        """Return what the user should know about a training and its home."""
+        return "" if self._mover is None else self._mover.remark(name)
+
+    def notes(self) -> list[str]:
+        """Describe what the mover does, and which trainings wait for it."""
+        if self._mover is None:
+            return []
+        return [*self._mover.lines(), *(f"{name} waits: {self.remark(name)}" for name in sorted(self.held))]

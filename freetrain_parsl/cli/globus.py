@@ -1,0 +1,59 @@
+"""``freetrain globus``: the Globus login with which checkpoints are copied."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from freetrain_parsl.cli.sources import errors_in_one_line
+
+__all__ = ["globus"]
+
+globus = typer.Typer(
+    help="Log in to Globus, which copies checkpoints between sites.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@globus.command()
+def login(
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="SITE", help="Site file: also consent to the use of its collections, if they need it."),
+    ] = None,
+) -> None:
+    """Log in by a URL that is printed. Tokens are kept in ~/.globus, readable by you only."""
+    from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.storage.globus.collections import Collections
+    from freetrain_parsl.storage.globus.login import log_in, make_app, whoami
+
+    with errors_in_one_line("globus login"), make_app() as app:
+        places = None if config is None else Site.load(config).globus
+        log_in(app)
+        for place in () if places is None else (places.local, places.home):
+            scopes = Collections(app).required_scopes(place.collection, place.path)
+            if scopes:
+                typer.echo(f"collection {place.collection} needs a consent of its own")
+                log_in(app, scopes)
+        typer.echo(f"logged in as {whoami(app)}")
+
+
+@globus.command()
+def logout() -> None:
+    """Revoke the tokens and remove them."""
+    from freetrain_parsl.storage.globus.login import make_app
+
+    with errors_in_one_line("globus logout"), make_app() as app:
+        app.logout(sweep=True)
+        typer.echo("logged out")
+
+
+@globus.command("whoami")
+def whoami_() -> None:
+    """Show which identity is logged in."""
+    from freetrain_parsl.storage.globus.login import logged_in, make_app, whoami
+
+    with errors_in_one_line("globus whoami"), logged_in(make_app()) as app:
+        typer.echo(whoami(app))

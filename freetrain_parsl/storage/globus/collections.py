@@ -1,0 +1,235 @@
+"""Requests to Globus Transfer, with its errors converted: what helps, retrying or a command of the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from freetrain_parsl.errors import CollectionUnavailable, GlobusRefused
+from freetrain_parsl.storage.globus.login import LOGIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import globus_sdk
+
+__all__ = ["Collections", "CopyItem", "TaskState"]
+
+_TIMEOUT = 30.0  # seconds for an answer
+_LABEL = "freetrain"
+
+_REMEDIES = {
+    "EndpointNotFound": "there is no such collection; correct its UUID in the site file",
+    "AuthenticationFailed": f"the login has expired; run: {LOGIN}",
+    "AuthenticationError": f"the login has expired; run: {LOGIN}",
+    "PermissionDenied": "you may not use it; give another path in the site file, or ask the collection's administrator",
+    "NotFound": "there is no such directory; create it, or correct the path in the site file",
+    "PathNotAllowed": "the collection does not share this path; correct the path in the site file",
+    "NotDirectory": "it is not a directory; correct the path in the site file",
+}
+"""Last parts of error codes for which retrying does not help -> what is wrong, and what does."""
+
+
+@dataclass(frozen=True)
+class CopyItem:
+    """One file or directory to copy: absolute paths on the two collections."""
+
+    source: str
+    destination: str
+    recursive: bool
+
+
+@dataclass(frozen=True)
+class TaskState:
+    """The state of a task.
+
+    Parameters
+    ----------
+    status
+        ``ACTIVE``, ``INACTIVE``, ``SUCCEEDED`` or ``FAILED``.
+    reason
+        What keeps it from progressing, or why it failed; empty if all is well.
+    bytes_done
+        Bytes copied so far.
+    rate
+        Bytes per second.
+    """
+
+    status: str
+    reason: str = ""
+    bytes_done: int = 0
+    rate: float = 0.0
+
+
+class Collections:
+    """Collections as this user sees them. Used by one thread.
+
+    Parameters
+    ----------
+    app
+        Logged in (`freetrain_parsl.storage.globus.login`).
+    """
+
+    def __init__(self, app: globus_sdk.GlobusApp) -> None:
+        import globus_sdk
+        from globus_sdk.transport import RequestsTransport, RetryConfig
+
+        self._sdk = globus_sdk
+        # Retried once and at once: a refused token, with a new one, and a broken connection. The rest is for the mover.
+        self._client = globus_sdk.TransferClient(
+            app=app,
+            transport=RequestsTransport(http_timeout=_TIMEOUT),
+            retry_config=RetryConfig(
+                max_retries=1, max_sleep=0, retry_after_status_codes=(), transient_error_status_codes=()
+            ),
+        )
+
+    def names(self, collection: str, path: str) -> list[str] | None:
+        """List a directory; ``None`` if it does not exist.
+
+        Raises
+        ------
+        CollectionUnavailable, GlobusRefused
+            It cannot be listed now, or at all.
+        """
+        names: list[str] | None = self._call(
+            lambda: [str(entry["name"]) for entry in self._client.operation_ls(collection, path, show_hidden=True)],
+            f"list {path} on collection {collection}",
+            {"NotFound": None},
+        )
+        return names
+
+    def make_directory(self, collection: str, path: str) -> bool:
+        """Create a directory; return false if it exists.
+
+        Raises
+        ------
+        CollectionUnavailable, GlobusRefused
+            It could not be created. If unavailable, it may have been, or may still be.
+        """
+        return bool(
+            self._call(
+                lambda: self._client.operation_mkdir(collection, path) is not None,
+                f"create {path} on collection {collection}",
+                {"Exists": False},
+            )
+        )
+
+    def rename(self, collection: str, path: str, to: str) -> bool:
+        """Rename an entry; return false if it does not exist, or `to` does.
+
+        Raises
+        ------
+        CollectionUnavailable, GlobusRefused
+            It could not be renamed. If unavailable, it may have been, or may still be.
+        """
+        return bool(
+            self._call(
+                lambda: self._client.operation_rename(collection, path, to) is not None,
+                f"rename {path} on collection {collection}",
+                {"Exists": False, "NotFound": False},
+            )
+        )
+
+    def submission_id(self) -> str:
+        """Return a new id, with which one task can be submitted any number of times."""
+        return str(self._call(lambda: self._client.get_submission_id()["value"], "get a submission id"))
+
+    def submit_transfer(self, submission: str, source: str, destination: str, items: Sequence[CopyItem]) -> str:
+        """Submit a task, unless one with this submission id exists; return the id of the task."""
+        data = self._sdk.TransferData(
+            source,
+            destination,
+            label=_LABEL,
+            submission_id=submission,
+            verify_checksum=True,
+            encrypt_data=True,
+            fail_on_quota_errors=True,
+            notify_on_succeeded=False,
+            notify_on_failed=False,
+            notify_on_inactive=False,
+        )
+        for item in items:
+            data.add_item(item.source, item.destination, recursive=item.recursive)
+        what = f"copy from collection {source} to {destination}"
+        return str(self._call(lambda: self._client.submit_transfer(data)["task_id"], what))
+
+    def submit_delete(self, submission: str, collection: str, paths: Sequence[str]) -> str:
+        """Submit a task that removes directories with all they contain; return the id of the task."""
+        data = self._sdk.DeleteData(
+            collection,
+            label=_LABEL,
+            submission_id=submission,
+            recursive=True,
+            ignore_missing=True,
+            notify_on_succeeded=False,
+            notify_on_failed=False,
+            notify_on_inactive=False,
+        )
+        for path in paths:
+            data.add_item(path)
+        what = f"remove {paths[0]} on collection {collection}"
+        return str(self._call(lambda: self._client.submit_delete(data)["task_id"], what))
+
+    def task(self, task: str) -> TaskState:
+        """Return the state of a task; one that the service does not know has failed."""
+        document: Any = self._call(lambda: self._client.get_task(task), f"ask for task {task}", {"NotFound": None})
+        if document is None:
+            return TaskState("FAILED", "Globus does not know the task")
+        error = document.get("fatal_error") or {}
+        status = str(document["nice_status"] or "")
+        reason = (
+            f"{error.get('code')}: {error.get('description')}"
+            if error
+            else ""
+            if status in ("OK", "Queued")
+            else status
+        )
+        done, rate = document.get("bytes_transferred") or 0, document.get("effective_bytes_per_second") or 0
+        return TaskState(str(document["status"]), " ".join(reason.split())[:300], int(done), float(rate))
+
+    def cancel(self, task: str) -> None:
+        """Cancel a task, if it still runs."""
+        self._call(lambda: self._client.cancel_task(task) is not None, f"cancel task {task}", {"NotFound": None})
+
+    def required_scopes(self, collection: str, path: str) -> list[str]:
+        """Return the scopes to which the user has not consented yet, of those that using a collection needs."""
+        try:
+            self._client.operation_ls(collection, path)
+        except self._sdk.GlobusAPIError as error:
+            return list(error.info.consent_required.required_scopes) if error.info.consent_required else []
+        except (self._sdk.NetworkError, self._sdk.GlobusSDKUsageError) as error:
+            raise CollectionUnavailable(f"cannot reach Globus Transfer: {error}") from error
+        return []
+
+    def _call(self, request: Callable[[], Any], what: str, answers: dict[str, Any] | None = None) -> Any:
+        """Carry out a request; `answers` are the results for error codes that end in these words."""
+        try:
+            return request()
+        except self._sdk.GlobusAPIError as error:
+            word = (error.code or "").rpartition(".")[2]
+            for known, answer in (answers or {}).items():
+                if word.endswith(known) and word != "EndpointNotFound":
+                    return answer
+            self._raise(error, what, word)
+        except self._sdk.NetworkError as error:
+            raise CollectionUnavailable(f"cannot {what}: Globus cannot be reached") from error
+        except self._sdk.token_storage.TokenValidationError as error:
+            raise GlobusRefused(f"cannot {what}: the login has expired; run: {LOGIN}") from error
+
+    def _raise(self, error: globus_sdk.GlobusAPIError, what: str, word: str) -> NoReturn:
+        if error.info.consent_required:
+            raise GlobusRefused(
+                f"cannot {what}: you have not consented to its use; run: {LOGIN} --config SITE, with this site file"
+            ) from error
+        if error.http_status == 401 or isinstance(error, self._sdk.AuthAPIError):
+            raise GlobusRefused(f"cannot {what}: the login has expired; run: {LOGIN}") from error
+        for known, remedy in _REMEDIES.items():
+            if word.endswith(known):
+                raise GlobusRefused(f"cannot {what}: {remedy}") from error
+        try:
+            wait = float(error.headers.get("Retry-After", 0))
+        except ValueError:
+            wait = 0.0
+        message = " ".join((error.message or "").split())[:200]
+        raise CollectionUnavailable(f"cannot {what}: {error.code or error.http_status}: {message}", wait) from error

@@ -1,0 +1,534 @@
+"""The mover: carries whole checkpoints between a site's checkpoint directory and home, and owns trainings there.
+
+A thread of the driver, on the login node: compute nodes need no internet access. Decisions are made by two pure
+objects, `Ownership` and `Carrier`; this thread owns all requests and files.
+
+A training goes through these stages: its next generation is *claimed*; the newest whole checkpoint of home is
+*searched* and, if it is of a later generation or step than those here, *fetched* and verified; the training is *ready*
+and runs, and its new checkpoints are copied to home; once it has *finished*, its result counts when a new listing shows
+that it is still owned, and it is *released* when its last checkpoint is at home.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, DamagedCheckpoint, GlobusRefused
+from freetrain_parsl.storage.globus.carrier import GIVE_UP, Carrier, CopyJob, CopyKind, Parcel, progress_line
+from freetrain_parsl.storage.globus.collections import CopyItem
+from freetrain_parsl.storage.globus.home_listing import list_home
+from freetrain_parsl.storage.globus.mover_directory import EXCHANGE, MoverDirectory
+from freetrain_parsl.storage.globus.mover_pace import MoverPace
+from freetrain_parsl.storage.globus.mover_state import MoverState
+from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS
+from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Ownership, RequestOutcome
+from freetrain_parsl.storage.posix import directory_name
+from freetrain_parsl.storage.problems import storage_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from freetrain_parsl.storage.globus.collections import Collections
+    from freetrain_parsl.storage.globus.ownership import OwnerRequest
+    from freetrain_parsl.storage.globus.places import GlobusSettings
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Mover", "ResultStatus"]
+
+
+class ResultStatus(Enum):
+    """Whether the result of a finished training counts."""
+
+    PENDING = "pending"
+    CONFIRMED = "confirmed"
+    LOST = "lost"
+
+
+class _Stage(Enum):
+    CLAIMING = "claiming"
+    SEARCHING = "searching"
+    FETCHING = "fetching"
+    READY = "ready"
+    FINISHED = "finished"
+    RELEASING = "releasing"
+    OVER = "over"
+
+
+@dataclass
+class _Carried:
+    """A training of this driver.
+
+    Parameters
+    ----------
+    name
+        Its directory name.
+    stage
+        See the module.
+    generation
+        The one that is owned.
+    lineage
+        Checkpoints of this and later generations at home continue those here.
+    candidates
+        Checkpoints at home that are later than those here, oldest first.
+    reason
+        Why it is not ready.
+    finished
+        When it finished.
+    confirmed
+        Whether its result counts.
+    scanned
+        Whether its last checkpoint has been looked for.
+    """
+
+    name: str
+    stage: _Stage = _Stage.CLAIMING
+    generation: int = 0
+    lineage: int = 0
+    candidates: list[Parcel] = field(default_factory=list)
+    reason: str = ""
+    finished: float = 0.0
+    confirmed: bool = False
+    scanned: bool = False
+
+
+class Mover:
+    """Carries the checkpoints of a run's trainings. Its methods may be called from any thread.
+
+    Parameters
+    ----------
+    settings
+        The places.
+    root
+        The checkpoint directory.
+    run_dir
+        The run directory, where its jobs are kept.
+    driver
+        Identity of the run, hexadecimal.
+    collections
+        Requests; used by its thread only.
+    clock
+        Seconds, never stepped.
+    pace
+        Default: that of the lease.
+    """
+
+    def __init__(
+        self,
+        settings: GlobusSettings,
+        root: Path,
+        run_dir: Path,
+        driver: str,
+        collections: Collections,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pace: MoverPace | None = None,
+    ) -> None:
+        lease = settings.lease.total_seconds()
+        self._settings = settings
+        self._run_dir = run_dir
+        self._collections = collections
+        self._clock = clock
+        self._pace = pace or MoverPace.of(lease)
+        self._exchange = MoverDirectory(root)
+        self._ownership = Ownership(driver, lease)
+        self._carrier = Carrier(self._pace.retry, self._pace.longest)
+        self._lock = threading.RLock()
+        self._names: dict[str, str] = {}  # of trainings -> of directories
+        self._carried: dict[str, _Carried] = {}  # by directory name
+        self._lost: dict[str, str] = {}
+        self._next_scan = 0.0
+        self._not_before = 0.0
+        self._failures = 0
+        self._problem = ""
+        self._written: dict[str, Any] = {}
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="freetrain-mover", daemon=True)
+        self._arrivals: list[Parcel] = []
+        self._abandoned = [job.task for job in self._carrier.restore(MoverState.read(run_dir).jobs) if job.task]
+        self._exchange.keep_only(self._carrier.leaving())
+        self._exchange.forget_arrivals()
+
+    # The driver's side.
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def want(self, trainings: Iterable[str]) -> None:
+        """Get ready to train these, as soon as no other site owns them."""
+        with self._lock:
+            for training in trainings:
+                name = self._names[training] = directory_name(training)
+                self._carried[name] = _Carried(name)
+                self._ownership.want(name)
+
+    def is_ready(self, training: str) -> bool:
+        """Return whether a training may start, or go on, here."""
+        with self._lock:
+            item = self._carried[self._names[training]]
+            return item.stage is _Stage.READY and item.name not in self._lost
+
+    def lost(self, training: str) -> str:
+        """Return why a training that runs here must stop; empty if it need not."""
+        with self._lock:
+            return self._lost.get(self._names[training], "")
+
+    def stopped(self, training: str) -> None:
+        """Note that a training whose ownership was lost no longer runs here; it is wanted again."""
+        with self._lock:
+            name = self._names[training]
+            self._lost.pop(name, None)
+            self._ownership.stopped(name)
+            self._carrier.forget(name)
+            self._carried[name] = _Carried(name, reason=self._ownership.reason(name))
+
+    def finished(self, training: str) -> ResultStatus:
+        """Note that a training has ended here with a result; return whether the result counts, once that is known."""
+        with self._lock:
+            item = self._carried[self._names[training]]
+            if item.confirmed:
+                return ResultStatus.CONFIRMED
+            if item.name in self._lost:
+                return ResultStatus.LOST
+            if item.stage is _Stage.READY:
+                item.stage, item.finished = _Stage.FINISHED, self._clock()
+            return ResultStatus.PENDING
+
+    def remark(self, training: str) -> str:
+        """Return what the user should know about a training: why it waits, or is not copied."""
+        with self._lock:
+            item = self._carried[self._names[training]]
+            trouble = self._carrier.trouble(item.name, self._clock())
+            if item.stage is _Stage.CLAIMING:
+                return self._problem or self._ownership.reason(item.name) or item.reason
+            if item.stage in (_Stage.SEARCHING, _Stage.FETCHING):
+                return "; ".join(filter(None, ["fetches its checkpoint from home", item.reason, trouble]))
+            return f"not copied to home: {trouble or self._problem}" if trouble or self._problem else ""
+
+    def lines(self) -> list[str]:
+        """Describe the copies in progress."""
+        with self._lock:
+            lines = [progress_line(job) for job in self._carrier.jobs if job.kind is not CopyKind.REMOVE]
+            return [*lines, self._problem] if self._problem else lines
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last checkpoints of all finished trainings are at home, or cannot be copied."""
+        with self._lock:
+            return all(item.stage is not _Stage.FINISHED for item in self._carried.values())
+
+    def close(self, timeout: float) -> None:
+        """Copy the last checkpoints and release the trainings, then end the thread.
+
+        Parameters
+        ----------
+        timeout
+            Seconds after which what is not at home yet is left for the next driver; other sites wait for the lease.
+        """
+        with self._lock:
+            for item in self._carried.values():
+                if item.stage is _Stage.READY and item.name not in self._lost:
+                    item.stage, item.finished, item.confirmed = _Stage.FINISHED, self._clock(), True
+                elif item.stage is not _Stage.FINISHED:
+                    self._ownership.release(item.name)
+            self._next_scan = 0.0
+        end = self._clock() + timeout
+        while self._clock() < end and self._thread.is_alive():
+            with self._lock:
+                if self.settled and not self._ownership.releasing:
+                    break
+            time.sleep(self._pace.turn)
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    # The loop.
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._pace.turn):
+            try:
+                self.turn()
+            # The driver goes on without copies; its trainings stop when the lease ends.
+            except Exception:  # noqa: PERF203 - see above
+                logger.exception("the mover failed; it tries again")
+                self._pause(0.0, "internal error; see freetrain.log")
+
+    def turn(self) -> None:
+        """Do what is due: one request for ownership, the next step of each training, and of the copies."""
+        with self._lock:
+            self._note_lost()
+        if self._clock() >= self._not_before:
+            try:
+                self._own()
+                self._advance()
+                self._copy()
+                self._failures, self._problem = 0, ""
+            except (CollectionUnavailable, GlobusRefused) as error:
+                self._pause(getattr(error, "wait", 0.0), str(error))
+            except CheckpointError as error:  # the disk here
+                self._pause(0.0, str(error))
+        self._keep()
+
+    def _pause(self, wait: float, problem: str) -> None:
+        """Make no request for some time."""
+        pause = max(wait, min(self._pace.retry * 2.0**self._failures, self._pace.longest))
+        if not self._problem:
+            logger.warning("%s", problem)
+        self._failures += 1
+        self._problem, self._not_before = problem, self._clock() + pause
+
+    def _note_lost(self) -> None:
+        for name, reason in self._ownership.lost(self._clock()).items():
+            item = self._carried[name]
+            if name in self._lost or item.stage is _Stage.OVER:
+                continue
+            logger.warning("training %s: %s", name, reason)
+            if item.confirmed:  # its result counts
+                item.stage = _Stage.OVER
+                self._ownership.release(name)
+            elif item.stage in (_Stage.READY, _Stage.FINISHED):
+                self._lost[name] = reason
+            else:  # it does not run
+                self._ownership.stopped(name)
+                self._carrier.forget(name)
+                self._carried[name] = _Carried(name, reason=reason)
+
+    # Ownership.
+
+    def _own(self) -> None:
+        for _ in range(3):
+            with self._lock:
+                confirm = [item.finished for item in self._carried.values()
+                           if item.stage is _Stage.FINISHED and not item.confirmed]  # fmt: skip
+                asked = self._clock()
+                request = self._ownership.next_request(asked, confirm=max(confirm, default=None))
+            if request is None:
+                return
+            self._carry_out(request, asked)
+            self._spare()
+
+    def _carry_out(self, request: OwnerRequest, asked: float) -> None:
+        home = self._settings.home
+        if isinstance(request, ListOwners):
+            names = self._collections.names(home.collection, home.join(OWNERS))
+            if names is None:
+                self._collections.make_directory(home.collection, home.join(OWNERS))
+                names = []
+            with self._lock:
+                self._ownership.on_listing(names, asked, self._clock())
+                self._note_lost()
+            return
+        outcome = RequestOutcome.UNKNOWN
+        try:
+            if isinstance(request, MakeEntry):
+                done = self._collections.make_directory(home.collection, home.join(OWNERS, request.name))
+            else:
+                old, new = home.join(OWNERS, request.name), home.join(OWNERS, request.to)
+                done = self._collections.rename(home.collection, old, new)
+            outcome = RequestOutcome.DONE if done else RequestOutcome.REFUSED
+        finally:
+            with self._lock:
+                self._ownership.on_answer(request, outcome, asked)
+
+    # Trainings.
+
+    def _advance(self) -> None:
+        for name in list(self._carried):
+            with self._lock:
+                item = self._carried[name]
+                generation = self._ownership.generation(name, self._clock())
+                if item.stage is _Stage.CLAIMING and generation is not None:
+                    item.stage, item.generation, item.reason = _Stage.SEARCHING, generation, ""
+                    logger.info("training %s: owned in generation %d", name, generation)
+            if item.stage is _Stage.SEARCHING and generation is not None:
+                self._search(item)
+            if item.stage is _Stage.FETCHING and generation is not None:
+                with self._lock:
+                    self._fetch_next(item)
+            with self._lock:
+                self._finish(item)
+        if self._clock() >= self._next_scan:
+            self._next_scan = self._clock() + self._pace.scan
+            self._scan()
+
+    def _search(self, item: _Carried) -> None:
+        """Find the whole checkpoints at home that are later than the newest one here; fetch the newest of them."""
+        here = self._exchange.newest(item.name)
+        item.lineage = self._exchange.generation(item.name)
+        best = (item.lineage, here.step, here.revision) if here is not None else (-1, -1, 0)
+        at_home, partial = list_home(self._collections, self._settings.home, item.name, self._spare)
+        with self._lock:
+            self._carrier.remove(partial)  # of drivers that have died
+            self._carrier.found(item.name, at_home)
+            item.candidates = sorted((parcel for parcel in at_home if parcel.order > best), key=lambda one: one.order)
+            item.stage = _Stage.FETCHING
+
+    def _fetch_next(self, item: _Carried) -> None:
+        """Fetch the newest candidate; without one, the checkpoints here are the newest."""
+        if self._carrier.fetching(item.name) or any(parcel.training == item.name for parcel in self._arrivals):
+            return
+        if item.candidates:
+            self._exchange.expect(item.candidates[-1])
+            self._carrier.fetch(item.candidates[-1])
+            return
+        self._exchange.set_generation(item.name, item.generation)
+        item.stage, item.reason = _Stage.READY, ""
+
+    def _arrived(self, parcel: Parcel) -> None:
+        """Verify a fetched checkpoint; a damaged one is not used, but the one before.
+
+        Reading it takes long, so other threads are not kept waiting.
+        """
+        item = self._carried[parcel.training]
+        if item.stage is not _Stage.FETCHING or item.candidates[-1:] != [parcel]:
+            return
+        try:
+            self._exchange.accept(parcel)
+        except CheckpointError as error:
+            with self._lock:
+                self._not_accepted(item, parcel, error)
+            return
+        with self._lock:
+            item.lineage = parcel.generation
+            item.candidates.clear()
+
+    def _not_accepted(self, item: _Carried, parcel: Parcel, error: CheckpointError) -> None:
+        now = self._clock()
+        if error.transient:
+            self._carrier.damaged(parcel, str(error), now)
+            self._carrier.fetch(parcel)
+            return
+        logger.warning("training %s: %s; the checkpoint before is used", item.name, error)
+        item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
+        if len(item.candidates) > 1 or self._exchange.newest(item.name) is not None:
+            item.candidates.pop()
+            return
+        item.reason += "; no other one is left: remove them from home to start over"
+        self._carrier.damaged(parcel, item.reason, now)
+        self._carrier.fetch(parcel)
+
+    def _finish(self, item: _Carried) -> None:
+        """Confirm that a finished training is still owned; release it once its last checkpoint is at home."""
+        now = self._clock()
+        if item.stage is not _Stage.FINISHED:
+            return
+        if not item.confirmed:
+            item.confirmed = self._ownership.confirmed_since(item.name, item.finished, now)
+        elif item.scanned and not self._carrier.busy(item.name):
+            item.stage = _Stage.OVER
+            self._ownership.release(item.name)
+        elif self._carrier.failures(item.name) >= GIVE_UP:
+            trouble = self._carrier.trouble(item.name, now)
+            logger.warning("training %s: its last checkpoint is not at home: %s", item.name, trouble)
+            item.stage = _Stage.OVER
+
+    # Copies.
+
+    def _scan(self) -> None:
+        """Offer the newest checkpoints of the trainings that run here."""
+        for item in list(self._carried.values()):
+            if item.stage not in (_Stage.READY, _Stage.FINISHED) or item.name in self._lost:
+                continue
+            finished = item.stage is _Stage.FINISHED
+            entry = self._exchange.newest(item.name)
+            item.scanned = finished
+            if entry is None:
+                continue
+            with self._lock:
+                if not self._carrier.wants(item.name, entry.path.name, item.lineage):
+                    continue
+            try:
+                parcel = self._exchange.pack(item.name, item.generation, entry)
+            except DamagedCheckpoint as error:  # removed meanwhile: there is a newer one
+                logger.info("%s", error)
+                continue
+            with self._lock:
+                self._carrier.offer(parcel)
+                self._exchange.keep_only(self._carrier.leaving())
+
+    def _copy(self) -> None:
+        while self._abandoned:
+            self._collections.cancel(self._abandoned[-1])
+            self._abandoned.pop()
+        now = self._clock()
+        with self._lock:
+            self._carrier.next_job(now)
+            jobs = list(self._carrier.jobs)
+        for job in jobs:
+            if not job.task:
+                self._submit(job)
+            elif now >= job.poll_at:
+                self._poll(job)
+        if self._arrivals:  # one at a time, so that renewals come between
+            self._arrived(self._arrivals.pop(0))
+
+    def _submit(self, job: CopyJob) -> None:
+        """Submit a job; its submission id is on disk before."""
+        if not job.submission:
+            job.submission = self._collections.submission_id()
+            try:
+                MoverState(self._carrier.jobs, self.lines()).write(self._run_dir)
+            except OSError as error:
+                job.submission = ""
+                raise storage_error(f"cannot write in {self._run_dir}", self._run_dir, error) from error
+        local, home = self._settings.local, self._settings.home
+        there = [home.join(CHECKPOINTS, *parcel.path) for parcel in job.parcels]
+        try:
+            if job.kind is CopyKind.REMOVE:
+                job.task = self._collections.submit_delete(job.submission, home.collection, there)
+            elif job.kind is CopyKind.FETCH:
+                here = [local.join(EXCHANGE, "in", *parcel.path) for parcel in job.parcels]
+                items = [CopyItem(one, other, recursive=True) for one, other in zip(there, here, strict=True)]
+                job.task = self._collections.submit_transfer(job.submission, home.collection, local.collection, items)
+            else:
+                here = [local.join(EXCHANGE, "out", *parcel.path) for parcel in job.parcels]
+                data = job.kind is CopyKind.DATA
+                items = [
+                    CopyItem(one, other, recursive=True)
+                    if data
+                    else CopyItem(f"{one}.json", f"{other}/manifest.json", recursive=False)
+                    for one, other in zip(here, there, strict=True)
+                ]
+                job.task = self._collections.submit_transfer(job.submission, local.collection, home.collection, items)
+        except GlobusRefused as error:
+            with self._lock:
+                self._carrier.refused(job, str(error), self._clock())
+            return
+        job.begun = self._clock()
+        job.poll_at = job.begun + self._pace.poll_least
+        self._spare()
+
+    def _poll(self, job: CopyJob) -> None:
+        state = self._collections.task(job.task)
+        now = self._clock()
+        with self._lock:
+            self._arrivals += self._carrier.on_state(job, state, now)
+            self._exchange.keep_only(self._carrier.leaving())
+        job.poll_at = now + min(self._pace.poll_most, max(self._pace.poll_least, (now - job.begun) / 10))
+        self._spare()
+
+    # Files and requests.
+
+    def _keep(self) -> None:
+        """Write the state if it has changed; the jobs that are submitted are on disk already."""
+        with self._lock:
+            state = MoverState(self._carrier.jobs, self.lines())
+            document = state.document()
+        if document != self._written:
+            try:
+                state.write(self._run_dir)
+                self._written = document
+            except OSError as error:
+                logger.warning("cannot write the state of the mover in %s: %s", self._run_dir, error)
+
+    def _spare(self) -> None:
+        """Keep requests apart."""
+        if self._pace.request:
+            time.sleep(self._pace.request)

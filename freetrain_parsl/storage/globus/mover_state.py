@@ -1,0 +1,73 @@
+"""What the mover keeps in the run directory: its jobs, and what ``freetrain status`` shows of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.storage.globus.carrier import CopyJob
+from freetrain_parsl.storage.staging import TEMPORARY, write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["STATE_FILE", "MoverState"]
+
+STATE_FILE = "globus.json"
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class MoverState:
+    """The state of a run's mover.
+
+    Parameters
+    ----------
+    jobs
+        Active ones.
+    lines
+        What it is doing, for the user.
+    """
+
+    jobs: Sequence[CopyJob] = ()
+    lines: Sequence[str] = field(default_factory=tuple)
+
+    def document(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {"version": _VERSION, "jobs": [job.as_json() for job in self.jobs], "lines": list(self.lines)}
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file durably.
+
+        Raises
+        ------
+        OSError
+            The file system operation failed.
+        """
+        aside = run_dir / f"{TEMPORARY}{STATE_FILE}"
+        write_text(aside, json.dumps(self.document(), indent=1) + "\n")
+        aside.replace(run_dir / STATE_FILE)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> MoverState:
+        """Read the file; an empty state if there is none.
+
+        Raises
+        ------
+        InvalidInput
+            It is damaged.
+        """
+        path = run_dir / STATE_FILE
+        try:
+            document: Any = json.loads(path.read_text(encoding="utf-8"))
+            if document["version"] != _VERSION:
+                raise InvalidInput(f"{path} is of another version of FreeTrain")
+            return cls(tuple(CopyJob.from_json(job) for job in document["jobs"]), tuple(map(str, document["lines"])))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"{path} cannot be read ({error}); remove it to copy all checkpoints again") from error

@@ -1,0 +1,106 @@
+"""The directory ``owners`` on home: who owns which training, told by the names of its entries alone.
+
+One listing shows everything::
+
+    resnet.gen-0000000003               the claim of generation 3; creating it fails if it exists
+    resnet.gen-0000000003.by-1f0c29aa   the driver that made this claim
+    resnet.gen-0000000003.released      that driver no longer uses it
+    driver-1f0c29aa.beat-0000000042     renewed by renaming while the driver lives
+
+Trainings appear under their directory names (`freetrain_parsl.storage.posix.directory_name`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["CHECKPOINTS", "OWNERS", "OwnerClaim", "OwnersListing", "beat_name", "claim_name", "generation_name"]
+
+OWNERS = "owners"
+CHECKPOINTS = "checkpoints"
+"""Directories on home; below the second: training, generation, checkpoint."""
+
+_CLAIM = re.compile(
+    r"(?P<training>.+)\.gen-(?P<number>\d{10})(?:\.(?:by-(?P<driver>[0-9a-f]+)|(?P<released>released)))?"
+)
+_BEAT = re.compile(r"driver-(?P<driver>[0-9a-f]+)\.beat-(?P<number>\d{10})")
+_GENERATION = re.compile(r"gen-(\d{10})")
+
+
+def generation_name(generation: int) -> str:
+    """Return the name of a generation's directory below ``checkpoints/<training>``."""
+    return f"gen-{generation:010d}"
+
+
+def generation_of(name: str) -> int | None:
+    """Return the generation of which this is the directory."""
+    match = _GENERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def claim_name(training: str, generation: int, suffix: str = "") -> str:
+    """Return the name of a claim, or of an entry that belongs to it: ``by-<driver>`` or ``released``."""
+    return f"{training}.{generation_name(generation)}{f'.{suffix}' if suffix else ''}"
+
+
+def beat_name(driver: str, number: int) -> str:
+    """Return the name of a driver's heartbeat."""
+    return f"driver-{driver}.beat-{number:010d}"
+
+
+@dataclass
+class OwnerClaim:
+    """The claim of one generation of a training.
+
+    Parameters
+    ----------
+    generation
+        Its number.
+    drivers
+        Those that have put their name to it: one, or none if its driver died in between or has not yet.
+    released
+        Whether its driver no longer uses it.
+    """
+
+    generation: int
+    drivers: set[str] = field(default_factory=set)
+    released: bool = False
+
+
+@dataclass(frozen=True)
+class OwnersListing:
+    """What a listing of ``owners`` says.
+
+    Parameters
+    ----------
+    claims
+        Training -> its newest claim.
+    beats
+        Driver -> number of its last heartbeat.
+    """
+
+    claims: Mapping[str, OwnerClaim]
+    beats: Mapping[str, int]
+
+    @classmethod
+    def parse(cls, names: Iterable[str]) -> OwnersListing:
+        """Read a listing; other names are ignored."""
+        claims: dict[str, OwnerClaim] = {}
+        beats: dict[str, int] = {}
+        for name in names:
+            if match := _BEAT.fullmatch(name):
+                beats[match["driver"]] = max(int(match["number"]), beats.get(match["driver"], 0))
+            elif match := _CLAIM.fullmatch(name):
+                number = int(match["number"])
+                claim = claims.get(match["training"])
+                if claim is None or number > claim.generation:
+                    claim = claims[match["training"]] = OwnerClaim(number)
+                if number == claim.generation:
+                    claim.drivers |= {match["driver"]} if match["driver"] else set()
+                    claim.released |= match["released"] is not None
+        return cls(claims, beats)

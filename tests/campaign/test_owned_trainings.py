@@ -1,0 +1,130 @@
+"""Trainings of a run start, stop and count as the mover says."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
+from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.storage.globus.mover import ResultStatus
+
+
+class ScriptedMover:
+    """Says what a test has set."""
+
+    def __init__(self) -> None:
+        self.ready: set[str] = set()
+        self.losses: dict[str, str] = {}
+        self.verdicts: dict[str, ResultStatus] = {}
+        self.told: list[str] = []
+        self.settled = True
+
+    def want(self, trainings: Any) -> None:
+        self.told.append(f"want {', '.join(trainings)}")
+
+    def is_ready(self, training: str) -> bool:
+        return training in self.ready
+
+    def lost(self, training: str) -> str:
+        return self.losses.get(training, "")
+
+    def stopped(self, training: str) -> None:
+        self.told.append(f"stopped {training}")
+        self.losses.pop(training)
+
+    def finished(self, training: str) -> ResultStatus:
+        return self.verdicts.get(training, ResultStatus.PENDING)
+
+    def remark(self, training: str) -> str:
+        return "another site owns it"
+
+    def lines(self) -> list[str]:
+        return []
+
+
+class Kernel:
+    """Submits trainings and cancels them at once."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future[Any]] = []
+
+    def submit(self) -> Future[Any]:
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    @staticmethod
+    def cancel(future: Future[Any]) -> bool:
+        future.set_exception(TrainingCancelled("cancelled"))
+        return True
+
+
+def collected(admission: OwnedTrainings) -> list[str]:
+    names: list[str] = []
+    admission.collect(lambda name, _future: names.append(name))
+    return names
+
+
+def test_without_a_home_all_trainings_start_and_every_outcome_counts() -> None:
+    kernel = Kernel()
+    admission = OwnedTrainings({"a": kernel.submit, "b": kernel.submit}, kernel.cancel)
+    admission.admit()
+    assert admission.current == {"a", "b"}
+    kernel.futures[0].set_result(1)
+    assert collected(admission) == ["a"]
+    kernel.futures[1].set_exception(ValueError())
+    assert collected(admission) == ["b"]
+    assert admission.is_done
+
+
+def test_a_training_starts_only_once_this_site_owns_it() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission.admit()
+    assert kernel.futures == []
+    assert admission.notes() == ["a waits: another site owns it"]
+    mover.ready.add("a")
+    admission.admit()
+    assert len(kernel.futures) == 1
+    assert not admission.is_done
+
+
+def test_a_training_that_another_site_has_taken_over_is_ended_and_held_until_it_is_owned_again() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    mover.ready.add("a")
+    admission.admit()
+    mover.ready.clear()
+    mover.losses["a"] = "another site has taken it over"
+    admission.admit()
+    assert kernel.futures[0].done()
+    assert collected(admission) == []
+    assert mover.told == ["want a", "stopped a"]
+    assert admission.held == {"a"}
+    mover.ready.add("a")
+    admission.admit()
+    kernel.futures[1].set_result(1)
+    mover.verdicts["a"] = ResultStatus.CONFIRMED
+    assert collected(admission) == ["a"]
+
+
+def test_a_result_is_kept_once_home_has_confirmed_it_and_dropped_if_another_site_goes_on() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    mover.ready.add("a")
+    admission.admit()
+    kernel.futures[0].set_result(1)
+    assert collected(admission) == []
+    mover.verdicts["a"], mover.losses["a"] = ResultStatus.LOST, "another site has taken it over"
+    assert collected(admission) == []
+    assert admission.held == {"a"}
+
+
+def test_the_run_waits_for_the_last_copies_and_a_held_training_can_be_cancelled() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    assert admission.cancel("a")
+    mover.settled = False
+    assert not admission.is_done
+    mover.settled = True
+    assert admission.is_done

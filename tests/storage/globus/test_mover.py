@@ -1,0 +1,258 @@
+"""The mover with the real Globus SDK: nothing wrong is resumed from, nothing is copied twice, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from freetrain_parsl.errors import GlobusRefused
+from freetrain_parsl.storage.globus.mover import ResultStatus
+from freetrain_parsl.testing.globus.loopback_service import Cut, Reply
+from tests.storage.globus.conftest import HOME, LEASE, A
+
+pytestmark = pytest.mark.globus
+
+
+def ready(world, mover, *trainings):
+    mover.want(trainings)
+    world.run(mover, until=lambda: all(map(mover.is_ready, trainings)))
+
+
+def test_a_checkpoint_goes_home_and_is_resumed_from_at_another_site(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10, b"ten")
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    assert one.finished("net") is ResultStatus.PENDING
+    world.run(one, until=lambda: one.finished("net") is ResultStatus.CONFIRMED and one.settled)
+    world.run(one, until=lambda: not one._ownership.releasing)
+    other = world.mover("b")
+    ready(world, other, "net")
+    assert world.content("b", "net") == b"ten"
+    state = world.root("b") / "net" / "step-0000000010" / "state.pt"
+    assert state.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_manifest_is_sent_after_the_data_has_arrived(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10)
+    world.machine.next_task("hold")
+    for _ in range(20):
+        one.turn()
+    (task,) = world.machine.tasks.values()
+    assert all("manifest" not in item["destination_path"] for item in task.request["DATA"])
+    assert "copying to home: net, 0 B of 5 B" in one.lines()[0]
+    world.machine.go_on()
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+
+
+@pytest.mark.parametrize(
+    ("mishap", "reason"),
+    [("fail", "FILE_SIZE_CHANGED"), ("quota", "QUOTA_EXCEEDED"), ("checksum", "VERIFY_CHECKSUM")],
+)
+def test_a_copy_that_dies_half_way_does_not_count_and_the_one_before_is_used(world, mishap, reason):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10, b"ten")
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    world.machine.next_task(mishap)
+    world.save("a", "net", 20, b"twenty")
+    world.run(one, until=lambda: reason in one.remark("net"), seconds=0.1)
+    assert "next attempt in" in one.remark("net")
+    assert world.at_home("net") == ["1:10"]
+    other = world.mover("b")  # the first one is dead from now on
+    other.want(["net"])
+    world.run(other, until=lambda: other.is_ready("net"), seconds=5.0)
+    assert world.content("b", "net") == b"ten"
+
+
+def test_a_failed_copy_is_tried_again_with_the_newest_checkpoint(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.machine.next_task("fail", 2)
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    assert one.remark("net") == ""
+
+
+def test_a_damaged_checkpoint_at_home_is_found_by_its_hashes_and_the_one_before_is_used(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10, b"ten")
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    world.machine.next_task("corrupt")
+    world.save("a", "net", 20, b"twenty")
+    world.run(one, until=lambda: world.at_home("net") == ["1:10", "1:20"])
+    other = world.mover("b")
+    other.want(["net"])
+    world.run(other, until=lambda: other.is_ready("net"), seconds=5.0)
+    assert world.content("b", "net") == b"ten"
+
+
+def test_if_no_checkpoint_at_home_is_intact_the_training_waits_with_the_reason(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.machine.next_task("corrupt")
+    world.save("a", "net", 10, b"ten")
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    other = world.mover("b")
+    other.want(["net"])
+    world.run(other, until=lambda: "no other one is left" in other.remark("net"), seconds=5.0)
+    assert not other.is_ready("net")
+    assert world.steps("b", "net") == []
+
+
+def test_a_driver_that_dies_between_submission_and_answer_does_not_copy_twice(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10)
+    world.services["a"].mishap("POST", "/v0.10/transfer", Cut(after_work=True), times=2)
+    for _ in range(5):
+        one.turn()
+    assert len(world.machine.tasks) == 1
+    world.machine.wait()
+    again = world.mover("a")
+    ready(world, again, "net")
+    world.run(again, until=lambda: world.at_home("net") == ["1:10"])
+    assert world.machine.duplicates >= 1
+    assert len(world.machine.tasks) == 2  # data, manifest
+    for _ in range(10):
+        again.turn()
+    assert len(world.machine.tasks) == 2
+
+
+def test_the_submission_id_is_on_disk_before_the_task_is_submitted(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    seen = []
+    state = world.path / "run-a" / "globus.json"
+    world.services["a"].mishap("POST", "/v0.10/transfer", lambda: seen.append(json.loads(state.read_text())))
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    (task, _) = world.machine.tasks.values()
+    assert seen[0]["jobs"][0]["submission"] == task.request["submission_id"]
+
+
+def test_many_checkpoints_share_a_task_and_two_tasks_are_active_at_most(world):
+    one = world.mover("a")
+    names = [f"net-{number}" for number in range(20)]
+    ready(world, one, *names)
+    for name in names:
+        world.save("a", name, 10)
+    world.run(one, until=lambda: all(world.at_home(name) for name in names))
+    assert len(world.machine.tasks) == 2
+    assert world.machine.most_active <= 2
+
+
+def test_two_checkpoints_stay_at_home_and_nothing_else_there_is_touched(world):
+    one = world.mover("a")
+    foreign = world.path / "home" / "ft" / "checkpoints" / "net" / "gen-0000000001" / "mine"
+    ready(world, one, "net")
+    foreign.mkdir(parents=True)
+    for step in (10, 20, 30, 40):
+        world.save("a", "net", step)
+        world.run(one, until=lambda step=step: f"1:{step}" in world.at_home("net"))
+    world.run(one, until=lambda: world.at_home("net") == ["1:30", "1:40"])
+    assert foreign.is_dir()
+
+
+def test_checkpoints_of_an_owner_that_was_replaced_do_not_count_any_more(world):
+    one, other = world.mover("a"), world.mover("b")
+    ready(world, one, "net")
+    world.save("a", "net", 10, b"ten")
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    world.services["a"].cut_off = True
+    world.save("a", "net", 90, b"never copied in time")
+    other.want(["net"])
+    world.run(one, other, until=lambda: one.lost("net"), seconds=5.0)
+    assert not other.is_ready("net")
+    assert "home could not be reached" in one.lost("net")
+    world.run(one, other, until=lambda: other.is_ready("net"), seconds=5.0)
+    assert world.content("b", "net") == b"ten"
+    world.save("b", "net", 20, b"twenty")
+    world.run(other, until=lambda: world.at_home("net")[-1].endswith(":20"))
+    assert other.finished("net") is ResultStatus.PENDING
+    world.run(other, until=lambda: other.finished("net") is ResultStatus.CONFIRMED and other.settled)
+    world.services["a"].cut_off = False
+    one.stopped("net")
+    world.run(one, other, until=lambda: one.is_ready("net"), seconds=5.0)
+    assert world.content("a", "net") == b"twenty"
+    assert (world.root("a") / "net" / "set-aside-1" / "step-0000000090").is_dir()
+
+
+def test_a_result_counts_only_if_home_confirms_it_afterwards(world):
+    one, other = world.mover("a"), world.mover("b")
+    ready(world, one, "net")
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    world.services["a"].cut_off = True
+    other.want(["net"])
+    assert one.finished("net") is ResultStatus.PENDING
+    world.run(one, other, until=lambda: other.is_ready("net"), seconds=5.0)
+    assert one.finished("net") is ResultStatus.LOST
+
+
+def test_waiting_with_retry_after_and_expired_tokens_are_overcome(world):
+    one = world.mover("a")
+    world.services["a"].mishap(
+        "GET",
+        f"/v0.10/operation/endpoint/{HOME}/ls",
+        Reply({"code": "RateLimited"}, 429, {"Retry-After": "7"}),
+        times=2,
+    )
+    one.want(["net"])
+    one.turn()
+    begin = world.clock.now
+    world.run(one, until=lambda: one.is_ready("net"), seconds=0.5)
+    assert world.clock.now - begin >= 7
+    world.services["a"].expire_tokens()
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+
+
+def test_an_endpoint_that_is_offline_delays_and_is_told(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.machine.offline.add(HOME)
+    world.run(one, until=lambda: "not connected" in one.remark("net"), seconds=5.0)
+    world.machine.offline.clear()
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"], seconds=2.0)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda world: world.machine.consent.add(HOME), "freetrain globus login --config"),
+        (lambda world: world.machine.directories.pop(A), "there is no such collection; correct its UUID"),
+        (lambda world: world.machine.directories.update({A: world.path / "run-a"}), "is not /ft on collection"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line_before_anything_is_submitted(world, break_it, message):
+    break_it(world)
+    with pytest.raises(GlobusRefused) as caught:
+        world.mover("a")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert world.machine.tasks == {}
+
+
+def test_without_a_login_the_command_is_named(world, monkeypatch):
+    monkeypatch.delenv("FREETRAIN_GLOBUS_CLIENT_SECRET")
+    with pytest.raises(GlobusRefused, match="run: freetrain globus login"):
+        world.mover("a")
+    monkeypatch.delenv("FREETRAIN_GLOBUS_CLIENT_ID")
+    with pytest.raises(GlobusRefused, match="FREETRAIN_GLOBUS_CLIENT_ID is not set"):
+        world.mover("a")
+
+
+def test_requests_of_an_idle_mover_are_few(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    before = len(world.services["a"].requests)
+    for _ in range(100):
+        one.turn()
+        world.clock.now += LEASE / 100
+    assert len(world.services["a"].requests) - before <= 2 * 6
