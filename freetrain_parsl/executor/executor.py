@@ -33,7 +33,7 @@ from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.node_kinds import NodeKind, refuse_unknown_kinds
+from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_unknown_kinds
 from freetrain_parsl.executor.packing import pack_or_refuse, pack_task
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
@@ -171,7 +171,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         encrypted: bool = True,
     ) -> None:
         planner = planner or PlannerSettings()
-        self._kinds = _named_kinds(node_kinds)
+        self._kinds = named_kinds(node_kinds)
         if not self._kinds:
             if provider is None:
                 from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
@@ -501,19 +501,3 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._executor_exception = error
         self._executor_bad_state.set()
         self._submissions.fail_all(error)
-
-
-def _named_kinds(kinds: Sequence[NodeKind]) -> dict[str, NodeKind]:
-    """Return the kinds by name.
-
-    Raises
-    ------
-    InvalidSettings
-        One has no name, or two have the same.
-    """
-    named = {kind.name: kind for kind in kinds if kind.name}
-    if len(named) != len(kinds):
-        raise InvalidSettings(
-            f"FreeTrainExecutor: each of the node_kinds needs a name of its own, got {[kind.name for kind in kinds]!r}"
-        )
-    return named

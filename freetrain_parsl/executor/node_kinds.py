@@ -11,14 +11,14 @@ from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, did_you_mean
 from freetrain_parsl.settings_checks import check_count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from parsl.providers.base import ExecutionProvider
 
     from freetrain_parsl.executor.trainings import TrainingRequest
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["KindOfSlots", "NodeKind", "check_kind_name", "refuse_unknown_kinds"]
+__all__ = ["KindOfSlots", "NodeKind", "check_kind_name", "named_kinds", "refuse_unknown_kinds"]
 
 _NAME = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 
@@ -121,3 +121,19 @@ def refuse_unknown_kinds(request: TrainingRequest, kinds: Collection[str]) -> No
             raise InvalidTrainer(
                 f"training {request.name!r}: there are no nodes of kind {kind!r}{did_you_mean(kind, kinds) or known}"
             )
+
+
+def named_kinds(kinds: Sequence[NodeKind]) -> dict[str, NodeKind]:
+    """Return kinds by name.
+
+    Raises
+    ------
+    InvalidSettings
+        One has no name, or two have the same.
+    """
+    named = {kind.name: kind for kind in kinds if kind.name}
+    if len(named) != len(kinds):
+        raise InvalidSettings(
+            f"FreeTrainExecutor: each of the node_kinds needs a name of its own, got {[kind.name for kind in kinds]!r}"
+        )
+    return named
