@@ -36,7 +36,7 @@ from freetrain_parsl.remote.versions import Versions
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from freetrain_parsl.remote.launch import Process
 
@@ -48,6 +48,7 @@ DIRECTORY = "FREETRAIN_REMOTE_DIR"
 _REQUEST = "request.json"
 _PERIOD = 0.1  # seconds between looks at a process
 _LONGEST_WAIT = 60.0  # seconds
+_LONGEST_START = 900.0  # seconds until a driver has registered
 _LAST_LINE = 500  # characters
 
 
@@ -88,7 +89,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": str(error), "usage": isinstance(error, UsageError)}
 
 
-def status_of(root: Path, process: Process | None, store: RunStore | None) -> RemoteStatus:
+def status_of(
+    root: Path, process: Process | None, store: RunStore | None, clock: Callable[[], float] = time.time
+) -> RemoteStatus:
     """Derive the state of a run from its last process and its store.
 
     Parameters
@@ -99,6 +102,8 @@ def status_of(root: Path, process: Process | None, store: RunStore | None) -> Re
         The last detached process.
     store
         State of the run; ``None`` before it has been created.
+    clock
+        Seconds since the epoch.
     """
     driver = None if store is None else store.last_driver()
     document = None if store is None else summary(store)
@@ -107,7 +112,9 @@ def status_of(root: Path, process: Process | None, store: RunStore | None) -> Re
     drives = process is not None and process.command[0] in ("run", "resume")
     if drives and process is not None and (driver is None or driver.since < process.since):
         # The process has not become the driver (yet).
-        if process.exit_code is None and process.running is not False:
+        # On another login node it cannot be seen; there it may have ended with its host.
+        may_run = clock() - process.since < _LONGEST_START if process.running is None else process.running
+        if process.exit_code is None and may_run:
             return status
         return replace(status, state="failed", message=_last_line(root))
     if driver is None or store is None:
@@ -262,7 +269,7 @@ def _clean(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"done": code == 0, "message": line}
 
 
-def _wait(root: Path, request: Mapping[str, Any], enough: Any) -> dict[str, Any]:
+def _wait(root: Path, request: Mapping[str, Any], enough: Callable[[RemoteStatus], bool]) -> dict[str, Any]:
     end = time.monotonic() + _seconds(request)
     while not enough(status := _status(root)) and time.monotonic() < end:
         time.sleep(_PERIOD)

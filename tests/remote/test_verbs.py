@@ -113,6 +113,12 @@ def test_before_the_driver_has_registered(tmp_path):
     assert status_of(tmp_path, None, None).state == "failed"
 
 
+def test_a_start_on_another_login_node_is_given_time_but_not_for_ever(tmp_path):
+    elsewhere = Process(("run",), "login7", 1, 1000.0, None, None)
+    assert status_of(tmp_path, elsewhere, None, clock=lambda: 1100.0).state == "starting"
+    assert status_of(tmp_path, elsewhere, None, clock=lambda: 3000.0).state == "failed"
+
+
 def test_states_of_a_run(tmp_path, store):
     driver = store.begin_driver(*own_identity())
     assert status_of(tmp_path, process("run"), store).state == "running"
