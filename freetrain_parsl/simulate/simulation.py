@@ -103,10 +103,10 @@ def simulate(
     Raises
     ------
     InvalidSettings
-        The interval is not positive, or the policy leaves all GPUs idle while jobs wait, for ever.
+        The interval is less than 1 s, or the policy leaves all GPUs idle while jobs wait, for ever.
     """
-    if not (math.isfinite(interval) and interval > 0):
-        raise InvalidSettings(f"the interval between two decisions must be positive, got {interval!r}")
+    if not (math.isfinite(interval) and interval >= 1):
+        raise InvalidSettings(f"the interval between two decisions must be at least 1 s, got {interval!r}")
     return _Simulation(requests, cluster, policy, description, on_progress, interval).run()
 
 

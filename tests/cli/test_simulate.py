@@ -100,7 +100,7 @@ def test_lists_of_trainers_and_job_logs_are_workloads(freetrain, tmp_path):
         ("simulate list.csv --cluster 1x2", "list.csv:2: trainer 'a': max is 4 GPUs, the cluster has 2"),
         ("simulate list.csv --knowledge curves", "--knowledge curves is for workloads with --profiles"),
         ("simulate list.csv --profiles . --trainers list.csv", "give one of them"),
-        ("simulate list.csv --interval 0", "the interval between two decisions must be positive, got 0.0"),
+        ("simulate list.csv --interval 0", "the interval between two decisions must be at least 1 s, got 0.0"),
         ("simulate log --trainers list.csv", "log:3: NNodes must be an integer, got 'x'"),
     ],
 )

@@ -60,6 +60,15 @@ def test_on_shared_hosts_it_is_better_than_counts_placed_afterwards(objective):
     assert better > 4
 
 
+def test_without_generations_it_is_the_better_of_the_placed_optima():
+    for seed in range(4):
+        case = shared_hosts_instance(seed)
+        placed, searched = decide(OnesPolicy(generations=0), case), decide(OnesPolicy(), case)
+        least = value_of(case, decide(MilpPolicy(), case).allocation)
+        assert least - 1e-9 * abs(least) <= placed.objective <= searched.objective
+        assert placed.objective == pytest.approx(value_of(case, placed.allocation))
+
+
 def test_it_finds_the_only_layout_without_loss():
     """Two hosts of four: counts 3, 3 and 2 would spread one trainer, so that 4, 3 and 1 are better."""
     curve = ScalingCurve({1: 10, 2: 19, 3: 27, 4: 30})
@@ -86,8 +95,8 @@ def test_evolution_alone_comes_close_to_the_optimum(seed):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"population": 1}, "population must be at least 2, got 1"),
-        ({"generations": 0}, "generations"),
+        ({"population": 1}, "population must be a whole number of at least 2, got 1"),
+        ({"generations": -1}, "generations must be a whole number of at least 0, got -1"),
         ({"patience": 0}, "patience"),
         ({"horizon": timedelta(0)}, "horizon"),
     ],

@@ -95,7 +95,7 @@ class CompletionTime(Contextual):
         return float(seconds**-self.preference)
 
 
-_EXPONENTS = {Urgency.WORK: (0.35, 0.35, 180.0), Urgency.SERVICE: (0.6, 0.15, 200.0), Urgency.NONE: (0.75, 0.0, 150.0)}
+_EXPONENTS = {Urgency.WORK: (0.35, 0.35, 180.0), Urgency.SERVICE: (0.65, 0.12, 200.0), Urgency.NONE: (0.75, 0.0, 150.0)}
 """What is known -> a, b, h."""
 
 

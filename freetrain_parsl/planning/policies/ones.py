@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, resolve_objective
 from freetrain_parsl.planning.objectives.placed import PlacedValues
@@ -43,7 +42,7 @@ class OnesPolicy(Policy):
     population
         Layouts that survive a generation. ONES has 16; with fewer, more generations take as long and find more.
     generations
-        Most generations of a decision.
+        Most generations of a decision; zero for the best of the first population: exact counts, placed.
     patience
         Stop after so many generations without a better layout.
     warm_start
@@ -71,10 +70,9 @@ class OnesPolicy(Policy):
         if horizon is not None:
             check_duration("policy 'ones': horizon", horizon)
         check_duration("policy 'ones': time_limit", time_limit)
-        if population < 2:
-            raise InvalidSettings(f"policy 'ones': population must be at least 2, got {population!r}")
-        for name, number in (("generations", generations), ("patience", patience)):
-            check_count(f"policy 'ones': {name}", number)
+        check_count("policy 'ones': population", population, least=2)  # parents of a crossover
+        check_count("policy 'ones': generations", generations, least=0)
+        check_count("policy 'ones': patience", patience)
         self._objective = resolve_objective(objective)
         self._horizon = None if horizon is None else horizon.total_seconds()
         self._population, self._generations, self._patience = population, generations, patience

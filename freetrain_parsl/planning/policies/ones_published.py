@@ -14,6 +14,7 @@ import numpy.typing as npt
 from freetrain_parsl.planning.policies.baseline import BaselinePolicy
 from freetrain_parsl.planning.solvers.evolution.contiguous import contiguous_starts
 from freetrain_parsl.planning.solvers.evolution.search import evolve
+from freetrain_parsl.settings_checks import check_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,11 @@ class OnesPublishedPolicy(BaselinePolicy):
         Of each decision.
     seed
         Seed of all draws.
+
+    Raises
+    ------
+    InvalidSettings
+        No generations, or a horizon that is not positive.
     """
 
     name = "ones-published"
@@ -70,6 +76,7 @@ class OnesPublishedPolicy(BaselinePolicy):
         seed: int = 0,
     ) -> None:
         super().__init__(objective, horizon=horizon)
+        check_count("policy 'ones-published': generations", generations)
         self._generations, self._seed = generations, seed
 
     def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:
