@@ -223,6 +223,10 @@ class RunStore:
             database.execute("UPDATE driver SET ended = ?, how = ? WHERE id = ?", (self._clock(), how, driver))
             database.execute("UPDATE training SET state = 'waiting', nodes = '[]' WHERE state = 'running'")
 
+    def drivers(self) -> list[DriverRecord]:
+        """Return all drivers, the first one first."""
+        return [DriverRecord(*row) for row in self._rows("SELECT * FROM driver ORDER BY id")]
+
     def last_driver(self) -> DriverRecord | None:
         """Return the last driver."""
         row = self._rows("SELECT * FROM driver ORDER BY id DESC LIMIT 1")

@@ -13,12 +13,14 @@ __all__ = ["VERBS", "app_of"]
 
 VERBS: Final = (
     "demo",
+    "init",
     "run",
     "status",
     "stop",
     "cancel",
     "resume",
     "clean",
+    "report",
     "replay",
     "simulate",
     "windows",
@@ -42,7 +44,6 @@ def app_of(word: str | None = None) -> typer.Typer:
         name="freetrain",
         help="Train neural networks on the idle nodes of a cluster.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)

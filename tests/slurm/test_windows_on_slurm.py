@@ -6,6 +6,7 @@ starts at once; one that is a minute longer does not. Minutes are Slurm's resolu
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from typer.testing import CliRunner
 
+from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.cli.commands import app
 from freetrain_parsl.planning.model import WindowKind
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 from tests.slurm.main_queue import until_planned
@@ -210,3 +214,17 @@ def test_slurm_keeps_to_the_windows(cluster, situation):
     ]
     for job in fitting:
         cluster.wait_for_state(job, "RUNNING", timeout=10)
+
+
+def test_a_site_file_by_init_is_accepted_as_it_is(cluster, tmp_path, monkeypatch):
+    """`freetrain init` finds the preemptible partition, and `freetrain windows` shows its nodes."""
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "site.yaml"
+    wrote = CliRunner().invoke(app, ["init", str(file)])
+    assert wrote.exit_code == 0, wrote.stderr
+    site = Site.load(file)
+    assert site.block["partition"] == "preemptible"
+    shown = CliRunner().invoke(app, ["windows", "--config", str(file), "--json"])
+    assert shown.exit_code == 0, shown.stderr
+    assert {window["kind"] for window in json.loads(shown.stdout)} <= {"preemptible"}

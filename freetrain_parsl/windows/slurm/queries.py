@@ -203,7 +203,7 @@ class SlurmQueries:
 
     def preemption_of(self, qos: str) -> tuple[bool, float] | None:
         """Return whether jobs of a QOS may be preempted, and their grace in seconds; ``None`` if unknown."""
-        return self._keep("qos", _KEEP_CONFIG, lambda: self._preemption_of(qos))
+        return self._keep(f"qos {qos}", _KEEP_CONFIG, lambda: self._preemption_of(qos))
 
     def _preemption_of(self, qos: str) -> tuple[bool, float] | None:
         rows = self.accounting(_rows, "sacctmgr", "-n", "-P", "show", "qos", "format=Name,Preempt,GraceTime")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.windows.slurm.jobs import SlurmJob
     from freetrain_parsl.windows.state import Node, Partition, PendingJob, RunningJob
 
-__all__ = ["SlurmWindowSource"]
+__all__ = ["SlurmWindowSource", "user_name"]
 
 _MINUTE = 60.0
 _MARKS_PLANNED = (21, 8)
@@ -94,7 +94,7 @@ class SlurmWindowSource(WindowSource):
         self.partition = partition
         self.account = account
         self.qos = qos
-        self.user = user or _user_name()
+        self.user = user or user_name()
         self._needs = NodeNeeds(
             partition or "", exclusive, cpus_per_node or 1, gpus_per_node or 0, memory_per_node or 0, features
         )
@@ -246,7 +246,7 @@ class SlurmWindowSource(WindowSource):
         word, _, by = words.partition(" by ")
         state, sentence = block_state(word)
         if state is BlockState.CANCELLED and by:
-            name = _user_name(by)
+            name = user_name(by)
             sentence = "was cancelled by its own user" if name == self.user else f"was cancelled by {name}"
         return BlockStatus(state, reason=sentence)
 
@@ -348,7 +348,8 @@ class SlurmWindowSource(WindowSource):
         return explain_complaint(complaint)
 
 
-def _user_name(uid: str = "") -> str:
+def user_name(uid: str = "") -> str:
+    """Return the name of a user, by default the calling one."""
     number = int(uid) if uid.isdecimal() else os.getuid()
     try:
         return pwd.getpwuid(number).pw_name

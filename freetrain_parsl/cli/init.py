@@ -1,0 +1,202 @@
+"""``freetrain init``: looks at the machine and writes a commented site file for it. Submits nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from freetrain_parsl.cli.sources import SystemOption, errors_in_one_line
+from freetrain_parsl.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+    from freetrain_parsl.campaign.site_draft import LoginHost
+    from freetrain_parsl.windows.machine import Machine, Queue
+
+_COMMANDS = {"slurm": "sinfo", "pbs": "pbsnodes"}  # if on PATH, the system is available
+_SYSTEMS = (*_COMMANDS, "local")
+_SCRATCH_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK", "MEMBERWORK")
+_STANDARD_OUTPUT = Path("-")
+
+
+def init(
+    output: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="Site file to write; - for standard output. Default: CLUSTER.yaml."),
+    ] = None,
+    system: SystemOption = None,
+    partition: Annotated[
+        str | None,
+        typer.Option("--partition", metavar="NAME", help="Partition, or PBS queue. Default: the most suitable one."),
+    ] = None,
+    account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="Account of the jobs.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+) -> None:
+    """Look at the batch system of this machine and write a commented site file for it. Submits nothing."""
+    with errors_in_one_line("init"):
+        if output is not None:
+            _refuse_existing(output, force=force)
+        chosen = _system(system)
+        if chosen == "local":
+            if partition is not None or account is not None:
+                raise UsageError("--partition and --account are for Slurm and PBS; there is neither on this machine")
+            _write(_embedded(), output or Path("local-site.yaml"), force=force)
+            return
+        machine = _describe(chosen)
+        queue = _choose(machine, partition)
+        if account is not None and machine.accounts and account not in machine.accounts:
+            raise UsageError(
+                f"--account {account}: you may charge {', '.join(machine.accounts)}"
+                f"{did_you_mean(account, machine.accounts)}"
+            )
+        _show(machine, queue)
+        from freetrain_parsl.campaign.site_draft import draft_site
+
+        text = draft_site(machine, queue, _host(), account)
+        _write(text, output or Path(f"{_file_stem(machine)}.yaml"), force=force)
+
+
+def _system(named: str | None) -> str:
+    if named is not None:
+        if named not in _SYSTEMS:
+            raise UsageError(f"--system must be slurm, pbs or local, got {named!r}{did_you_mean(named, _SYSTEMS)}")
+        return named
+    return next((name for name, command in _COMMANDS.items() if shutil.which(command)), "local")
+
+
+def _describe(system: str) -> Machine:
+    from freetrain_parsl.windows.machine import describe_pbs, describe_slurm
+
+    return {"slurm": describe_slurm, "pbs": describe_pbs}[system]()
+
+
+def _choose(machine: Machine, name: str | None) -> Queue:
+    word = "partition" if machine.system == "slurm" else "queue"
+    if name is not None:
+        names = [queue.name for queue in machine.queues]
+        queue = next((queue for queue in machine.queues if queue.name == name), None)
+        if queue is None:
+            raise UsageError(f"--partition {name}: there is no such {word}{did_you_mean(name, names)}")
+    elif machine.queues:
+        queue = machine.queues[0]
+    else:
+        raise UsageError(f"this batch system reports no {word}")
+    if queue.refusal:
+        raise UsageError(f"{word} {queue.name}: {queue.refusal}")
+    return queue
+
+
+def _host() -> LoginHost:
+    from freetrain_parsl.campaign.site_draft import LoginHost
+    from freetrain_parsl.executor.addresses import own_addresses
+
+    python = Path(sys.executable)
+    environment = python.parent.parent
+    interfaces = {
+        name: [str(address) for address in addresses]
+        for name, addresses in own_addresses().items()
+        if not all(address.is_loopback for address in addresses)
+    }
+    return LoginHost(
+        python,
+        environment if (environment / "bin" / "activate").is_file() else None,
+        _scratch(),
+        interfaces,
+    )
+
+
+def _scratch() -> Path | None:
+    """Find a directory for large files: sites name theirs in an environment variable."""
+    candidates = [Path(os.environ[name]) for name in _SCRATCH_VARIABLES if os.environ.get(name)]
+    return next((path for path in candidates if path.is_dir() and os.access(path, os.W_OK)), None)
+
+
+def _embedded() -> str:
+    from freetrain_parsl.campaign.site_draft import draft_embedded_site
+
+    return draft_embedded_site(len(os.sched_getaffinity(0)), _host())
+
+
+def _file_stem(machine: Machine) -> str:
+    stem = "".join(letter for letter in machine.name if letter.isalnum() or letter in "-_.").strip(".")
+    return stem or f"{machine.system}-site"
+
+
+def _refuse_existing(output: Path, *, force: bool) -> None:
+    if output != _STANDARD_OUTPUT and output.exists() and not force:
+        raise UsageError(f"{output} exists; give another name, or --force to overwrite it")
+
+
+def _write(text: str, output: Path, *, force: bool) -> None:
+    """Check the text as any site file is checked, and write it."""
+    from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.campaign.yaml_file import Variables
+    from freetrain_parsl.report.output import write_output
+
+    Site.parse(text, str(output), Variables(environment={}))
+    if output == _STANDARD_OUTPUT:
+        typer.echo(text, nl=False)
+        return
+    _refuse_existing(output, force=force)
+    try:
+        write_output(output, text)
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
+    typer.echo(f"wrote {output}", err=True)
+    typer.echo(f"next:  freetrain windows --config {output}", err=True)
+
+
+def _show(machine: Machine, chosen: Queue) -> None:
+    """Show what was found on standard error: standard output may be the file."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    console.print(_queue_table(machine, chosen))
+    for queue in machine.queues:
+        if queue.refusal:
+            console.print(Text(f"{queue.name}: {queue.refusal}", style="dim"), soft_wrap=True)
+
+
+def _queue_table(machine: Machine, chosen: Queue) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    from freetrain_parsl.cli.windows import format_duration
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("partition" if machine.system == "slurm" else "queue", no_wrap=True)
+    for column in ("nodes", "cores", "GPUs", "time limit"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("preemptible", no_wrap=True)
+    table.add_column("usable", no_wrap=True)
+    for queue in machine.queues:
+        kinds = [kind for kind, _ in queue.node_types]
+        walltime = queue.partition.max_walltime
+        preemptible = f"by QOS {queue.qos}" if queue.qos else "yes" if queue.partition.preemptible else "no"
+        table.add_row(
+            "→" if queue is chosen else "",
+            Text(queue.name),
+            str(len(queue.partition.nodes)),
+            _range(kind.cpus for kind in kinds),
+            _range(kind.gpus for kind in kinds),
+            "none" if walltime == float("inf") else format_duration(walltime),
+            preemptible,
+            "no" if queue.refusal else "yes",
+        )
+    return table
+
+
+def _range(counts: Iterable[int]) -> str:
+    found = sorted(set(counts))
+    return "" if not found else str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}"

@@ -1,0 +1,154 @@
+"""``freetrain report``: what a run used and gave back, for its user and for a site's accounting."""
+
+from __future__ import annotations
+
+import json as json_format
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from freetrain_parsl.campaign.run import find_run
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli.campaign_view import RunDirectory, trainings_of
+from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from freetrain_parsl.report.node_time import NodeTime
+
+__all__ = ["report"]
+
+_HOUR = 3600.0
+_PHASES = {
+    "starting": "starting, until the workers are ready",
+    "training": "training",
+    "between": "ready, without a training",
+    "leaving": "leaving: saving, and ending the block",
+}
+
+
+def report(
+    run_dir: RunDirectory = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a run used, by cause, and what it gave back."""
+    with errors_in_one_line("report"):
+        figures = run_report(RunStore(find_run(run_dir).absolute()))
+        if json:
+            typer.echo(json_format.dumps(figures, indent=2))
+            return
+        console = Console()
+        console.print(
+            f"{figures['name']}: {figures['trainings']['finished']} of {sum(figures['trainings'].values())} trainings "
+            f"finished, {figures['samples']:,} samples, in {figures['run_dir']}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(_time_table(figures))
+        for line in _block_lines(figures):
+            console.print(Text(line), soft_wrap=True)
+
+
+def run_report(store: RunStore) -> dict[str, Any]:
+    """Return the figures of a run, from the journals of all its drivers.
+
+    Parameters
+    ----------
+    store
+        The run.
+
+    Returns
+    -------
+    figures
+        The keys of ``freetrain report --json``; areas in node-seconds.
+
+    Raises
+    ------
+    InvalidInput
+        A journal cannot be read.
+    """
+    account, progress = _read(store)
+    trainings = trainings_of(store)
+    states = ("finished", "running", "waiting", "failed", "cancelled")
+    useful = sum(each.get("slot_seconds", 0.0) for each in progress.values()) / account.slots_per_node
+    return {
+        "name": store.fact("name"),
+        "run_dir": str(store.directory),
+        "begin": account.begin,
+        "end": account.end,
+        "drivers": len(store.drivers()),
+        "trainings": {state: sum(item.state == state for item in trainings) for state in states},
+        "samples": int(sum(each.get("samples", 0) for each in progress.values())),
+        "samples_lost": int(sum(each.get("samples_lost", 0) for each in progress.values())),
+        "duplicate_samples": int(sum(each.get("duplicate_samples", 0) for each in progress.values())),
+        "held_node_seconds": account.held,
+        "node_seconds": {phase.value: seconds for phase, seconds in account.phases.items()},
+        "useful_node_seconds": useful,
+        "returned_node_seconds": account.returned,
+        "blocks_requested": account.requested,
+        "blocks_started": account.started,
+        "blocks_unfinished": account.unfinished,
+        "block_endings": dict(account.endings.most_common()),
+        "blocks_yielded": account.yielded,
+        "closing_notices": account.closing_notices,
+        "fragments_lost": account.lost_fragments,
+    }
+
+
+def _read(store: RunStore) -> tuple[NodeTime, dict[str, dict[str, Any]]]:
+    """Add up the journals; the progress of a training is that of the last driver that ran it."""
+    from freetrain_parsl.executor.journal import read_journal, read_progress
+    from freetrain_parsl.report.node_time import NodeTime, node_time
+
+    account = NodeTime()
+    progress: dict[str, dict[str, Any]] = {}
+    for driver in store.drivers():
+        if driver.journal is None or not (path := Path(driver.journal)).exists():
+            continue
+        try:
+            entries = (entry for _, entry in read_journal(path))
+            account.add(node_time(entries, ended=driver.ended is not None))
+            progress |= read_progress(path)
+        except (sqlite3.Error, ValueError) as error:
+            raise InvalidInput(f"the journal {path} cannot be read: {error}") from None
+    return account, progress
+
+
+def _time_table(figures: dict[str, Any]) -> Table:
+    held = figures["held_node_seconds"]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("node time")
+    table.add_column("node-hours", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+
+    rows = [("held by our blocks", held)]
+    for phase, seconds in figures["node_seconds"].items():
+        rows.append((f"  {_PHASES[phase]}", seconds))
+        if phase == "training":
+            rows.append(("    of it in steps that count", figures["useful_node_seconds"]))
+    for name, seconds in rows:
+        table.add_row(name, f"{seconds / _HOUR:.3f}", f"{seconds / held:.1%}" if held else "")
+    table.add_row("requested, but given back before the walltime", f"{figures['returned_node_seconds'] / _HOUR:.3f}")
+    return table
+
+
+def _block_lines(figures: dict[str, Any]) -> list[str]:
+    head = (
+        f"blocks: {figures['blocks_requested']} requested, {figures['blocks_started']} started; "
+        f"{figures['blocks_yielded']} left early for jobs of other users; "
+        f"{figures['closing_notices']} notices that a node is reclaimed"
+    )
+    lines = [head, *(f"  {count}: {reason}" for reason, count in figures["block_endings"].items())]
+    if figures["blocks_unfinished"]:
+        lines.append(f"  {figures['blocks_unfinished']}: running, or their driver was killed")
+    lines.append(
+        f"samples lost {figures['samples_lost']:,}, trained on more than once in an epoch "
+        f"{figures['duplicate_samples']:,}; {figures['fragments_lost']} fragments ended by a failure"
+    )
+    return lines

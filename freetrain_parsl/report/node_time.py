@@ -1,0 +1,214 @@
+"""What became of the node time that a run held: folded from its journal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.protocol import journal as record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from freetrain_parsl.executor.journal import JournalEntry
+
+__all__ = ["NodePhase", "NodeTime", "node_time"]
+
+
+class NodePhase(Enum):
+    """What a node that we hold is doing."""
+
+    STARTING = "starting"
+    """From the start of its block until its slots are ready."""
+    TRAINING = "training"
+    """In a fragment of at least one training."""
+    BETWEEN = "between"
+    """Its slots are ready, and no training runs."""
+    LEAVING = "leaving"
+    """It has left the pool, but its block has not ended."""
+
+
+@dataclass
+class NodeTime:
+    """Node time of one driver's blocks, in node-seconds.
+
+    Parameters
+    ----------
+    phases
+        Node-seconds held, by what the node was doing.
+    returned
+        Node-seconds of started blocks that were requested but not used: they ended before their walltime.
+    requested, started
+        Number of blocks.
+    endings
+        Number of started blocks by the reason for which they ended.
+    yielded
+        Number of blocks that released their nodes early because another user's job could start there.
+    closing_notices
+        Number of times that the batch system announced that it reclaims a node.
+    lost_fragments
+        Number of fragments that ended because a process or node failed.
+    begin, end
+        Times of the first and last entry, seconds since the epoch; ``None`` without entries.
+    unfinished
+        Number of blocks whose end is not recorded; they are counted until the last entry.
+    slots_per_node
+        Number of slots of a node.
+    """
+
+    phases: dict[NodePhase, float] = field(default_factory=lambda: dict.fromkeys(NodePhase, 0.0))
+    returned: float = 0.0
+    requested: int = 0
+    started: int = 0
+    endings: Counter[str] = field(default_factory=Counter)
+    yielded: int = 0
+    closing_notices: int = 0
+    lost_fragments: int = 0
+    begin: float | None = None
+    end: float | None = None
+    unfinished: int = 0
+    slots_per_node: int = 1
+
+    @property
+    def held(self) -> float:
+        """All node-seconds held."""
+        return sum(self.phases.values())
+
+    def add(self, other: NodeTime) -> None:
+        """Add the account of another driver of the same run."""
+        for phase, seconds in other.phases.items():
+            self.phases[phase] += seconds
+        self.returned += other.returned
+        self.requested += other.requested
+        self.started += other.started
+        self.endings += other.endings
+        self.yielded += other.yielded
+        self.closing_notices += other.closing_notices
+        self.lost_fragments += other.lost_fragments
+        self.unfinished += other.unfinished
+        self.slots_per_node = max(self.slots_per_node, other.slots_per_node)
+        self.begin = min((time for time in (self.begin, other.begin) if time is not None), default=None)
+        self.end = max((time for time in (self.end, other.end) if time is not None), default=None)
+
+
+def node_time(entries: Iterable[JournalEntry], *, ended: bool) -> NodeTime:
+    """Account for the node time of one driver.
+
+    Parameters
+    ----------
+    entries
+        Its journal, in order of time.
+    ended
+        Whether the driver has ended by itself, and its last blocks with it.
+    """
+    fold = _Fold()
+    for entry in entries:
+        fold.take(entry.time, entry.record)
+    return fold.finish(ended=ended)
+
+
+@dataclass
+class _Node:
+    """A node that a block holds."""
+
+    block: str
+    since: float
+    """Time up to which it is accounted for."""
+    phase: NodePhase = NodePhase.STARTING
+    """Its phase while no training runs on it."""
+
+
+class _Fold:
+    def __init__(self) -> None:
+        self._account = NodeTime()
+        self._now = 0.0
+        self._requests: dict[str, float] = {}  # block -> requested walltime, seconds
+        self._ends: dict[str, float] = {}  # started block -> end of its walltime
+        self._nodes: dict[str, _Node] = {}
+        self._fragments: dict[tuple[str, int], list[str]] = {}  # (training, generation) -> nodes
+        self._training: Counter[str] = Counter()  # node -> fragments on it
+        self._slots: Counter[tuple[str, str]] = Counter()  # (block, node) -> slots that joined
+
+    def take(self, time: float, entry: record.Record | None) -> None:
+        account = self._account
+        self._now = account.end = max(self._now, time)
+        account.begin = time if account.begin is None else account.begin
+        match entry:
+            case record.BlockRequested(subject=block):
+                account.requested += 1
+                self._requests[block] = entry.seconds
+            case record.BlockStarted(subject=block):
+                self._start(block, entry)
+            case record.BlockEnded(subject=block):
+                self._end(block, entry.reason)
+            case record.BlockYields():
+                account.yielded += 1
+            case record.NodeClosing():
+                account.closing_notices += 1
+            case record.SlotJoined():
+                self._slots[entry.block, entry.node] += 1
+            case record.NodeJoined(subject=node):
+                self._enter(node, NodePhase.BETWEEN)
+            case record.NodeLeft(subject=node):
+                self._enter(node, NodePhase.LEAVING)
+            case record.FragmentStarted(subject=training):
+                self._fragment_ends(training, entry.generation)  # a report that came twice
+                self._count(entry.nodes, 1)
+                self._fragments[training, entry.generation] = entry.nodes
+            case record.FragmentEnded(subject=training):
+                account.lost_fragments += entry.failure
+                self._fragment_ends(training, entry.generation)
+
+    def finish(self, *, ended: bool) -> NodeTime:
+        for block in list(self._ends):
+            if ended:
+                self._end(block, "ended with the driver")
+            else:
+                self._account.unfinished += 1
+                self._close(block)
+        self._account.slots_per_node = max(self._slots.values(), default=1)
+        return self._account
+
+    def _start(self, block: str, entry: record.BlockStarted) -> None:
+        self._account.started += 1
+        self._ends[block] = self._now + self._requests.get(block, 0.0) if entry.ends is None else entry.ends
+        for node in entry.nodes:
+            self._settle(node)
+            self._nodes[node] = _Node(block, self._now)
+
+    def _end(self, block: str, reason: str) -> None:
+        if block not in self._ends:  # it never started
+            return
+        self._account.endings[reason] += 1
+        nodes = sum(node.block == block for node in self._nodes.values())
+        self._account.returned += nodes * max(0.0, self._ends[block] - self._now)
+        self._close(block)
+
+    def _close(self, block: str) -> None:
+        del self._ends[block]
+        for name in [name for name, node in self._nodes.items() if node.block == block]:
+            self._settle(name)
+            del self._nodes[name]
+
+    def _enter(self, name: str, phase: NodePhase) -> None:
+        self._settle(name)
+        if name in self._nodes:
+            self._nodes[name].phase = phase
+
+    def _count(self, nodes: Iterable[str], change: int) -> None:
+        for name in nodes:
+            self._settle(name)
+            self._training[name] += change
+
+    def _fragment_ends(self, training: str, generation: int) -> None:
+        self._count(self._fragments.pop((training, generation), ()), -1)
+
+    def _settle(self, name: str) -> None:
+        """Account for a node's time up to now."""
+        node = self._nodes.get(name)
+        if node is not None:
+            phase = NodePhase.TRAINING if self._training[name] > 0 else node.phase
+            self._account.phases[phase] += self._now - node.since
+            node.since = self._now

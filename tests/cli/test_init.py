@@ -1,0 +1,76 @@
+"""`freetrain init`."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.cli import init as module
+from freetrain_parsl.windows.machine import Machine, NodeType, Queue
+from freetrain_parsl.windows.state import Partition
+
+NODES = ((NodeType(32, 4, 65536), 2),)
+OPEN = Queue(Partition("spare", ("n1", "n2"), preemptible=True), NODES)
+CLOSED = Queue(Partition("debug", ("n1",)), NODES, refusal="partition 'debug' is down: jobs in it do not start")
+MACHINE = Machine("slurm", (OPEN, CLOSED), "tiny", ("m1",))
+
+
+@pytest.fixture
+def invoke(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_describe", lambda system: MACHINE)
+    app = typer.Typer()
+    app.command()(module.init)
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def test_it_writes_a_site_file_named_after_the_cluster(invoke, tmp_path):
+    result = invoke("--system", "slurm")
+    assert result.exit_code == 0
+    site = Site.load(tmp_path / "tiny.yaml")
+    assert (site.block["partition"], site.block["account"]) == ("spare", "m1")
+    assert "next:  freetrain windows --config tiny.yaml" in result.stderr
+    assert "is down" in result.stderr
+
+
+def test_standard_output_holds_only_the_file(invoke, tmp_path):
+    result = invoke("-", "--system", "slurm")
+    (tmp_path / "copy.yaml").write_text(result.stdout)
+    assert Site.load(tmp_path / "copy.yaml").name == "tiny"
+    assert not (tmp_path / "-").exists()
+
+
+def test_an_existing_file_is_not_overwritten(invoke, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine")
+    result = invoke(str(file), "--system", "slurm")
+    assert result.exit_code == 2
+    assert result.stderr == f"freetrain init: {file} exists; give another name, or --force to overwrite it\n"
+    assert file.read_text() == "mine"
+    assert invoke(str(file), "--system", "slurm", "--force").exit_code == 0
+    assert Site.load(file).name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--system", "slrum"], "--system must be slurm, pbs or local, got 'slrum' (did you mean 'slurm'?)"),
+        (["--system", "slurm", "--partition", "spar"], "there is no such partition (did you mean 'spare'?)"),
+        (["--system", "slurm", "--partition", "debug"], "partition debug: partition 'debug' is down"),
+        (["--system", "slurm", "--account", "m2"], "--account m2: you may charge m1"),
+        (["--system", "local", "--account", "m2"], "--partition and --account are for Slurm and PBS"),
+        (["nowhere/site.yaml", "--system", "local"], "nowhere/site.yaml cannot be written: No such file or directory"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(invoke, arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr.splitlines()[-1]
+
+
+def test_without_a_batch_system_the_embedded_cluster_is_used(invoke, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert invoke().exit_code == 0
+    assert Site.load(tmp_path / "local-site.yaml").system == "local"

@@ -1,0 +1,72 @@
+"""`freetrain report`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from freetrain_parsl.campaign.lock import own_identity
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli.commands import app
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.protocol.reports import Progress
+from tests.cli.test_status import FACTS
+from tests.report.test_node_time import BLOCK
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Make a run of two drivers, each with one block."""
+    store = RunStore.create(tmp_path, FACTS, ["a", "b"])
+    host, pid, started = own_identity()
+    for number in (1, 2):
+        driver = store.begin_driver(host, pid, started - number)
+        path = tmp_path / f"journal-{number}.sqlite"
+        journal = Journal(path)
+        for time, written in BLOCK:
+            journal.write(time, written)
+        journal.keep_progress(50.0, "a", Progress(0, 10 * number, 100 * number, None, slot_seconds=10.0 * number))
+        journal.close()
+        store.describe_driver(driver, "ft-", path)
+        store.end_driver(driver, "finished")
+    store.finish("a", 1.0)
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_node_time_adds_up_over_drivers_and_progress_is_the_last(run):
+    figures = json.loads(invoke(run, "--json").stdout)
+    assert figures["held_node_seconds"] == sum(figures["node_seconds"].values()) == 160
+    assert figures["node_seconds"]["training"] == 100
+    assert figures["returned_node_seconds"] == 240
+    assert (figures["samples"], figures["useful_node_seconds"]) == (200, 20.0)
+    assert figures["block_endings"] == {"preempted": 2}
+    assert figures["trainings"] == {"finished": 1, "running": 0, "waiting": 1, "failed": 0, "cancelled": 0}
+    assert (figures["drivers"], figures["begin"], figures["end"]) == (2, 0.0, 50.0)
+
+
+def test_the_table_names_each_cause(run):
+    result = invoke(run)
+    assert result.exit_code == 0
+    assert "sweep: 1 of 2 trainings finished, 200 samples" in result.stdout
+    for words in ("held by our blocks", "starting, until the workers are ready", "given back", "2: preempted"):
+        assert words in result.stdout
+
+
+def test_a_damaged_journal_is_refused_by_name(run):
+    (run / "journal-1.sqlite").write_bytes(b"no database" * 100)
+    result = invoke(run)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"freetrain report: the journal {run / 'journal-1.sqlite'} cannot be read: file is not a database\n"
+    )
+
+
+def test_without_a_run_it_is_one_line(tmp_path):
+    result = invoke(tmp_path)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,126 @@
+"""What became of the node time that a run held."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freetrain_parsl.executor.journal import JournalEntry
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.codec import type_name
+from freetrain_parsl.report.node_time import NodePhase, NodeTime, node_time
+
+
+def entry(time, written):
+    detail = asdict(written)
+    return JournalEntry(time, type_name(type(written)), detail.pop("subject"), detail)
+
+
+def account(*timed, ended=True):
+    return node_time([entry(time, written) for time, written in timed], ended=ended)
+
+
+def fragment(training, generation, *nodes):
+    return record.FragmentStarted(training, generation, list(nodes), in_place=False, paused=0.0)
+
+
+def fragment_end(training, generation, *nodes, failure=False):
+    return record.FragmentEnded(training, generation, list(nodes), failure)
+
+
+BLOCK = (
+    (0.0, record.BlockRequested("b1", ["n1", "n2"], 100.0, None)),
+    (10.0, record.BlockStarted("b1", ["n1", "n2"], 110.0)),
+    (13.0, record.SlotJoined("s1", "n1", "b1", 1)),
+    (13.0, record.NodeJoined("n1", "b1", 110.0)),
+    (15.0, record.NodeJoined("n2", "b1", 110.0)),
+    (16.0, fragment("t", 1, "n1")),
+    (26.0, fragment_end("t", 1, "n1")),
+    (26.0, fragment("t", 2, "n1", "n2")),
+    (46.0, fragment_end("t", 2, "n1", "n2")),
+    (47.0, record.NodeLeft("n1", "its block ends")),
+    (48.0, record.NodeLeft("n2", "its block ends")),
+    (50.0, record.BlockEnded("b1", ["n1", "n2"], "preempted")),
+)
+
+
+def test_each_second_of_a_node_has_one_cause():
+    found = account(*BLOCK)
+    assert found.phases == {
+        NodePhase.STARTING: 3 + 5,
+        NodePhase.TRAINING: 10 + 2 * 20,
+        NodePhase.BETWEEN: 3 + 11 + 1 + 2,
+        NodePhase.LEAVING: 3 + 2,
+    }
+    assert found.held == 2 * 40
+    assert found.returned == 2 * 60
+    assert (found.requested, found.started, dict(found.endings)) == (1, 1, {"preempted": 1})
+
+
+def test_members_of_an_array_share_their_node():
+    found = account(
+        *BLOCK[:5],
+        (20.0, fragment("t", 1, "n1")),
+        (22.0, fragment("u", 1, "n1")),
+        (30.0, fragment_end("t", 1, "n1")),
+        (40.0, fragment_end("u", 1, "n1", failure=True)),
+    )
+    assert found.phases[NodePhase.TRAINING] == 20
+    assert found.lost_fragments == 1
+
+
+def test_a_block_that_never_started_holds_nothing():
+    found = account(BLOCK[0], (5.0, record.BlockEnded("b1", [], "cancelled")))
+    assert (found.held, found.returned, found.requested, found.started) == (0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_blocks_end_with_their_driver_but_not_with_a_killed_one(ended):
+    found = account(*BLOCK[:6], ended=ended)
+    assert found.held == 2 * 6
+    assert found.unfinished == (not ended)
+    assert found.returned == (2 * 94 if ended else 0)
+
+
+def test_drivers_of_one_run_add_up():
+    whole = NodeTime()
+    for _ in range(2):
+        whole.add(account(*BLOCK))
+    assert whole.held == 2 * account(*BLOCK).held
+    assert (whole.begin, whole.end, whole.endings["preempted"]) == (0.0, 50.0, 2)
+
+
+NODES = ("n1", "n2", "n3")
+RECORDS = st.one_of(
+    st.builds(record.BlockStarted, st.just("b1"), st.just(list(NODES)), st.just(1e6)),
+    st.builds(record.BlockEnded, st.just("b1"), st.just(list(NODES)), st.just("ended")),
+    st.builds(record.NodeJoined, st.sampled_from(NODES), st.just("b1"), st.just(1e6)),
+    st.builds(record.NodeLeft, st.sampled_from(NODES), st.just("left")),
+    st.builds(
+        lambda training, generation, nodes: fragment(training, generation, *nodes),
+        st.sampled_from("tu"),
+        st.integers(0, 2),
+        st.lists(st.sampled_from(NODES), unique=True),
+    ),
+    st.builds(fragment_end, st.sampled_from("tu"), st.integers(0, 2)),
+)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), RECORDS), max_size=30))
+def test_causes_add_up_to_the_time_held_whatever_the_journal_holds(steps):
+    now, held, since = 0.0, 0.0, None
+    timed = []
+    for pause, written in steps:
+        now += pause
+        timed.append((now, written))
+        if isinstance(written, record.BlockStarted):
+            since = now if since is None else since
+        elif isinstance(written, record.BlockEnded) and since is not None:
+            held, since = held + len(NODES) * (now - since), None
+    held += 0.0 if since is None else len(NODES) * (now - since)
+    found = account(*timed)
+    assert found.held == pytest.approx(held)
+    assert all(seconds >= 0 for seconds in found.phases.values())
