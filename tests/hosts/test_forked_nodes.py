@@ -23,10 +23,11 @@ SITE = {"login": {"eth0": "10.77.0.1/24"}, "n00": {"eth0": "10.77.0.10/24"}}
 
 # What runs in the place of the worker pool.
 _PROGRAM = """
-import json, os, socket, sys
+import json, os, platform, socket, sys
 print(json.dumps({
     "forked": "torch" in sys.modules,
     "name": socket.gethostname(),
+    "node": platform.node(),
     "addresses": socket.gethostbyname_ex("login")[2],
     "interfaces": sorted(name for _, name in socket.if_nameindex()),
     "shown": sorted(os.listdir("/sys/class/net")),
@@ -72,6 +73,7 @@ def test_a_forked_node_is_on_its_host(run, tmp_path):
     assert report == {
         "forked": True,
         "name": "n00",
+        "node": "n00",
         "addresses": ["10.77.0.1"],
         "interfaces": ["eth0", "lo"],
         "shown": ["eth0", "lo"],

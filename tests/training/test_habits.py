@@ -60,7 +60,7 @@ def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_pat
     alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))
     metrics, _, state = finished(alone)
     run = crew.start(2, tmp_path / "crew", practise, habit=habit, hold_at=5)
-    run.until(lambda: (tmp_path / "crew" / "net" / "files" / HELD).exists() or run.ended, 30)
+    run.until(lambda: (tmp_path / "crew" / "net" / "files" / HELD).exists() or run.ended)
     run.regroup(size)
     outcomes = run.outcomes()
     changed, sizes, changed_state = finished(outcomes[0])
@@ -94,7 +94,7 @@ def test_a_habit_has_the_same_result_when_a_process_is_lost_in_a_step(crew: Crew
 def test_the_log_has_each_step_once_with_the_loss_of_the_whole_batch(crew: Crew, tmp_path: Path) -> None:
     finished(run_member(practise, {"habit": "logging"}, root=tmp_path / "alone", membership=Membership("net")))
     run = crew.start(2, tmp_path / "crew", practise, habit="logging", hold_at=5)
-    run.until(lambda: (tmp_path / "crew" / "net" / "files" / HELD).exists() or run.ended, 30)
+    run.until(lambda: (tmp_path / "crew" / "net" / "files" / HELD).exists() or run.ended)
     run.regroup(2, replace=1)
     finished(run.outcomes()[0])
     logs = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import sharing
 import torch
+from crew import Crew
 from habits import HELD
 from training_crew import SAMPLES, run_member
 
@@ -18,7 +20,6 @@ from freetrain_parsl.training.step.learning_rate import RateScaling
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from crew import Crew
     from training_crew import Outcome
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def alone(root: Path, **kwargs: Any) -> Outcome:
 def changing(crew: Crew, root: Path, size: int, function: Any = sharing.train, **kwargs: Any) -> Outcome:
     """Run on two processes, and on `size` from the fourth step on."""
     run = crew.start(2, root / "crew", function, hold_at=4, **kwargs)
-    run.until(lambda: (root / "crew" / "net" / "files" / HELD).exists() or run.ended, 30)
+    run.until(lambda: (root / "crew" / "net" / "files" / HELD).exists() or run.ended)
     run.regroup(size)
     outcome = run.outcomes()[0]
     assert outcome is not None
@@ -117,9 +118,13 @@ def test_augmentation_is_the_same_whoever_fetches(tmp_path: Path) -> None:
     assert here["metrics"] == there["metrics"]
 
 
-def test_data_workers_stay_when_the_group_changes(crew: Crew, tmp_path: Path) -> None:
+def test_data_workers_stay_when_the_group_changes(tmp_path: Path) -> None:
     """The same workers continue, prefetched samples are dropped, and no sample is lost or repeated."""
-    changed = changing(crew, tmp_path, 1, sharing.fetch, workers=2)
+    crew = Crew(multiprocessing.get_context("spawn"))  # else each member has a server for its data workers, which stays
+    try:
+        changed = changing(crew, tmp_path, 1, sharing.fetch, workers=2)
+    finally:
+        crew.close()
     value = changed.end.value
     assert value["workers"][2] == value["workers"][1] != set()
     assert value["audit"] == Audit(2 * SAMPLES, 0, 0)

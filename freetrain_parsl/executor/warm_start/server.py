@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import pkgutil
+import platform
 import selectors
 import signal
 import socket
@@ -186,6 +187,7 @@ def _forget() -> None:
     import numpy as np
 
     time.tzset()
+    platform._uname_cache = None  # type: ignore[attr-defined]  # noqa: SLF001 - the name of this host; no other way before 3.14
     tempfile.tempdir = None
     multiprocessing.current_process().authkey = os.urandom(32)
     np.random.seed()  # noqa: NPY002 - the global one, which a new interpreter would seed; `random` does it itself
