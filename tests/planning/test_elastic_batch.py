@@ -161,6 +161,15 @@ def test_nothing_changes_without_an_estimate_of_the_noise_or_enough_steps() -> N
     assert trained(profile(), 1, 32, steps=10).next_batch(1, 32) == 64
 
 
+def test_a_short_measurement_does_not_lead_back_to_an_earlier_size() -> None:
+    """For 2 s steps of 64 samples take ten times as long, as another process has the processor."""
+    one = trained(profile(), 1, 32)
+    one.times.observe(1, 64, 13, 13 * 64, 2.0)
+    assert one.next_batch(1, 64) == 64
+    one.times.observe(1, 64, 13, 13 * 64, 2.0)
+    assert one.next_batch(1, 64) < 64
+
+
 def test_the_curve_is_the_best_goodput_for_each_number_of_nodes() -> None:
     one = trained(trained(profile(), 1, 32), 1, 64)
     trained(one, 2, 128)

@@ -33,10 +33,10 @@ def test_it_stays_without_noise_without_an_estimate_and_after_reports_of_other_k
 
 
 def test_what_is_known_is_used_in_the_next_fragment() -> None:
-    """A batch of 64 took as long per sample as one of 32: after the restart it is not tried again."""
+    """Batches of 64 took much longer than those of 32: after the restart they are not tried again."""
     first, second = ControlMailbox(), ControlMailbox()
     chooser = BatchChooser(first)
-    for item in (report(0), report(50), report(50, size=64), report(100, size=64, seconds=0.02)):
+    for item in (report(0), report(50), report(50, size=64), report(100, size=64, seconds=0.2)):
         chooser.take(item)
     assert first.take_batch() == 32
     other = chooser.continued(second)

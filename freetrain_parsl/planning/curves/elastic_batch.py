@@ -26,6 +26,7 @@ _LARGEST_CHANGE = 2.0  # of the batch size at a time: what is beyond is extrapol
 _GAIN_TO_GROW = 1.1  # of the goodput, so that batches do not alternate
 _GAIN_TO_SHRINK = 1.05
 _LEAST_STEPS = 10  # of a batch size on a number of nodes before it changes again
+_LEAST_SECONDS = 3.0  # of these steps before it returns to a size that it has had: short measurements vary
 _MEMORY_SECONDS = 30.0  # of steps of one size: older ones are forgotten
 _MOST_POINTS = 64  # of a curve with a point for every number of nodes
 
@@ -120,8 +121,11 @@ class StepDurations:
 
     def steps(self, nodes: int, batch: int) -> float:
         """Return the number of recent steps of this size on so many nodes."""
-        cell = self._cells.get((nodes, batch))
-        return 0.0 if cell is None else cell.steps
+        return self._cells.get((nodes, batch), _Cell()).steps
+
+    def measured_seconds(self, nodes: int, batch: int) -> float:
+        """Return how long recent steps of this size on so many nodes have been measured."""
+        return self._cells.get((nodes, batch), _Cell()).seconds
 
     @property
     def known(self) -> bool:
@@ -200,6 +204,8 @@ class ElasticProfile:
         near = [size for size in self._candidates if batch / _LARGEST_CHANGE <= size <= batch * _LARGEST_CHANGE]
         size, goodput = self._best(nodes, near)
         gain = _GAIN_TO_GROW if size > batch else _GAIN_TO_SHRINK
+        if self.times.steps(nodes, size) and self.times.measured_seconds(nodes, batch) < _LEAST_SECONDS:
+            return batch
         return size if goodput > gain * self.goodput(nodes, batch) else batch
 
     def curve(self, most_nodes: int) -> ScalingCurve | None:

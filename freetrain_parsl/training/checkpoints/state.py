@@ -90,6 +90,7 @@ class SessionState:
             "cursor": self.cursor.state(),
             "factor": None if self.scaling is None else self.scaling.scale,
             "rate": None if self.scaling is None else self.scaling.rate,
+            "ramp": None if self.scaling is None else list(self.scaling.ramp),
             "batch": None if self.batch is None else self.batch.state(),
             "order": asdict(self.order) if self.order else None,
         }
@@ -129,7 +130,7 @@ class SessionState:
                 self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(self.order, name)!r}")
         self.training_metrics.load_ledger(state["books"])
         if self.scaling is not None and state["factor"] is not None:
-            self.scaling.scale, self.scaling.rate = state["factor"], state.get("rate")
+            self.scaling.resume(state["factor"], state.get("rate"), state.get("ramp"))
         if self.batch is not None and state.get("batch") is not None:
             self.batch.load(state["batch"])
 

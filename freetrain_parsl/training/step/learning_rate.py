@@ -12,7 +12,7 @@ from torch.optim import ASGD, SGD
 from freetrain_parsl.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch.optim import Optimizer
 
@@ -73,6 +73,17 @@ class RateScaling:
         if scale != self._target:
             self._target = float(scale)
             self._stride = (self._target - self.scale) / self._ramp
+
+    @property
+    def ramp(self) -> tuple[float, float]:
+        """The scale at the end of the current ramp, and the change with each step."""
+        return self._target, self._stride
+
+    def resume(self, scale: float, rate: float | None, ramp: Sequence[float] | None) -> None:
+        """Continue a ramp from another process or an earlier run; without one, `aim` starts it again."""
+        self.scale, self.rate = scale, rate
+        if ramp is not None:
+            self._target, self._stride = ramp
 
     def factor(self, optimizer: Optimizer) -> float:
         """Return the current factor of an optimizer's learning rates.
