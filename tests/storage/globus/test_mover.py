@@ -182,6 +182,16 @@ def test_checkpoints_of_an_owner_that_was_replaced_do_not_count_any_more(world):
     assert (world.root("a") / "net" / "set-aside-1" / "step-0000000090").is_dir()
 
 
+def test_a_result_counts_after_a_listing_that_was_requested_later(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    one.turn()
+    before = world.services["a"].count("GET", f"/v0.10/operation/endpoint/{HOME}/ls")
+    assert one.finished("net") is ResultStatus.PENDING
+    world.run(one, until=lambda: one.finished("net") is ResultStatus.CONFIRMED)
+    assert world.services["a"].count("GET", f"/v0.10/operation/endpoint/{HOME}/ls") > before
+
+
 def test_a_result_counts_only_if_home_confirms_it_afterwards(world):
     one, other = world.mover("a"), world.mover("b")
     ready(world, one, "net")
