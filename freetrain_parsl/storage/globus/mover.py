@@ -57,7 +57,6 @@ class _Stage(Enum):
     FETCHING = "fetching"
     READY = "ready"
     FINISHED = "finished"
-    RELEASING = "releasing"
     OVER = "over"
 
 
@@ -340,6 +339,7 @@ class Mover:
     # Trainings.
 
     def _advance(self) -> None:
+        searched = False
         for name in list(self._carried):
             with self._lock:
                 item = self._carried[name]
@@ -347,8 +347,9 @@ class Mover:
                 if item.stage is _Stage.CLAIMING and generation is not None:
                     item.stage, item.generation, item.reason = _Stage.SEARCHING, generation, ""
                     logger.info("training %s: owned in generation %d", name, generation)
-            if item.stage is _Stage.SEARCHING and generation is not None:
+            if item.stage is _Stage.SEARCHING and generation is not None and not searched:
                 self._search(item)
+                searched = True  # one in a pass, so that renewals come between
             if item.stage is _Stage.FETCHING and generation is not None:
                 with self._lock:
                     self._fetch_next(item)

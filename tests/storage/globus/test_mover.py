@@ -182,6 +182,28 @@ def test_checkpoints_of_an_owner_that_was_replaced_do_not_count_any_more(world):
     assert (world.root("a") / "net" / "set-aside-1" / "step-0000000090").is_dir()
 
 
+def test_a_result_counts_after_a_listing_that_was_requested_later(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    one.turn()
+    before = world.services["a"].count("GET", f"/v0.10/operation/endpoint/{HOME}/ls")
+    assert one.finished("net") is ResultStatus.PENDING
+    world.run(one, until=lambda: one.finished("net") is ResultStatus.CONFIRMED)
+    assert world.services["a"].count("GET", f"/v0.10/operation/endpoint/{HOME}/ls") > before
+
+
+def test_a_result_does_not_count_if_the_later_listing_shows_another_owner(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    owners = world.path / "home" / "ft" / "owners"
+    for name in ("net.gen-0000000002", "net.gen-0000000002.by-b1"):
+        (owners / name).mkdir()
+    assert one.finished("net") is ResultStatus.PENDING
+    world.run(one, until=lambda: one.finished("net") is not ResultStatus.PENDING)
+    assert one.finished("net") is ResultStatus.LOST
+    assert "generation 2" in one.lost("net")
+
+
 def test_a_result_counts_only_if_home_confirms_it_afterwards(world):
     one, other = world.mover("a"), world.mover("b")
     ready(world, one, "net")
