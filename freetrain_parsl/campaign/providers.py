@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.logs import LOGS
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.addresses import own_addresses
 
@@ -159,6 +160,7 @@ def make_executor(
         windows=None if site.system == "local" else make_window_source(site),
         planner=site.planner_settings,
         checkpoint_dir=checkpoints,
+        log_dir=None if run_dir is None else run_dir / LOGS,
         slots_per_node=site.node.slots,
         available_accelerators=accelerators if isinstance(accelerators, int) else list(accelerators),
         node_python=site.node.python,

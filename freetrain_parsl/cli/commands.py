@@ -11,6 +11,7 @@ from freetrain_parsl.cli.checkpoints import checkpoints
 from freetrain_parsl.cli.clean import clean
 from freetrain_parsl.cli.demo import demo
 from freetrain_parsl.cli.explain import explain
+from freetrain_parsl.cli.logs import logs
 from freetrain_parsl.cli.plan import plan
 from freetrain_parsl.cli.replay import replay
 from freetrain_parsl.cli.resume import resume
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(run)
 app.command()(status)
+app.command()(logs)
 app.command()(stop)
 app.command()(cancel)
 app.command()(resume)

@@ -32,6 +32,7 @@ from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.logs.writer import LogWriter
 from freetrain_parsl.executor.packing import pack_or_refuse, pack_task
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
@@ -127,6 +128,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         the path of the driver's interpreter.
     container
         Container in which the nodes' worker pools run. Default: none.
+    log_dir
+        Directory of the trainings' logs: what they print, one in order for each; see ``freetrain logs``. Default:
+        ``logs`` in Parsl's run directory.
     job_tag
         Part of this run's job names; identifies the jobs of a driver that was killed. Default: random.
     available_accelerators, worker_port_range, worker_debug, encrypted
@@ -157,6 +161,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         interface: str | None = None,
         node_python: str | None = None,
         container: Container | None = None,
+        log_dir: str | Path | None = None,
         job_tag: str | None = None,
         available_accelerators: int | list[str] = 0,
         worker_port_range: tuple[int, int] = (54000, 55000),
@@ -193,6 +198,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.interface = interface
         self.node_python = node_python
         self.container = container
+        self.log_dir = log_dir
         self.job_tag = job_tag or secrets.token_hex(4)
         super().__init__(
             label=label,
@@ -216,6 +222,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._check_python_mismatch = False
         self._driver: ControlLoop | None = None
         self._log_handler: logging.Handler | None = None
+        self._logs: LogWriter | None = None
         self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
         self._exit = OrderlyExit(self._end_blocks)
@@ -257,7 +264,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         root = root.absolute()
         root_identity = prepare_root(root)
         self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
-        self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root))
+        log_dir = Path(self.log_dir or Path(self.run_dir) / "logs").absolute()
+        self._logs = LogWriter(log_dir)
+        self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self.windows or window_source_for(provider)
         planner_settings = self.planner.in_seconds()
@@ -273,6 +282,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             heartbeat_timeout=heartbeat_timeout,
             grace=self.grace.total_seconds(),
             interface=self.interface,
+            log_dir=str(log_dir),
         )
         self._submitter = JobSubmitter(
             source,
@@ -295,7 +305,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             planner_settings=planner_settings,
             server=server,
             submitter=self._submitter,
-            journal=Journal(self.journal_path),
+            journal=Journal(self.journal_path, observe=self._logs.note),
             shared_settings=SharedSettings(
                 SessionOptions(
                     self.label,
@@ -315,8 +325,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
             submit_slot=self._watch.submit,
             fail_all=self._fail_all,
             refuse_new=self._refuse_new,
+            take_output=self._logs.take,
             clock=time.time,
         )
+        self._logs.start()
         self._driver.start()
         self._submitter.start()
         self._watch.start()
@@ -408,6 +420,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if not self.bad_state_is_set:
             reason = f"executor {self.label!r} was shut down before this was done; checkpoints are kept"
             self._end_futures(TrainingInterrupted(reason))
+        if self._logs is not None:
+            self._logs.close()
         super().shutdown(timeout)
         keep_private(Path(self.run_dir))
         provider: Any = self.provider

@@ -118,6 +118,11 @@ def test_a_killed_driver_is_told_and_its_campaign_goes_on_where_it_was(shell: _S
     assert "cancelling jobs left in the queue" in resumed.stdout
     assert f"{prefix}block-99" in resumed.stdout
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=True)
+    printed = shell.run("logs", "run", "t0.01").stdout.splitlines()
+    steps = {int(line.split()[1]) for line in printed if line.startswith("step ")}
+    missing = set(range(1, EPOCHS * SAMPLES // 20 + 1)) - steps
+    assert len(missing) <= 2, "at most those of the second before the driver was killed"
+    assert any("resumed from the checkpoint" in line for line in printed if line.startswith("──"))
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
 

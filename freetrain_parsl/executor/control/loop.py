@@ -46,6 +46,7 @@ from freetrain_parsl.protocol.messages import (
     Invalid,
     MemberEnded,
     MemberReport,
+    Output,
     RunEnded,
     RunReport,
     SlotHeartbeat,
@@ -102,6 +103,8 @@ class ControlLoop(threading.Thread):
         Called with the reason when nothing runs and no slot can ever start.
     refuse_new
         Called with the reason when no further block is submitted, although trainings may still run.
+    take_output
+        Called with what a process of a training has printed: its name, the process, and lines; must not block.
     clock
         Wall clock, seconds since the epoch. It may be stepped: the loop uses a `SteadyClock` based on it.
     monotonic
@@ -130,6 +133,7 @@ class ControlLoop(threading.Thread):
         clock: Callable[[], float],
         monotonic: Callable[[], float] = time.monotonic,
         refuse_new: Callable[[Exception], None] = lambda _: None,
+        take_output: Callable[[str, str, bytes], None] = lambda _training, _source, _output: None,
     ) -> None:
         super().__init__(name="freetrain-driver", daemon=True)
         self._server = server
@@ -139,6 +143,7 @@ class ControlLoop(threading.Thread):
         self._surveyed_at: float | None = None
         self._fail_all = fail_all
         self._refuse_new = refuse_new
+        self._take_output = take_output
         self._closed: BatchSystemError | None = None
         self._clock = SteadyClock(clock, monotonic)
         self._planner = RecordedPlanner(policy, planner_settings, journal.write, self._clock())
@@ -343,6 +348,9 @@ class ControlLoop(threading.Thread):
 
     def _take(self, name: str, message: ToDriver) -> None:
         """Handle a message from a slot; whatever it contains, the trainings of other slots continue."""
+        if isinstance(message, Output):  # also of a slot that was dropped
+            self._take_output(message.training, message.source, message.payload)
+            return
         try:
             self._on_message(name, message)
         except (OSError, sqlite3.Error, MemoryError):

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import math
 import platform
+import sys
 import threading
 import time
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads import unpack_training
+from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.run_end import end_by
 from freetrain_parsl.protocol.messages import (
     AddMember,
     ChangeGroup,
     MemberEnded,
     MemberReport,
+    Output,
     PauseRun,
     ReleaseMember,
     RunEnded,
@@ -29,7 +34,7 @@ from freetrain_parsl.protocol.messages import (
     StoreReply,
 )
 from freetrain_parsl.protocol.options import digest_of
-from freetrain_parsl.protocol.reports import ArraySized, PauseReason, Progress, RunFinished, RunPaused
+from freetrain_parsl.protocol.reports import ArraySized, PauseReason, Progress, RunFailed, RunFinished, RunPaused
 from freetrain_parsl.storage.array_sizes import MeasuredSize, read_array_size, write_array_size
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.training.mailbox import Finished, Paused
@@ -37,6 +42,7 @@ from freetrain_parsl.training.mailbox import Finished, Paused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report, RunEnd
@@ -63,6 +69,8 @@ class ArrayRun:
     def __init__(self, command: StartArray, *, send: Callable[[ToDriver], None]) -> None:
         self.mailbox: ArrayMailbox = ArrayMailbox()
         self.number = command.run
+        self.output: OutputCapture | None = None
+        """Takes what the members print, while the array runs."""
         self.fused_steps = 0
         """Number of steps that were made for several members at once, after the end."""
         self._command = command
@@ -104,6 +112,16 @@ class ArrayRun:
         """Wait for nothing more: the driver has failed, or the run is over."""
         self._complete.set()
 
+    source = ""
+    """Whose output it is before a member has its first turn: nobody's."""
+
+    def deliver(self, member: str, lines: bytes) -> None:
+        """Pass on what a member has printed; what precedes the first member's turn goes where slots print."""
+        if member:
+            self._send(Output(member, FIRST, lines))
+        else:
+            sys.stderr.write(lines.decode(errors="replace"))
+
     # The main thread.
 
     def perform(self) -> RunEnded:
@@ -139,8 +157,13 @@ class ArrayRun:
             sizing=self._sizing,
             resized=self._resized,
             refused=self._refused,
+            turn=self._attribute,
         )
         self.fused_steps = engine.fused_steps
+
+    def _attribute(self, member: str) -> None:
+        if self.output is not None:
+            self.output.attribute(member)
 
     def _report(self, member: str, report: Report) -> None:
         if not isinstance(report, Progress):
@@ -170,6 +193,11 @@ class ArrayRun:
             end = RunPaused(PauseReason.LEFT)
         else:
             end, payload = end_by(ended)
+            if isinstance(end, RunFailed):
+                traceback.print_exception(ended)
+        if self.output is not None:
+            flush_streams()
+            self.output.flush()
         self._send(MemberEnded(self._training, self.number, member, end, payload))
 
     def _is_too_large(self, error: BaseException) -> bool:
