@@ -48,6 +48,7 @@ class _Options:
     name: str | None = None
     on_code_change: OnCodeChange = "refuse"
     fuse: Fuse = "auto"
+    tracker: Any = None
 
 
 class TrainingApp(AppBase):
@@ -248,7 +249,7 @@ class TrainingApp(AppBase):
         code, call
             See `SessionOptions`.
         """
-        from freetrain_parsl.executor.trainings import TrainingRequest, fusion_of, session_options
+        from freetrain_parsl.executor.trainings import TrainingRequest, fusion_of, session_options, trackers_of
 
         options = self._options
         return TrainingRequest(
@@ -269,6 +270,7 @@ class TrainingApp(AppBase):
             samples=options.samples,
             costs=None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
             fusion=fusion_of(options.fuse, code),
+            trackers=None if options.tracker is None else trackers_of(options.tracker),
         )
 
     def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
@@ -389,6 +391,7 @@ def training_app(
     name: str | None = ...,
     on_code_change: OnCodeChange = ...,
     fuse: Fuse = ...,
+    tracker: Any = ...,
     executors: Sequence[str] | Literal["all"] = ...,
     cache: bool = ...,
     data_flow_kernel: DataFlowKernel | None = ...,
@@ -441,6 +444,9 @@ def training_app(
     fuse
         Whether the training may run fused with others of the same function and code, in one process, with the results
         that it has alone: ``"auto"`` where that is faster, False, or the maximum number of trainings in one process.
+    tracker
+        Where the values of ``session.log`` go: ``"csv"``, ``"tensorboard"``, ``"mlflow"``, ``"wandb"``,
+        ``"module:Class"``, a mapping from these to options, or a list. Default: the executor's.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 

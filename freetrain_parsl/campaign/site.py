@@ -12,6 +12,7 @@ from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 from freetrain_parsl.strict_yaml import read_text
+from freetrain_parsl.trackers.settings import parse_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,6 +145,9 @@ class Site:
             address=_name(network, "driver_address"),
             interface=_name(network, "node_interface"),
         )
+        tracker = top.value("tracker")
+        top.checked(parse_trackers, tracker, key="tracker")
+        executor |= _given(tracker=tracker)
         driver_interface = _name(network, "driver_interface")
         if driver_interface and "address" in executor:
             raise network.refusal("give driver_address or driver_interface, not both", "driver_address")

@@ -11,12 +11,14 @@ from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_count
+from freetrain_parsl.trackers.settings import parse_trackers
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.protocol.options import Code
+    from freetrain_parsl.trackers.settings import TrackerSpec
 
 __all__ = ["Fuse", "Fusion", "Limits", "SharedSettings", "Training", "TrainingRequest", "cache_identity", "fusion_of"]
 
@@ -68,6 +70,20 @@ def fusion_of(fuse: object, code: Code | None) -> Fusion | None:
     return None if fuse is False or code is None else Fusion(digest_of([code.identity]), limit)
 
 
+def trackers_of(value: object) -> tuple[TrackerSpec, ...]:
+    """Return the trackers that an app's option names.
+
+    Raises
+    ------
+    InvalidTrainer
+        It names an unknown tracker or option, or one whose package is not installed.
+    """
+    try:
+        return parse_trackers(value)
+    except InvalidSettings as error:
+        raise InvalidTrainer(str(error)) from None
+
+
 @dataclass(frozen=True)
 class TrainingRequest:
     """One call of a training app, as submitted to the executor.
@@ -90,6 +106,8 @@ class TrainingRequest:
         When it should be finished: a time, or the time after it was submitted; for objectives that use one.
     fusion
         With which trainings it may run fused; ``None``: with none.
+    trackers
+        Where the values that it logs go; ``None``: the executor's.
     """
 
     options: SessionOptions
@@ -101,6 +119,7 @@ class TrainingRequest:
     costs: CostsInSeconds | None = None
     deadline: datetime | timedelta | None = None
     fusion: Fusion | None = None
+    trackers: tuple[TrackerSpec, ...] | None = None
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):

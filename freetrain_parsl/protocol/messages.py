@@ -45,6 +45,7 @@ __all__ = [
     "ToDriver",
     "ToRun",
     "ToSlot",
+    "Values",
     "Welcome",
 ]
 
@@ -226,6 +227,22 @@ class Output:
     training: Name
     source: Source
     payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of a training for its trackers.
+
+    Parameters
+    ----------
+    training
+        Its name; of a member, if it trains in an array.
+    rows
+        As in `Logged`.
+    """
+
+    training: Name
+    rows: tuple[Text, ...]
 
 
 @dataclass(frozen=True)
@@ -486,6 +503,7 @@ ToDriver: TypeAlias = (
     | MemberReport
     | MemberEnded
     | Output
+    | Values
     | TaskEnded
     | StoreRequest
     | Reconnected
@@ -520,6 +538,7 @@ TO_DRIVER = by_type(
     MemberReport,
     MemberEnded,
     Output,
+    Values,
     TaskEnded,
     StoreRequest,
     Reconnected,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.protocol.reports import Progress, Report
+from freetrain_parsl.protocol.reports import Logged, Progress, Report
 from freetrain_parsl.training.step.pace import Pace
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class ProgressReporter:
         self._counted_samples = 0  # samples at the last boundary
         self._counted_until = clock()  # time of the last boundary
         self._reported = -math.inf
+        self._rows_sent = 0
         self._resumed_from: int | None = None
         self._refused: tuple[str, ...] = ()
 
@@ -99,6 +100,10 @@ class ProgressReporter:
         self._state.training_metrics.settle()
         self._reported = self._clock()
         self._report(self.progress())
+        logged = self._state.training_metrics.logged
+        for rows in logged.reports(self._rows_sent):
+            self._report(Logged(rows))
+        self._rows_sent = logged.count
 
     def progress(self) -> Progress:
         """Return the progress of the training."""

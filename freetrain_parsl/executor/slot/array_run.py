@@ -32,9 +32,18 @@ from freetrain_parsl.protocol.messages import (
     RunEnded,
     RunReport,
     StoreReply,
+    Values,
 )
 from freetrain_parsl.protocol.options import digest_of
-from freetrain_parsl.protocol.reports import ArraySized, PauseReason, Progress, RunFailed, RunFinished, RunPaused
+from freetrain_parsl.protocol.reports import (
+    ArraySized,
+    Logged,
+    PauseReason,
+    Progress,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+)
 from freetrain_parsl.storage.array_sizes import MeasuredSize, read_array_size, write_array_size
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.training.mailbox import Finished, Paused
@@ -166,6 +175,9 @@ class ArrayRun:
             self.output.attribute(member)
 
     def _report(self, member: str, report: Report) -> None:
+        if isinstance(report, Logged):
+            self._send(Values(member, report.rows))
+            return
         if not isinstance(report, Progress):
             return  # of a change of the group, which a member of an array has to itself
         now, checkpoint = time.monotonic(), report.checkpoint_step

@@ -23,10 +23,12 @@ from freetrain_parsl.protocol.messages import (
     RunEnded,
     RunReport,
     StoreReply,
+    Values,
 )
 from freetrain_parsl.protocol.reports import (
     GroupFailed,
     Joined,
+    Logged,
     RunFailed,
     RunFinished,
     RunPaused,
@@ -205,6 +207,9 @@ class TrainingRun:
         elif isinstance(report, Joined):
             self._joined(report)
             self._attribute(self.source)
+        elif isinstance(report, Logged):
+            self._send(Values(self._training, report.rows))
+            return
         self._send(RunReport(self._training, self.number, report))
 
     def _attribute(self, source: str) -> None:
