@@ -28,7 +28,7 @@ SUFFIX: Final = ".log"
 """Of the newest file of a training's log; older ones have a number after it, the largest is the oldest."""
 
 _LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (=|!?\d{1,7}|!?\?) (.*)", re.DOTALL | re.ASCII)
-_CONTROLS: Final = {code: None for code in (*range(32), 127) if chr(code) not in "\t\x1b"}
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,21 @@ class LogLine:
 
 
 def as_text(time: float, source: str, text: str) -> str:
-    """Return a line as it is in the file; control characters other than tabs and colours are left out."""
+    """Return lines as they are in the file; control characters other than tabs and colours are left out.
+
+    Parameters
+    ----------
+    time
+        When they were received, seconds since the epoch.
+    source
+        The process that printed them, or `MARK`.
+    text
+        One line or several, the last one without its end.
+    """
     stamp = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")[:-6]
-    shown = text if text.isprintable() else text.translate(_CONTROLS)
-    return f"{stamp}Z {source} {shown}\n"
+    prefix = f"{stamp}Z {source} "
+    shown = _CONTROL.sub("", text)
+    return prefix + shown.replace("\n", f"\n{prefix}") + "\n"
 
 
 def parse_line(training: str, line: str) -> LogLine | None:

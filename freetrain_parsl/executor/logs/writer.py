@@ -59,7 +59,7 @@ class LogWriter:
         self._directory = directory
         self._clock = clock
         self._lock = threading.Lock()  # of the next three
-        self._waiting: dict[str, list[str]] = {}  # training -> lines
+        self._waiting: dict[str, list[str]] = {}  # training -> texts of complete lines
         self._length = 0
         self._left_out: dict[str, int] = {}  # training -> lines
         self._trainings: set[str] = set()
@@ -96,15 +96,14 @@ class LogWriter:
     def take(self, training: str, source: str, output: bytes) -> None:
         """Add what a process has printed; ignored if there is no such training."""
         if training in self._trainings:
-            now = self._clock()
-            lines = output.decode("utf-8", errors="replace").removesuffix("\n").split("\n")
-            self._add(training, [as_text(now, source, line) for line in lines])
+            text = output.decode("utf-8", errors="replace").removesuffix("\n")
+            self._add(training, [as_text(self._clock(), source, text)])
 
     def _add(self, training: str, lines: list[str]) -> None:
         length = sum(map(len, lines))
         with self._lock:
             if self._length + length > _MOST_WAITING:
-                self._left_out[training] = self._left_out.get(training, 0) + len(lines)
+                self._left_out[training] = self._left_out.get(training, 0) + sum(text.count("\n") for text in lines)
                 return
             self._waiting.setdefault(training, []).extend(lines)
             self._length += length

@@ -220,10 +220,8 @@ class _Slot:
         lines: dict[str, list[str]] = {}
         for message in messages:
             if isinstance(message, Output):
-                texts = message.payload.decode(errors="replace").removesuffix("\n").split("\n")
-                lines.setdefault(message.training, []).extend(
-                    as_text(time.time(), message.source, text) for text in texts
-                )
+                text = message.payload.decode(errors="replace").removesuffix("\n")
+                lines.setdefault(message.training, []).append(as_text(time.time(), message.source, text))
         if self._settings.log_dir is None:
             return
         try:
