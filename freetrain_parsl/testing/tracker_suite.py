@@ -1,8 +1,8 @@
-"""The conformance suite for trackers: subclass `TrackerSuite` in your tests, and pytest runs its tests.
+"""The conformance suite for trackers: subclass `TrackerConformance` in your tests, and pytest runs its tests.
 
 ::
 
-    class TestMyTracker(TrackerSuite):
+    class TestMyTracker(TrackerConformance):
         def make(self):
             return MyTracker()
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["TrackerSuite"]
+__all__ = ["TrackerConformance"]
 
 _TIME = 1_700_000_000.0
 
@@ -39,7 +39,7 @@ def _expected(steps: Sequence[int]) -> dict[str, list[tuple[int, Any]]]:
     }
 
 
-class TrackerSuite:
+class TrackerConformance:
     """What a tracker must do; see the module's docstring."""
 
     def make(self) -> Tracker:

@@ -134,6 +134,7 @@ class _Process:
         self._by_tracker: dict[str, list[Follower]] = {}
         self._threads: list[threading.Thread] = []
         self._ending = threading.Event()
+        self._complete = threading.Event()  # no further assignment follows
 
     def run(self) -> None:
         """Serve until standard input is closed."""
@@ -141,6 +142,7 @@ class _Process:
         while not self._ending.wait(_PERIOD):
             self._read()
         self._read()
+        self._complete.set()
         end = time.monotonic() + _LONGEST_END
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -182,7 +184,7 @@ class _Process:
 
     def _serve(self, followers: list[Follower]) -> None:
         while True:
-            last = self._ending.wait(_PERIOD)
+            last = self._complete.wait(_PERIOD)
             for follower in list(followers):
                 follower.turn(time.monotonic(), last=last)
             if last:

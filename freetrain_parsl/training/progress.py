@@ -100,10 +100,15 @@ class ProgressReporter:
         self._state.training_metrics.settle()
         self._reported = self._clock()
         self._report(self.progress())
+        self.send_rows()
+
+    def send_rows(self) -> None:
+        """Report the values for trackers on the first member."""
         logged = self._state.training_metrics.logged
-        for rows in logged.reports(self._rows_sent):
-            self._report(Logged(rows))
-        self._rows_sent = logged.count
+        if self._members.group.is_first:
+            for rows in logged.reports(self._rows_sent):
+                self._report(Logged(rows))
+            self._rows_sent = logged.count
 
     def progress(self) -> Progress:
         """Return the progress of the training."""

@@ -260,12 +260,12 @@ def test_a_tracker_that_hangs_holds_up_neither_the_driver_nor_another_tracker(tm
 @pytest.mark.slow
 def test_the_process_catches_up_by_itself_from_its_files(tmp_path) -> None:
     """As after a driver whose trackers could not be reached: its assignments are all that is needed."""
-    _write(tmp_path / "values", [1, 2, 3])
-    item = {"training": "t", "id": "2" * 16, "directory": str(tmp_path), "rows": str(tmp_path / "values")}
-    lines = [
-        {**item, "trackers": [{"kind": "csv", "options": {}}]},
-        {"training": "t", "id": "2" * 16, "outcome": "failed"},
-    ]
+    lines = []
+    for name in "abc":
+        _write(tmp_path / name, [1, 2, 3])
+        item = {"training": name, "id": name * 16, "directory": str(tmp_path), "rows": str(tmp_path / name)}
+        lines += [{**item, "trackers": [{"kind": "csv", "options": {}}]}]
+        lines += [{"training": name, "id": name * 16, "outcome": "failed"}]
     (tmp_path / "assignments").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for _ in range(2):
         subprocess.run(
@@ -274,7 +274,8 @@ def test_the_process_catches_up_by_itself_from_its_files(tmp_path) -> None:
             check=True,
             timeout=60,
         )
-    assert read_csv(tmp_path / "csv" / "t.csv") == {"loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
+    for name in "abc":
+        assert read_csv(tmp_path / "csv" / f"{name}.csv") == {"loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
 
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────

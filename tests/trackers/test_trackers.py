@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.testing.tracker_suite import TrackerSuite
+from freetrain_parsl.testing.tracker_suite import TrackerConformance
 from freetrain_parsl.trackers.base import Row
 from freetrain_parsl.trackers.csv_file import CsvTracker
 from freetrain_parsl.trackers.mlflow import MlflowTracker
@@ -13,7 +13,7 @@ from freetrain_parsl.trackers.wandb import WandbTracker
 from tests.trackers.reading import read_csv, read_mlflow, read_tensorboard, read_wandb
 
 
-class TestCsv(TrackerSuite):
+class TestCsv(TrackerConformance):
     def make(self):
         return CsvTracker()
 
@@ -34,7 +34,7 @@ class TestCsv(TrackerSuite):
         assert self.read(training) == {"a": [(1, 1.5), (2, 2.5)]}
 
 
-class TestTensorBoard(TrackerSuite):
+class TestTensorBoard(TrackerConformance):
     pytestmark = pytest.mark.slow
 
     def make(self):
@@ -55,7 +55,7 @@ class TestTensorBoard(TrackerSuite):
         tracker.close("interrupted")
 
 
-class TestMlflow(TrackerSuite):
+class TestMlflow(TrackerConformance):
     pytestmark = pytest.mark.slow
 
     @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ class TestMlflow(TrackerSuite):
         return read_mlflow(self.tracking_uri)
 
 
-class TestWandb(TrackerSuite):
+class TestWandb(TrackerConformance):
     pytestmark = pytest.mark.slow
 
     def make(self):

@@ -17,7 +17,7 @@ from freetrain_parsl.training.logged_rows import LoggedRows
 from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 
 
-def _train(session, mailbox=None, stop_at=None, every=2):
+def _train(session, mailbox=None, stop_at=None, every=2, fail_at=None):
     x = torch.arange(8.0).reshape(8, 1)
     model, _ = session.prepare(torch.nn.Linear(1, 1), torch.optim.SGD, lr=1e-3)
     data = session.loader(TensorDataset(x, x), batch_size=2)
@@ -28,12 +28,14 @@ def _train(session, mailbox=None, stop_at=None, every=2):
             if session.metrics["steps"] == stop_at:
                 mailbox.pause_requested.set()
         session.log(accuracy=epoch / 10)
+        if epoch == fail_at:
+            raise ValueError
     session.log(test=1.0)
     return session.metrics
 
 
-def _rows(directory, **arguments):
-    reports = []
+def _rows(directory, reports=None, **arguments):
+    reports = [] if reports is None else reports
     mailbox = ControlMailbox()
     run_fragment(
         _train,
@@ -45,6 +47,10 @@ def _rows(directory, **arguments):
         mailbox=mailbox,
         report=reports.append,
     )
+    return _rows_in(reports)
+
+
+def _rows_in(reports):
     return [json.loads(row) for report in reports if isinstance(report, Logged) for row in report.rows]
 
 
@@ -67,6 +73,13 @@ def test_a_resumed_training_reports_again_what_its_checkpoint_has(tmp_path) -> N
     assert after[: len(before)] == before, "also if the first driver has lost all of them"
     assert [step for step, _ in _values(after, "batch")] == [2, 4, 6, 8, 10, 12]
     assert [step for step, _ in _values(after, "loss")] == [4, 8, 12]
+
+
+def test_what_precedes_an_exception_is_passed_on(tmp_path) -> None:
+    reports = []
+    with pytest.raises(ValueError, match=r"^$"):
+        _rows(tmp_path, reports, fail_at=1)
+    assert _values(_rows_in(reports), "accuracy") == [(4, 0.0), (8, 0.1)]
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, "2"])
