@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.logs.lines import MARK, SUFFIX, as_text, parse_line
 from freetrain_parsl.executor.logs.marks import mark_of
-from freetrain_parsl.protocol.journal import TrainingSubmitted
+from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -88,7 +88,7 @@ class LogWriter:
 
     def note(self, entry: Record) -> None:
         """Add a mark for what happened to a training, if the log mentions it."""
-        if isinstance(entry, TrainingSubmitted):
+        if isinstance(entry, record.TrainingSubmitted):
             self._trainings.add(entry.subject)
         elif entry.subject in self._trainings and (mark := mark_of(entry)) is not None:
             self._add(entry.subject, [as_text(self._clock(), MARK, " ".join(mark.split()))])
