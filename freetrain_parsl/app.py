@@ -53,6 +53,7 @@ class _Options:
     on_code_change: OnCodeChange = "refuse"
     fuse: Fuse = "auto"
     node_kinds: Sequence[str] = ()
+    tracker: Any = None
 
 
 class TrainingApp(AppBase):
@@ -259,7 +260,7 @@ class TrainingApp(AppBase):
         code, call
             See `SessionOptions`.
         """
-        from freetrain_parsl.executor.trainings import TrainingRequest, fusion_of, session_options
+        from freetrain_parsl.executor.trainings import TrainingRequest, fusion_of, session_options, trackers_of
 
         options = self._options
         return TrainingRequest(
@@ -282,6 +283,7 @@ class TrainingApp(AppBase):
             fusion=fusion_of(options.fuse, code),
             node_kinds=self._node_kinds,
             scaling_by_kind=self._curves,
+            trackers=None if options.tracker is None else trackers_of(options.tracker),
         )
 
     def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
@@ -403,6 +405,7 @@ def training_app(
     on_code_change: OnCodeChange = ...,
     fuse: Fuse = ...,
     node_kinds: Sequence[str] = ...,
+    tracker: Any = ...,
     executors: Sequence[str] | Literal["all"] = ...,
     cache: bool = ...,
     data_flow_kernel: DataFlowKernel | None = ...,
@@ -460,6 +463,9 @@ def training_app(
     node_kinds
         Kinds of nodes on which the training may run, at a site that has several. Default: any of them. It runs on one
         kind at a time.
+    tracker
+        Where the values of ``session.log`` go: ``"csv"``, ``"tensorboard"``, ``"mlflow"``, ``"wandb"``,
+        ``"module:Class"``, a mapping from these to options, or a list. Default: the executor's.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 

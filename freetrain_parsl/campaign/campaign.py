@@ -16,6 +16,7 @@ from freetrain_parsl.executor.trainings import fusion_of
 from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.strict_yaml import read_text
 from freetrain_parsl.sweeps.names import NameTemplate, is_template
+from freetrain_parsl.trackers.settings import parse_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -102,6 +103,7 @@ class Campaign:
         """Parse the text of a campaign file from `directory`; `file` is its name in messages."""
         top = Section.parse(text, file, variables)
         name = top.text("name") or Path(file).stem
+        tracker = _read_tracker(top)
         sections = top.sections("trainings")
         top.done()
         if not sections:
@@ -109,7 +111,7 @@ class Campaign:
         apps: dict[str, LoadedApp] = {}
         trainings: dict[str, CampaignTraining] = {}
         for section in sections:
-            for training in _read_trainings(section, directory, apps):
+            for training in _read_trainings(section, directory, apps, tracker):
                 if training.name in trainings:
                     raise section.refusal(
                         f"two trainings are named {training.name!r}; give a 'name' of its own to one of them", "name"
@@ -127,13 +129,17 @@ class Campaign:
         )
 
 
-def _read_trainings(section: Section, directory: Path, apps: dict[str, LoadedApp]) -> Iterator[CampaignTraining]:
+def _read_trainings(
+    section: Section, directory: Path, apps: dict[str, LoadedApp], tracker: Any
+) -> Iterator[CampaignTraining]:
     """Read one list item: a training, or all trainings of its grid and repeats."""
     reference = section.required("app", "path.py:function")
     if reference not in apps:
         apps[reference] = section.checked(load_app, reference, directory, key="app")
     app = apps[reference].app
     options = _read_options(section, directory)
+    if tracker is not None and app.request("training").trackers is None:
+        options.setdefault("tracker", tracker)
     arguments = section.section("arguments").values()
     grid = _read_grid(section, arguments)
     repeat = section.count("repeat") or 1
@@ -172,6 +178,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "on_code_change": section.text("on_code_change"),
         "fuse": _read_fuse(section),
         "node_kinds": _read_node_kinds(section),
+        "tracker": _read_tracker(section),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
@@ -199,6 +206,12 @@ def _read_node_kinds(section: Section) -> list[str] | None:
     if kinds is not None and not (isinstance(kinds, list) and kinds and all(isinstance(kind, str) for kind in kinds)):
         raise section.refusal("should be a list of kinds of nodes, such as [gpu]", "node_kinds")
     return kinds
+
+
+def _read_tracker(section: Section) -> Any:
+    value = section.value("tracker")
+    section.checked(parse_trackers, value, key="tracker")
+    return value
 
 
 def _read_fuse(section: Section) -> Fuse | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.logs import LOGS
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.addresses import own_addresses
 
@@ -173,6 +174,7 @@ def make_executor(
     return FreeTrainExecutor(
         planner=site.planner_settings,
         checkpoint_dir=checkpoints,
+        log_dir=None if run_dir is None else run_dir / LOGS,
         node_python=site.node.python,
         container=container,
         job_tag=run_id,

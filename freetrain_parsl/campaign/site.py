@@ -15,6 +15,7 @@ from freetrain_parsl.executor.settings import CheckpointSettings, Manners, Train
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.strict_yaml import read_text
+from freetrain_parsl.trackers.settings import parse_trackers
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
 if TYPE_CHECKING:
@@ -183,6 +184,9 @@ class Site:
             address=_name(network, "driver_address"),
             interface=_name(network, "node_interface"),
         )
+        tracker = top.value("tracker")
+        top.checked(parse_trackers, tracker, key="tracker")
+        executor |= _given(tracker=tracker)
         driver_interface = _name(network, "driver_interface")
         if driver_interface and "address" in executor:
             raise network.refusal("give driver_address or driver_interface, not both", "driver_address")

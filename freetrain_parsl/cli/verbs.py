@@ -16,6 +16,7 @@ VERBS: Final = (
     "init",
     "run",
     "status",
+    "logs",
     "stop",
     "cancel",
     "resume",

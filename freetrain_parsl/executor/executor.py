@@ -33,6 +33,8 @@ from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.logged_values import ValueWriter
+from freetrain_parsl.executor.logs.writer import LogWriter
 from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_unknown_kinds
 from freetrain_parsl.executor.packing import pack_or_refuse, pack_task
 from freetrain_parsl.executor.run_log import keep_private, log_to
@@ -47,6 +49,7 @@ from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.settings_checks import check_duration
 from freetrain_parsl.storage.root import prepare_root
+from freetrain_parsl.trackers.settings import parse_trackers
 from freetrain_parsl.windows.base import OUR_JOBS, WindowSource
 from freetrain_parsl.windows.node_kinds import WindowsByKind
 
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.plain_tasks import Task
     from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
     from freetrain_parsl.executor.trainings import Training
+    from freetrain_parsl.protocol.journal import Record
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +137,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
         the path of the driver's interpreter.
     container
         Container in which the nodes' worker pools run. Default: none.
+    log_dir
+        Directory of the trainings' logs: what they print, one in order for each; see ``freetrain logs``. Default:
+        ``logs`` in Parsl's run directory.
+    tracker
+        Where the values of `session.log` of trainings go that name no tracker themselves: ``"csv"``,
+        ``"tensorboard"``, ``"mlflow"``, ``"wandb"``, ``"module:Class"``, a mapping from these to options, or a list.
     job_tag
         Part of this run's job names; identifies the jobs of a driver that was killed. Default: random.
     available_accelerators, worker_port_range, worker_debug, encrypted
@@ -164,6 +174,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         interface: str | None = None,
         node_python: str | None = None,
         container: Container | None = None,
+        log_dir: str | Path | None = None,
+        tracker: Any = None,
         job_tag: str | None = None,
         available_accelerators: int | list[str] = 0,
         worker_port_range: tuple[int, int] = (54000, 55000),
@@ -213,6 +225,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.interface = interface
         self.node_python = node_python
         self.container = container
+        self.log_dir = log_dir
+        self.tracker = tracker
+        self._default_trackers = parse_trackers(tracker)
         self.job_tag = job_tag or secrets.token_hex(4)
         super().__init__(
             label=label,
@@ -236,6 +251,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._check_python_mismatch = False
         self._driver: ControlLoop | None = None
         self._log_handler: logging.Handler | None = None
+        self._logs: LogWriter | None = None
+        self._values: ValueWriter | None = None
         self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
         self._exit = OrderlyExit(self._end_blocks)
@@ -281,7 +298,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
         root = root.absolute()
         root_identity = prepare_root(root)
         self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
-        self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root))
+        log_dir = Path(self.log_dir or Path(self.run_dir) / "logs").absolute()
+        self._logs = LogWriter(log_dir)
+        self._values = ValueWriter(root, Path(self.logdir).absolute())
+        self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self._window_source()
         planner_settings = self.planner.in_seconds()
@@ -297,6 +317,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             heartbeat_timeout=heartbeat_timeout,
             grace=self.grace.total_seconds(),
             interface=self.interface,
+            log_dir=str(log_dir),
         )
         self._submitter = JobSubmitter(
             source,
@@ -319,7 +340,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             planner_settings=planner_settings,
             server=server,
             submitter=self._submitter,
-            journal=Journal(self.journal_path),
+            journal=Journal(self.journal_path, observe=self._observe),
             shared_settings=SharedSettings(
                 SessionOptions(
                     self.label,
@@ -340,8 +361,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             submit_slot=self._watch.submit,
             fail_all=self._fail_all,
             refuse_new=self._refuse_new,
+            take_output=self._logs.take,
+            take_values=self._values.take,
             clock=time.time,
         )
+        self._logs.start()
+        self._values.start()
         self._driver.start()
         self._submitter.start()
         self._watch.start()
@@ -392,6 +417,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
             future: Future[Any] = Future()
             future.set_exception(TrainingCancelled(f"training {request.name!r} was cancelled"))
             return future
+        if self._values is not None:
+            self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
         return self._accept(self._submissions.add_training(request, pack_or_refuse(func, args, kwargs)))
 
     def _accept(self, item: Training | Task) -> Future[Any]:
@@ -442,6 +469,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if not self.bad_state_is_set:
             reason = f"executor {self.label!r} was shut down before this was done; checkpoints are kept"
             self._end_futures(TrainingInterrupted(reason))
+        if self._logs is not None and self._values is not None:
+            self._logs.close()
+            self._values.close()
         super().shutdown(timeout)
         keep_private(Path(self.run_dir))
         for kind in self._kinds.values():
@@ -457,6 +487,14 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if self._submitter is not None and self._driver is not None:
             self._driver.stop(timeout)
             self._submitter.close(timeout)
+
+    # The control loop's thread.
+
+    def _observe(self, entry: Record) -> None:
+        assert self._logs is not None, "made before the control loop"
+        assert self._values is not None, "likewise"
+        self._logs.note(entry)
+        self._values.note(entry)
 
     # The job submitter's thread, and that of the interchange watch.
 

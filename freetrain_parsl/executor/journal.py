@@ -73,6 +73,8 @@ class Journal:
         The file; made private to the user.
     clock
         Monotonic clock in seconds, for the pauses between attempts to write.
+    observe
+        Called with each record; must not block.
 
     Raises
     ------
@@ -80,8 +82,14 @@ class Journal:
         The file cannot be created.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        observe: Callable[[Record], None] = lambda _record: None,
+    ) -> None:
         self.path = path
+        self._observe = observe
         self._clock = clock
         self._entries: deque[tuple[float, str, str, str]] = deque()
         self._progress: dict[str, tuple[float, str]] = {}
@@ -104,6 +112,7 @@ class Journal:
 
     def write(self, time: float, record: Record) -> None:
         """Append a record; durable after the next `commit` that succeeds."""
+        self._observe(record)
         if len(self._entries) >= _MOST_KEPT:
             self._entries.popleft()
             self._dropped += 1

@@ -11,6 +11,7 @@ from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_count
+from freetrain_parsl.trackers.settings import parse_trackers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.protocol.options import Code
+    from freetrain_parsl.trackers.settings import TrackerSpec
 
 __all__ = ["Fuse", "Fusion", "Limits", "SharedSettings", "Training", "TrainingRequest", "cache_identity", "fusion_of"]
 
@@ -69,6 +71,20 @@ def fusion_of(fuse: object, code: Code | None) -> Fusion | None:
     return None if fuse is False or code is None else Fusion(digest_of([code.identity]), limit)
 
 
+def trackers_of(value: object) -> tuple[TrackerSpec, ...]:
+    """Return the trackers that an app's option names.
+
+    Raises
+    ------
+    InvalidTrainer
+        It names an unknown tracker or option, or one whose package is not installed.
+    """
+    try:
+        return parse_trackers(value)
+    except InvalidSettings as error:
+        raise InvalidTrainer(str(error)) from None
+
+
 @dataclass(frozen=True)
 class TrainingRequest:
     """One call of a training app, as submitted to the executor.
@@ -95,6 +111,8 @@ class TrainingRequest:
         Kinds of nodes on which it may run; empty: any.
     scaling_by_kind
         Kind of node -> `scaling` there, where it differs.
+    trackers
+        Where the values that it logs go; ``None``: the executor's.
     """
 
     options: SessionOptions
@@ -108,6 +126,7 @@ class TrainingRequest:
     fusion: Fusion | None = None
     node_kinds: tuple[str, ...] = ()
     scaling_by_kind: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
+    trackers: tuple[TrackerSpec, ...] | None = None
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):

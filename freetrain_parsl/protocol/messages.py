@@ -6,6 +6,7 @@ serialization and are trusted as much as HTEX's own tasks and results; nothing e
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
@@ -27,6 +28,7 @@ __all__ = [
     "Invalid",
     "MemberEnded",
     "MemberReport",
+    "Output",
     "PauseRun",
     "Place",
     "Probe",
@@ -44,8 +46,14 @@ __all__ = [
     "ToDriver",
     "ToRun",
     "ToSlot",
+    "Values",
     "Welcome",
 ]
+
+_SOURCE = re.compile(r"!?(\d{1,7}|\?)")
+
+Source: TypeAlias = Annotated[str, Limit(lambda value: isinstance(value, str) and _SOURCE.fullmatch(value) is not None)]
+"""Which process of a training has printed: its rank, ``?`` while it joins; with ``!`` the exception that ends it."""
 
 Keys: TypeAlias = Annotated[tuple[Text, ...], Limit(lambda value: isinstance(value, list) and len(value) > 0)]
 """One or more."""
@@ -201,6 +209,41 @@ class MemberEnded:
     member: Name
     end: RunEnd
     payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a training has printed in a slot.
+
+    Parameters
+    ----------
+    training
+        Its name; of a member, if it trains in an array.
+    source
+        The process.
+    payload
+        Complete lines, UTF-8.
+    """
+
+    training: Name
+    source: Source
+    payload: bytes = b""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of a training for its trackers.
+
+    Parameters
+    ----------
+    training
+        Its name; of a member, if it trains in an array.
+    rows
+        As in `Logged`.
+    """
+
+    training: Name
+    rows: tuple[Text, ...]
 
 
 @dataclass(frozen=True)
@@ -477,6 +520,8 @@ ToDriver: TypeAlias = (
     | RunEnded
     | MemberReport
     | MemberEnded
+    | Output
+    | Values
     | TaskEnded
     | StoreRequest
     | Reconnected
@@ -511,6 +556,8 @@ TO_DRIVER = by_type(
     RunEnded,
     MemberReport,
     MemberEnded,
+    Output,
+    Values,
     TaskEnded,
     StoreRequest,
     Reconnected,

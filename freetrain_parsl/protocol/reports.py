@@ -14,6 +14,7 @@ __all__ = [
     "BatchReport",
     "GroupFailed",
     "Joined",
+    "Logged",
     "PauseReason",
     "PeersFailed",
     "Progress",
@@ -191,6 +192,19 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class Logged:
+    """Values for trackers, reported by the member of rank 0; some of them may have been reported before.
+
+    Parameters
+    ----------
+    rows
+        Each a JSON object: ``step``, ``epoch``, ``time`` (seconds since the epoch), and ``values`` by name.
+    """
+
+    rows: tuple[Text, ...]
+
+
+@dataclass(frozen=True)
 class ArraySized:
     """An array has timed its steps, or found that its members cannot be fused.
 
@@ -218,7 +232,7 @@ class ArraySized:
     reason: Text = ""
 
 
-Report: TypeAlias = Progress | Ready | GroupFailed | Joined
+Report: TypeAlias = Progress | Ready | GroupFailed | Joined | Logged
 """A report of a run before its end."""
 
 

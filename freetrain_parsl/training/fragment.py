@@ -120,6 +120,9 @@ def train(
         value = _call(function, session, args, kwargs)
     except Unwind:
         value = None
+    except Exception:
+        runtime.reporter.send_rows()  # those since the last report would be lost: the training has failed
+        raise
     if runtime.unwinding is None:
         runtime.finish()
     runtime.close()

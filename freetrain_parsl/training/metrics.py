@@ -10,6 +10,7 @@ import torch
 
 from freetrain_parsl.errors import NonFiniteLoss, TrainingError, UsageError
 from freetrain_parsl.training.data.audit import Audit, Ledger, audit
+from freetrain_parsl.training.logged_rows import LoggedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -118,6 +119,8 @@ class TrainingMetrics:
         self.metrics: dict[str, Any] = {"epochs": 0, "steps": 0, "samples": 0, "loss": None, "history": []}
         self.facts: Callable[[], dict[str, Any]] = dict
         """Set by the session's state: returns values for an epoch's row of the history."""
+        self.logged = LoggedRows()
+        """The values for trackers."""
         self._ledger: Ledger | None = None
         self._row_open = False  # whether log() refers to an epoch without a row in the history
         self._log: dict[str, Any] = {}
@@ -223,8 +226,17 @@ class TrainingMetrics:
     def log(self, values: Mapping[str, Any]) -> None:
         """Add the user's values to the row of this epoch or, between epochs, to the last row."""
         history = self.metrics["history"]
-        row = self._log if self._row_open or not history else history[-1]
-        row.update({name: _plain(name, value) for name, value in values.items()})
+        plain = {name: _plain(name, value) for name, value in values.items()}
+        if self._row_open or not history:
+            self._log.update(plain)
+        else:
+            history[-1].update(plain)
+            self.logged.add(self.step, history[-1]["epoch"], plain)
+
+    def log_step(self, epoch: int, every: int, values: Mapping[str, Any]) -> None:
+        """Pass the user's values to the trackers, at every so many steps."""
+        if self.step and self.step % every == 0:
+            self.logged.add(self.step, epoch, {name: _plain(name, value) for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
         """Return the metrics as plain values and tensors."""
@@ -237,6 +249,7 @@ class TrainingMetrics:
             "metrics": self.metrics,
             "ledger": None if self._ledger is None else self._ledger.counts,
             "log": self._log,
+            "logged": self.logged.state(),
             "row_open": self._row_open,
             "loss_sum": self._loss_sum,
             "loss_samples": self._loss_samples,
@@ -251,6 +264,8 @@ class TrainingMetrics:
         self.metrics.clear()
         self.metrics.update(state["metrics"])
         self._log = state["log"]
+        if "logged" in state:  # not in checkpoints of earlier versions
+            self.logged.load(state["logged"])
         self._row_open = state["row_open"]
         self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
         self._pending = []
@@ -265,7 +280,9 @@ class TrainingMetrics:
     def _write_row(self, epoch: int) -> None:
         self.settle()
         self.metrics["loss"] = self.mean_loss
-        self.metrics["history"].append({"epoch": epoch, "loss": self.mean_loss, **self.facts(), **self._log})
+        row = {"epoch": epoch, "loss": self.mean_loss, **self.facts(), **self._log}
+        self.metrics["history"].append(row)
+        self.logged.add(self.step, epoch, row)
         self._log = {}
         self._row_open = False
 

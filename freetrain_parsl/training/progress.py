@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.protocol.reports import Progress, Report
+from freetrain_parsl.protocol.reports import Logged, Progress, Report
 from freetrain_parsl.training.step.pace import Pace
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class ProgressReporter:
         self._counted_samples = 0  # samples at the last boundary
         self._counted_until = clock()  # time of the last boundary
         self._reported = -math.inf
+        self._rows_sent = 0
         self._resumed_from: int | None = None
         self._refused: tuple[str, ...] = ()
 
@@ -101,6 +102,15 @@ class ProgressReporter:
         self._state.training_metrics.settle()
         self._reported = self._clock()
         self._report(self.progress())
+        self.send_rows()
+
+    def send_rows(self) -> None:
+        """Report the values for trackers on the first member."""
+        logged = self._state.training_metrics.logged
+        if self._members.group.is_first:
+            for rows in logged.reports(self._rows_sent):
+                self._report(Logged(rows))
+            self._rows_sent = logged.count
 
     def progress(self) -> Progress:
         """Return the progress of the training."""

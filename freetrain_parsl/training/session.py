@@ -425,10 +425,17 @@ class TrainingSession:
         """
         return self._runtime.step(None if loss is None else _scalar(loss), optimizer)
 
-    def log(self, **values: Any) -> None:
-        """Add numbers or strings to this epoch's row of ``metrics["history"]``.
+    def log(self, *, every: int | None = None, **values: Any) -> None:
+        """Add numbers or strings to this epoch's row of ``metrics["history"]``, and pass them to the trackers.
 
         After the loop they are added to the last row.
+
+        Parameters
+        ----------
+        every
+            Pass them to the trackers only, at each step whose number is a multiple of this.
+        values
+            Name -> number or string.
 
         Raises
         ------
@@ -437,7 +444,12 @@ class TrainingSession:
         """
         if not self._runtime.started:  # this code runs again in each fragment
             raise UsageError("call session.log inside or after `for epoch in session.epochs(…)`")
-        self._runtime.state.training_metrics.log(values)
+        metrics = self._runtime.state.training_metrics
+        if every is None:
+            metrics.log(values)
+        else:
+            check_whole("session.log: every", every, least=1)
+            metrics.log_step(self._runtime.state.cursor.epoch, every, values)
 
     def _epochs(self, count: int) -> Iterator[int]:
         while self._runtime.state.cursor.epoch < count:

@@ -29,6 +29,8 @@ def train(session, *, epochs=6, lr=0.02, slow=None, fail=False):
                 time.sleep(0.02)
             time.sleep(0.005)
             session.step(mse_loss(model(a), b))
+            print("step", session.metrics["steps"])
+            session.log(every=1, made=session.metrics["steps"])
     return session.metrics
 
 

@@ -221,3 +221,35 @@ def test_a_file_whose_name_another_module_has_is_refused(tmp_path: Path) -> None
     (tmp_path / "json.py").touch()
     with pytest.raises(InvalidInput, match=r"another module 'json' is loaded already .*; rename the file"):
         campaign("trainings: [{app: 'json.py:train'}]", tmp_path)
+
+
+def test_a_tracker_is_the_trainings_the_apps_or_the_campaigns(tmp_path) -> None:
+    app = (HERE / "slow_app.py").read_text()
+    (tmp_path / "apps.py").write_text(app + "\ntracked = train.options(tracker='csv')\n")
+    text = """
+tracker: {csv: {directory: shared}}
+trainings:
+  - {app: 'apps.py:train', name: a}
+  - {app: 'apps.py:tracked', name: b}
+  - {app: 'apps.py:tracked', name: c, tracker: {csv: {directory: own}}}
+"""
+    read = campaign(text, tmp_path)
+    trackers = [training.app.request(training.name).trackers for training in read.trainings]
+    assert [dict(spec.options) for (spec,) in trackers] == [{"directory": "shared"}, {}, {"directory": "own"}]
+    assert campaign(f"trainings: [{{app: '{APP}'}}]").trainings[0].app.request("t").trackers is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            f"tracker: tensorbord\ntrainings: [{{app: '{APP}'}}]",
+            "c.yaml:1: tracker: there is no tracker 'tensorbord' (did",
+        ),
+        (f"trainings:\n  - app: {APP}\n    tracker: 7", "c.yaml:3: trainings[1].tracker: tracker is a name, or a"),
+    ],
+)
+def test_a_tracker_that_cannot_work_is_refused_with_its_line(text, message) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        campaign(text)
+    assert str(refused.value).startswith(message)

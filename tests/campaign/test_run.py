@@ -13,6 +13,7 @@ import pytest
 
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from tests.campaign.shell import APP, Shell
+from tests.trackers.reading import read_csv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_a_campaign_runs_to_its_end_and_keeps_results_and_errors(shell: _Shell) 
 
 def test_a_killed_driver_is_told_and_its_campaign_goes_on_where_it_was(shell: _Shell) -> None:
     shell.slow.touch()
-    site = (shell.directory / "site.yaml").read_text().replace("interval: 600 s", "interval: 1 s")
+    site = (shell.directory / "site.yaml").read_text().replace("interval: 600 s", "interval: 1 s") + "tracker: csv\n"
     (shell.directory / "site.yaml").write_text(site)
     driver = shell.start_campaign()
     shell.until(BOTH_RUN, driver)
@@ -118,6 +119,13 @@ def test_a_killed_driver_is_told_and_its_campaign_goes_on_where_it_was(shell: _S
     assert "cancelling jobs left in the queue" in resumed.stdout
     assert f"{prefix}block-99" in resumed.stdout
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=True)
+    printed = shell.run("logs", "run", "t0.01").stdout.splitlines()
+    steps = {int(line.split()[1]) for line in printed if line.startswith("step ")}
+    missing = set(range(1, EPOCHS * SAMPLES // 20 + 1)) - steps
+    assert len(missing) <= 2, "at most those of the second before the driver was killed"
+    assert any("resumed from the checkpoint" in line for line in printed if line.startswith("──"))
+    values = shell.run_dir / "checkpoints" / "t0.01" / "trackers" / "csv" / "t0.01.csv"
+    assert read_csv(values)["made"] == [(step, step) for step in range(1, EPOCHS * SAMPLES // 20 + 1)]
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
 

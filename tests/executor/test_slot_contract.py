@@ -22,6 +22,7 @@ from freetrain_parsl.protocol.messages import (
     TO_DRIVER,
     ChangeGroup,
     Hello,
+    Output,
     PauseRun,
     Place,
     RunEnded,
@@ -29,6 +30,7 @@ from freetrain_parsl.protocol.messages import (
     SlotHeartbeat,
     StartRun,
     StoreRequest,
+    Values,
 )
 from freetrain_parsl.protocol.reports import Joined, PauseReason, PeersFailed, Progress, Ready, RunPaused
 from tests.executor import driver_bench
@@ -227,12 +229,12 @@ def slot(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def next_of(slot: AnySlot, kind: type) -> Any:
-    """Return what a slot says next, after any number of progress reports; it can be sent and has this type."""
+    """Return what a slot says next, but for progress, output and values; it can be sent and has this type."""
     while True:
         message = slot.says()
         assert decode(encode(Envelope(message)), TO_DRIVER).message == message
         said = message.report if isinstance(message, RunReport) else message
-        if isinstance(said, kind) or not isinstance(said, Progress):
+        if isinstance(said, kind) or not isinstance(said, (Progress, Values, Output)):
             assert isinstance(said, kind), message
             return message
 

@@ -12,8 +12,8 @@ import torch
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.payloads import error_in, pack_training, settle_with_payload, unpack_training
+from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.run_end import serialized_exception
-from freetrain_parsl.executor.slot.slot import _flush
 
 
 class _Unsendable(Exception):
@@ -82,4 +82,4 @@ def test_a_process_ends_in_order_after_the_user_has_closed_a_stream(
     stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", stream)
-    _flush()
+    flush_streams()

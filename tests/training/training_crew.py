@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import Logged
 from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, Paused, run_fragment
 from freetrain_parsl.training.group.process_group import RendezvousStore, join
 from freetrain_parsl.training.group.state_transfer import pass_on
@@ -315,8 +316,9 @@ def run_member(
     reports: list[Any] = []
 
     def report(item: Any) -> None:
-        reports.append(item)
-        tell(item)
+        if not isinstance(item, Logged):  # values for trackers are tested for themselves
+            reports.append(item)
+            tell(item)
 
     begun = time.monotonic()
     end, error = None, ""

@@ -8,12 +8,13 @@ import torch
 from training_crew import Data, classify
 
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, Paused, run_fragment
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from freetrain_parsl.protocol.reports import Progress
+    from freetrain_parsl.protocol.reports import Report
 
 
 class Clock:
@@ -45,9 +46,14 @@ class Run:
             membership=Membership("net"),
             meet=lambda membership: None,
             mailbox=self.mailbox,
-            report=self.reports.append,
+            report=self._keep,
             clock=self.clock,
         )
+
+    def _keep(self, report: Report) -> None:
+        """Keep the progress; values for trackers are tested for themselves."""
+        if isinstance(report, Progress):
+            self.reports.append(report)
 
     def paused_after(self, step: int, **kwargs: Any) -> Paused:
         """Run until this step, then request a pause."""

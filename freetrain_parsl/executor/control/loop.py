@@ -47,16 +47,18 @@ from freetrain_parsl.protocol.messages import (
     Invalid,
     MemberEnded,
     MemberReport,
+    Output,
     RunEnded,
     RunReport,
     SlotHeartbeat,
     StoreRequest,
     TaskEnded,
+    Values,
 )
 from freetrain_parsl.windows.base import Survey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.control.slot_registry import Slot
@@ -104,6 +106,10 @@ class ControlLoop(threading.Thread):
         Called with the reason when nothing runs and no slot can ever start.
     refuse_new
         Called with the reason when no further block is submitted, although trainings may still run.
+    take_output
+        Called with what a process of a training has printed: its name, the process, and lines; must not block.
+    take_values
+        Called with values of a training for trackers: its name, and the rows as in `Logged`; must not block.
     clock
         Wall clock, seconds since the epoch. It may be stepped: the loop uses a `SteadyClock` based on it.
     monotonic
@@ -133,6 +139,8 @@ class ControlLoop(threading.Thread):
         monotonic: Callable[[], float] = time.monotonic,
         refuse_new: Callable[[Exception], None] = lambda _: None,
         node_kinds: Mapping[str, KindOfSlots] = MappingProxyType({}),
+        take_output: Callable[[str, str, bytes], None] = lambda _training, _source, _output: None,
+        take_values: Callable[[str, Sequence[str]], None] = lambda _training, _rows: None,
     ) -> None:
         super().__init__(name="freetrain-driver", daemon=True)
         self._server = server
@@ -142,6 +150,8 @@ class ControlLoop(threading.Thread):
         self._surveyed_at: float | None = None
         self._fail_all = fail_all
         self._refuse_new = refuse_new
+        self._take_output = take_output
+        self._take_values = take_values
         self._closed: BatchSystemError | None = None
         self._clock = SteadyClock(clock, monotonic)
         self._planner = RecordedPlanner(policy, planner_settings, journal.write, self._clock())
@@ -346,6 +356,12 @@ class ControlLoop(threading.Thread):
 
     def _take(self, name: str, message: ToDriver) -> None:
         """Handle a message from a slot; whatever it contains, the trainings of other slots continue."""
+        if isinstance(message, Output):  # also of a slot that was dropped
+            self._take_output(message.training, message.source, message.payload)
+            return
+        if isinstance(message, Values):
+            self._take_values(message.training, message.rows)
+            return
         try:
             self._on_message(name, message)
         except (OSError, sqlite3.Error, MemoryError):

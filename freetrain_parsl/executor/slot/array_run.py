@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 import platform
+import sys
 import threading
 import time
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads import unpack_training
+from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.run_end import end_by
 from freetrain_parsl.protocol.messages import (
     AddMember,
@@ -23,14 +27,24 @@ from freetrain_parsl.protocol.messages import (
     ChangeGroup,
     MemberEnded,
     MemberReport,
+    Output,
     PauseRun,
     ReleaseMember,
     RunEnded,
     RunReport,
     StoreReply,
+    Values,
 )
 from freetrain_parsl.protocol.options import digest_of
-from freetrain_parsl.protocol.reports import ArraySized, PauseReason, Progress, RunFinished, RunPaused
+from freetrain_parsl.protocol.reports import (
+    ArraySized,
+    Logged,
+    PauseReason,
+    Progress,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+)
 from freetrain_parsl.storage.array_sizes import MeasuredSize, read_array_size, write_array_size
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.training.mailbox import Finished, Paused
@@ -38,6 +52,7 @@ from freetrain_parsl.training.mailbox import Finished, Paused
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report, RunEnd
@@ -64,6 +79,8 @@ class ArrayRun:
     def __init__(self, command: StartArray, *, send: Callable[[ToDriver], None]) -> None:
         self.mailbox: ArrayMailbox = ArrayMailbox()
         self.number = command.run
+        self.output: OutputCapture | None = None
+        """Takes what the members print, while the array runs."""
         self.fused_steps = 0
         """Number of steps that were made for several members at once, after the end."""
         self._command = command
@@ -105,6 +122,16 @@ class ArrayRun:
         """Wait for nothing more: the driver has failed, or the run is over."""
         self._complete.set()
 
+    source = ""
+    """Whose output it is before a member has its first turn: nobody's."""
+
+    def deliver(self, member: str, lines: bytes) -> None:
+        """Pass on what a member has printed; what precedes the first member's turn goes where slots print."""
+        if member:
+            self._send(Output(member, FIRST, lines))
+        else:
+            sys.stderr.write(lines.decode(errors="replace"))
+
     # The main thread.
 
     def perform(self) -> RunEnded:
@@ -140,10 +167,18 @@ class ArrayRun:
             sizing=self._sizing,
             resized=self._resized,
             refused=self._refused,
+            turn=self._attribute,
         )
         self.fused_steps = engine.fused_steps
 
+    def _attribute(self, member: str) -> None:
+        if self.output is not None:
+            self.output.attribute(member)
+
     def _report(self, member: str, report: Report) -> None:
+        if isinstance(report, Logged):
+            self._send(Values(member, report.rows))
+            return
         if not isinstance(report, Progress):
             return  # of a change of the group, which a member of an array has to itself
         now, checkpoint = time.monotonic(), report.checkpoint_step
@@ -171,6 +206,11 @@ class ArrayRun:
             end = RunPaused(PauseReason.LEFT)
         else:
             end, payload = end_by(ended)
+            if isinstance(end, RunFailed):
+                traceback.print_exception(ended)
+        if self.output is not None:
+            flush_streams()
+            self.output.flush()
         self._send(MemberEnded(self._training, self.number, member, end, payload))
 
     def _is_too_large(self, error: BaseException) -> bool:

@@ -49,6 +49,8 @@ class Channel(threading.Thread):
         Called with each message, in the channel's thread; must not block.
     on_lost
         Called once when no message has arrived for `heartbeat_timeout` seconds.
+    on_unsent
+        Called at the end: with the messages that the driver has not acknowledged if it has failed, else with none.
     heartbeat
         Returns the next heartbeat; called in the channel's thread.
     beat, heartbeat_timeout
@@ -68,6 +70,7 @@ class Channel(threading.Thread):
         *,
         handle: Callable[[ToSlot], None],
         on_lost: Callable[[], None],
+        on_unsent: Callable[[Sequence[ToDriver]], None] = lambda _messages: None,
         heartbeat: Callable[[], SlotHeartbeat],
         beat: float,
         heartbeat_timeout: float,
@@ -79,6 +82,7 @@ class Channel(threading.Thread):
         self._slot = slot
         self._handle = handle
         self._on_lost = on_lost
+        self._on_unsent = on_unsent
         self._heartbeat = heartbeat
         self._signals = signals
         self._beat = beat
@@ -149,6 +153,10 @@ class Channel(threading.Thread):
             if now - heard > self._heartbeat_timeout and not lost:
                 lost = True
                 self._on_lost()
+        self._end(link, [envelope.message for envelope in self._delivery.unseen()] if lost else [])
+
+    def _end(self, link: zmq.Socket[bytes], unsent: Sequence[ToDriver]) -> None:
+        self._on_unsent(unsent)
         link.disable_monitor()
         link.close()
         self._waker.close()

@@ -13,13 +13,12 @@ import os
 import platform
 import queue
 import signal
-import sys
 import threading
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parsl.executors.execute_task import execute_task
@@ -28,8 +27,11 @@ from parsl.serialize import serialize
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
+from freetrain_parsl.executor.logs.lines import as_text
+from freetrain_parsl.executor.logs.writer import leave_behind
 from freetrain_parsl.executor.slot.array_run import ArrayRun
 from freetrain_parsl.executor.slot.channel import Channel
+from freetrain_parsl.executor.slot.output import OutputCapture, flush_streams
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node, set_process_title
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.signals import SignalSocket
@@ -41,6 +43,7 @@ from freetrain_parsl.protocol.messages import (
     Closing,
     Exit,
     Hello,
+    Output,
     PauseRun,
     ReleaseMember,
     SlotHeartbeat,
@@ -54,7 +57,9 @@ from freetrain_parsl.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from freetrain_parsl.protocol.messages import ToSlot
+    from collections.abc import Sequence
+
+    from freetrain_parsl.protocol.messages import ToDriver, ToSlot
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +92,8 @@ class SlotSettings:
         Time between the batch system's signal and its kill.
     interface
         Network interface, or its network, for the traffic between members; ``None``: the one that reaches the driver.
+    log_dir
+        Where to leave what trainings have printed, and the driver has not received when it failed; ``None``: nowhere.
     """
 
     addresses: tuple[str, ...]
@@ -96,6 +103,7 @@ class SlotSettings:
     heartbeat_timeout: float
     grace: float
     interface: str | None = None
+    log_dir: str | None = None
 
 
 def run_slot(settings: SlotSettings, token: str) -> None:
@@ -127,6 +135,7 @@ class _Slot:
             self._name,
             handle=self._handle,
             on_lost=self._driver_lost,
+            on_unsent=self._leave_output,
             heartbeat=self._heartbeat,
             beat=settings.beat,
             heartbeat_timeout=settings.heartbeat_timeout,
@@ -147,7 +156,7 @@ class _Slot:
         self._channel.send(self._introduction())
         self._work()
         self._channel.close()
-        _flush()
+        flush_streams()
         os._exit(0)  # not a return: see the module's docstring
 
     def _introduction(self) -> Hello:
@@ -207,6 +216,21 @@ class _Slot:
         deadline.daemon = True
         deadline.start()
 
+    def _leave_output(self, messages: Sequence[ToDriver]) -> None:
+        """Leave what trainings have printed, and the driver has not received, to the next driver."""
+        lines: dict[str, list[str]] = {}
+        for message in messages:
+            if isinstance(message, Output):
+                text = message.payload.decode(errors="replace").removesuffix("\n")
+                lines.setdefault(message.training, []).append(as_text(time.time(), message.source, text))
+        if self._settings.log_dir is None:
+            return
+        try:
+            for training, some in lines.items():
+                leave_behind(Path(self._settings.log_dir), training, self._name.rpartition("/")[2], some)
+        except OSError as error:
+            logger.warning("what trainings have printed since the driver failed is lost: %s", error)
+
     def _heartbeat(self) -> SlotHeartbeat:
         run, assigned = self._run, self._assigned
         return SlotHeartbeat(
@@ -242,6 +266,8 @@ class _Slot:
         self._leaving = True
         self._inbox.put(None)
         if run is None or run.expendable:
+            if run is not None and run.output is not None:
+                run.output.flush(last=True)
             self._channel.end_process()  # the main thread may be in a call that does not return
 
     # Both threads.
@@ -290,8 +316,8 @@ class _Slot:
         if self._leaving:
             run.mailbox.end()
         try:
-            ended = run.perform()
-            _flush()
+            with OutputCapture(run.deliver, run.source) as run.output:
+                ended = run.perform()
             self._assigned = None  # before the driver learns of the end: its next assignment may follow at once
             self._channel.send(ended)  # as long as it is not queued, `_leave_after` must not find that no run is left
         finally:
@@ -310,10 +336,3 @@ class _Slot:
             payload, failed = serialized_exception(error), True
         self._assigned = None
         self._channel.send(TaskEnded(message.task, failed, payload))
-
-
-def _flush() -> None:
-    """Write what the user's code has printed; a process that ends by `os._exit` loses it."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # a full disk; the user's code closed it, or removed it
-            stream.flush()

@@ -6,6 +6,7 @@ The main thread is in `Run.perform`; `Run.handle` is called by the channel's thr
 from __future__ import annotations
 
 import threading
+import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,18 @@ from freetrain_parsl.protocol.messages import (
     AddMember,
     ChangeBatch,
     ChangeGroup,
+    Output,
     ReleaseMember,
     RunEnded,
     RunReport,
     StoreReply,
+    Values,
 )
 from freetrain_parsl.protocol.reports import (
     GroupFailed,
     Joined,
+    Logged,
+    RunFailed,
     RunFinished,
     RunPaused,
 )
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
+    from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.protocol.messages import Place, StartRun, ToDriver, ToRun
     from freetrain_parsl.protocol.reports import Report, RunEnd
 
@@ -65,6 +71,8 @@ class TrainingRun:
     ) -> None:
         self.mailbox = ControlMailbox()
         self.number = command.run
+        self.output: OutputCapture | None = None
+        """Takes what the training prints, while it runs."""
         self._command = command
         self._interface = interface
         self._address = address
@@ -86,6 +94,15 @@ class TrainingRun:
     def expendable(self) -> bool:
         """Whether no work would be lost if this process ended now."""
         return not self._is_member or self._group_failed or not self.mailbox.underway.is_set()
+
+    @property
+    def source(self) -> str:
+        """The process, as the training's log names it: its rank, or ``?`` while it joins."""
+        return "?" if self._membership is None or not self._is_member else str(self._membership.rank)
+
+    def deliver(self, source: str, lines: bytes) -> None:
+        """Pass on what the training has printed."""
+        self._send(Output(self._training, source, lines))
 
     def perform(self) -> RunEnded:
         """Run the training until it ends in this slot; return the message that reports the end."""
@@ -113,6 +130,9 @@ class TrainingRun:
                 end = RunPaused(ended.reason, ended.progress)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's function: passed to the user's future
             end, payload = end_by(error, self._generation)
+            if isinstance(end, RunFailed):
+                self._attribute(f"!{self.source}")
+                traceback.print_exception(error)
         return RunEnded(self._training, self.number, end, payload)
 
     def handle(self, message: ToRun) -> bool:
@@ -189,7 +209,15 @@ class TrainingRun:
             self._group_failed = True
         elif isinstance(report, Joined):
             self._joined(report)
+            self._attribute(self.source)
+        elif isinstance(report, Logged):
+            self._send(Values(self._training, report.rows))
+            return
         self._send(RunReport(self._training, self.number, report))
+
+    def _attribute(self, source: str) -> None:
+        if self.output is not None:
+            self.output.attribute(source)
 
     def _joined(self, report: Joined) -> None:
         group = f"{self._training}/{report.generation}"

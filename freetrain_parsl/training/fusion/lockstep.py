@@ -63,9 +63,16 @@ class Strand:
 
 
 class Lockstep:
-    """Runs strands until all have ended; new ones can be added at any time."""
+    """Runs strands until all have ended; new ones can be added at any time.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    turn
+        Called with the name of the strand that runs next.
+    """
+
+    def __init__(self, turn: Callable[[str], None] = lambda _name: None) -> None:
+        self._announce = turn
         self._strands: list[Strand] = []
         self._hub = greenlet.getcurrent()
         self.current: Strand | None = None
@@ -127,6 +134,7 @@ class Lockstep:
     def _turn(self, strand: Strand, base: Ambient) -> None:
         assert strand._greenlet is not None
         self.current = strand
+        self._announce(strand.name)
         strand.ambient.restore(base)
         strand._greenlet.switch()
         self.current = None

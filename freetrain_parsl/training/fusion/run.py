@@ -42,6 +42,7 @@ def run_members(
     sizing: ArraySizing | None = None,
     resized: Callable[[ArraySizing], None] = lambda _sizing: None,
     refused: Callable[[str], None] = lambda _reason: None,
+    turn: Callable[[str], None] = lambda _name: None,
     clock: Clock = time.monotonic,
 ) -> FusionEngine:
     """Run trainings in lockstep until all have ended or have been paused.
@@ -62,6 +63,8 @@ def run_members(
         Called when the sizing has changed the number of members, or decided.
     refused
         Called with the reason when the members cannot be fused.
+    turn
+        Called with the name of the member whose function runs next.
     clock
         Monotonic clock, in seconds.
 
@@ -90,7 +93,7 @@ def run_members(
             resized(sizing)
         fill()
 
-    lockstep = Lockstep()
+    lockstep = Lockstep(turn)
     engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill, refused=refused)
     waiting = deque(members)
 

@@ -1,0 +1,59 @@
+"""``freetrain logs``: shows what the trainings of a run have printed, wherever they ran."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from freetrain_parsl.campaign.logs import log_lines, trainings_of
+from freetrain_parsl.cli.sources import errors_in_one_line
+
+if TYPE_CHECKING:
+    from freetrain_parsl.executor.logs.lines import LogLine
+
+__all__ = ["logs"]
+
+
+def logs(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
+    training: Annotated[
+        str | None, typer.Argument(metavar="[TRAINING]", help="Name of the training. Default: all, merged by time.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show further lines until the run ends.")] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", metavar="N", min=0, help="Show the last N lines only.")
+    ] = None,
+    all_processes: Annotated[
+        bool, typer.Option("--all", help="Show the output of all processes, with their ranks, not just the first's.")
+    ] = False,
+    times: Annotated[bool, typer.Option("--times", help="Show when each line arrived.")] = False,
+) -> None:
+    """Show what the trainings of a run have printed, in order, with marks where they moved."""
+    with errors_in_one_line("logs"):
+        names = [] if training is not None else trainings_of(run_dir)
+        width = max(map(len, names), default=0) if len(names) > 1 else 0
+        try:
+            for line in log_lines(run_dir, training, follow=follow, tail=tail, all_processes=all_processes):
+                sys.stdout.write(_shown(line, width, all_processes=all_processes, times=times))
+                if follow:
+                    sys.stdout.flush()
+            sys.stdout.flush()
+        except BrokenPipeError:  # `freetrain logs … | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+
+def _shown(line: LogLine, width: int, *, all_processes: bool, times: bool) -> str:
+    name = f"{line.training:{width}} | " if width else ""
+    at = datetime.fromtimestamp(line.time).astimezone()
+    if line.is_mark:
+        return f"{name}── {at:%Y-%m-%d %H:%M:%S} {line.text} ──\n"
+    rank = line.source.lstrip("!")
+    process = "" if rank == "0" or (line.is_main and not all_processes) else f"[{'joining' if rank == '?' else rank}] "
+    stamp = f"{at:%H:%M:%S} " if times else ""
+    return f"{name}{stamp}{process}{line.text}\n"

@@ -1,0 +1,106 @@
+"""The lines of a training's log, and the files that they are in.
+
+A line has the time at which it reached the driver, the process that printed it, and its text::
+
+    2026-11-23T01:45:16.123Z = trains on n03, n04
+    2026-11-23T01:45:17.201Z 0 epoch 3, loss 0.1203
+
+The process is its rank, ``?`` while it joins a running training, with ``!`` if the line belongs to the exception that
+ended it there, and ``=`` for a mark: what became of the training.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["FIRST", "MARK", "SUFFIX", "LogLine", "as_text", "log_files", "names_in", "parse_line"]
+
+MARK: Final = "="
+FIRST: Final = "0"
+
+SUFFIX: Final = ".log"
+"""Of the newest file of a training's log; older ones have a number after it, the largest is the oldest."""
+
+_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (=|!?\d{1,7}|!?\?) (.*)", re.DOTALL | re.ASCII)
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a training's log.
+
+    Parameters
+    ----------
+    time
+        When it reached the driver, seconds since the epoch.
+    training
+        The training's name.
+    source
+        The process that printed it, or `MARK`.
+    text
+        The line, without its end.
+    """
+
+    time: float
+    training: str
+    source: str
+    text: str
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it says what became of the training, instead of what it printed."""
+        return self.source == MARK
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it belongs to the training's main output: the first process's, marks, and exceptions."""
+        return self.source in (FIRST, MARK) or self.source.startswith("!")
+
+
+def as_text(time: float, source: str, text: str) -> str:
+    """Return lines as they are in the file; control characters other than tabs and colours are left out.
+
+    Parameters
+    ----------
+    time
+        When they were received, seconds since the epoch.
+    source
+        The process that printed them, or `MARK`.
+    text
+        One line or several, the last one without its end.
+    """
+    stamp = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")[:-6]
+    prefix = f"{stamp}Z {source} "
+    shown = _CONTROL.sub("", text)
+    return prefix + shown.replace("\n", f"\n{prefix}") + "\n"
+
+
+def parse_line(training: str, line: str) -> LogLine | None:
+    """Return a line of a file; ``None`` if it is not one, e.g. because the driver was killed while it wrote it."""
+    if (found := _LINE.fullmatch(line.removesuffix("\n"))) is None:
+        return None
+    stamp, source, text = found.groups()
+    try:
+        time = datetime.fromisoformat(f"{stamp}+00:00").timestamp()
+    except ValueError:
+        return None
+    return LogLine(time, training, source, text)
+
+
+def log_files(directory: Path, training: str) -> list[Path]:
+    """Return the existing files of a training's log, oldest first."""
+    current = directory / f"{training}{SUFFIX}"
+    found = directory.glob(f"{training}{SUFFIX}.*")
+    older = sorted((path for path in found if path.suffix[1:].isdigit()), key=lambda path: int(path.suffix[1:]))
+    return [*reversed(older), *([current] if current.exists() else [])]
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the trainings that have a log in a directory."""
+    return sorted({path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")})

@@ -1,0 +1,242 @@
+"""Writes the logs of a run's trainings, in a thread of the driver that alone waits for the file system."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from typing import IO, TYPE_CHECKING, Final
+
+from freetrain_parsl.executor.logs.lines import MARK, SUFFIX, as_text, parse_line
+from freetrain_parsl.executor.logs.marks import mark_of
+from freetrain_parsl.protocol import journal as record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from freetrain_parsl.protocol.journal import Record
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["LEFT_BEHIND", "LOCK", "LogWriter", "leave_behind"]
+
+LOCK: Final = "writer.lock"
+"""File that a running driver holds locked."""
+
+LEFT_BEHIND: Final = "left-behind"
+"""Directory with the lines that slots could no longer send to their driver; the next driver adds them to the logs."""
+
+_PERIOD: Final = 1.0  # seconds between writes: small ones are a load on shared file systems
+_MOST_WAITING: Final = 16 << 20  # characters in memory
+_FILES: Final = 4  # of each training
+_LARGEST_LOG: Final = 16 << 20  # bytes of each training
+_LARGEST_RUN: Final = 2 << 30  # bytes of all trainings
+_MOST_OPEN: Final = 128  # files that stay open: opening is the expensive part on shared file systems
+_ADOPTION_PERIOD: Final = 5.0  # seconds
+_LONGEST_PAUSE: Final = 60.0  # seconds between attempts to write
+
+
+class LogWriter:
+    """The logs of a run's trainings.
+
+    Lines are kept in memory, up to a limit, until they are written, once a second. A slow, full or missing file system
+    costs lines, never the driver's time.
+
+    Parameters
+    ----------
+    directory
+        The run's logs; created, private to the user.
+    clock
+        Seconds since the epoch.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._lock = threading.Lock()  # of the next three
+        self._waiting: dict[str, list[str]] = {}  # training -> texts of complete lines
+        self._length = 0
+        self._left_out: dict[str, int] = {}  # training -> lines
+        self._trainings: set[str] = set()
+        self._open: OrderedDict[str, IO[str]] = OrderedDict()
+        self._failures = 0
+        self._retry_at = 0.0
+        self._closing = threading.Event()
+        self._ended = False
+        self._adopts_at = 0.0
+        self._held: int | None = None
+        self._thread = threading.Thread(target=self._run, name="freetrain-logs", daemon=True)
+
+    def start(self) -> None:
+        """Start to write."""
+        self._thread.start()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what waits, and end the thread; give up after `timeout` seconds."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        elif not self._ended:
+            self._end()
+
+    # The control loop's thread.
+
+    def note(self, entry: Record) -> None:
+        """Add a mark for what happened to a training, if the log mentions it."""
+        if isinstance(entry, record.TrainingSubmitted):
+            self._trainings.add(entry.subject)
+        elif entry.subject in self._trainings and (mark := mark_of(entry)) is not None:
+            self._add(entry.subject, [as_text(self._clock(), MARK, " ".join(mark.split()))])
+
+    def take(self, training: str, source: str, output: bytes) -> None:
+        """Add what a process has printed; ignored if there is no such training."""
+        if training in self._trainings:
+            text = output.decode("utf-8", errors="replace").removesuffix("\n")
+            self._add(training, [as_text(self._clock(), source, text)])
+
+    def _add(self, training: str, lines: list[str]) -> None:
+        length = sum(map(len, lines))
+        with self._lock:
+            if self._length + length > _MOST_WAITING:
+                self._left_out[training] = self._left_out.get(training, 0) + sum(text.count("\n") for text in lines)
+                return
+            self._waiting.setdefault(training, []).extend(lines)
+            self._length += length
+
+    # This object's thread.
+
+    def _run(self) -> None:
+        while not self._closing.wait(_PERIOD):
+            self._write()
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._retry_at = 0.0
+        self._write()
+        for file in self._open.values():
+            with contextlib.suppress(OSError):  # of a full disk: reported
+                file.close()
+        if self._held is not None:
+            os.close(self._held)
+
+    def _write(self) -> None:
+        if self._retry_at > time.monotonic():
+            return
+        try:
+            if self._held is None:
+                self._hold()
+            self._adopt()
+            with self._lock:
+                waiting, self._waiting, self._length = self._waiting, {}, 0
+                left_out, self._left_out = self._left_out, {}
+            for training in {**waiting, **left_out}:
+                if count := left_out.get(training):
+                    text = f"{count} lines left out: the log could not be written in time"
+                    waiting.setdefault(training, []).append(as_text(self._clock(), MARK, text))
+            while waiting:
+                training, lines = next(iter(waiting.items()))
+                self._append(training, lines)
+                del waiting[training]
+        except OSError as error:  # full disk, lost mount: not the run's fault
+            self._failures += 1
+            self._retry_at = time.monotonic() + min(2.0**self._failures, _LONGEST_PAUSE)
+            if self._failures == 1:
+                logger.warning("cannot write the trainings' logs in %s: %s; trying again", self._directory, error)
+            self._put_back(waiting if self._held is not None else {})
+            return
+        if self._failures:
+            logger.warning("the trainings' logs can be written again")
+        self._failures = 0
+
+    def _put_back(self, waiting: dict[str, list[str]]) -> None:
+        """Keep lines for the next attempt; a training whose write has failed may lose or repeat those of a second."""
+        later, self._waiting = self._waiting, {}
+        with self._lock:
+            self._length = 0
+        for lines in (waiting, later):
+            for training, some in lines.items():
+                self._add(training, some)
+
+    def _hold(self) -> None:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.chmod(0o700)
+        held = os.open(self._directory / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(held, fcntl.LOCK_EX)  # a reader that tests it holds it for a moment
+        self._held = held
+
+    def _append(self, training: str, lines: Iterable[str]) -> None:
+        file = self._file(training)
+        try:
+            file.writelines(lines)
+            file.flush()
+            size = file.tell()
+        except OSError:
+            with contextlib.suppress(OSError):  # the same
+                file.close()
+            del self._open[training]
+            raise
+        if size > min(_LARGEST_LOG, _LARGEST_RUN // len(self._trainings)) // _FILES:
+            self._rotate(training)
+
+    def _file(self, training: str) -> IO[str]:
+        if (file := self._open.get(training)) is not None:
+            self._open.move_to_end(training)
+            return file
+        while len(self._open) >= _MOST_OPEN:
+            self._open.popitem(last=False)[1].close()
+        path = self._path(training)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a driver was killed while it wrote
+            os.write(descriptor, b"\n")
+        file = os.fdopen(descriptor, "a", encoding="utf-8", newline="\n")
+        self._open[training] = file
+        return file
+
+    def _rotate(self, training: str) -> None:
+        self._open.pop(training).close()
+        for number in range(_FILES - 2, -1, -1):
+            with contextlib.suppress(FileNotFoundError):
+                self._path(training, number).replace(self._path(training, number + 1))
+
+    def _path(self, training: str, number: int = 0) -> Path:
+        return self._directory / f"{training}{SUFFIX}{f'.{number}' if number else ''}"
+
+    def _adopt(self) -> None:
+        """Add the lines that slots of an earlier driver could not send; they end some time after it."""
+        if time.monotonic() < self._adopts_at and not self._closing.is_set():
+            return
+        self._adopts_at = time.monotonic() + _ADOPTION_PERIOD
+        for path in sorted((self._directory / LEFT_BEHIND).glob("*.lines")):
+            training = path.name.split("@")[0]
+            with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+                lines = [line for line in file if parse_line(training, line) is not None]
+            mark = as_text(self._clock(), MARK, "printed in a slot whose driver had failed:")
+            end = as_text(self._clock(), MARK, "end of what was printed there")
+            self._trainings.add(training)
+            path.unlink()
+            self._add(training, [mark, *lines, end])
+
+
+def leave_behind(directory: Path, training: str, slot: str, lines: Iterable[str]) -> None:
+    """Store lines for the next driver, atomically; called by a slot whose driver has failed.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be written.
+    """
+    place = directory / LEFT_BEHIND
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = place / f"{training}@{slot}.lines"
+    aside = path.with_suffix(".part")
+    with os.fdopen(os.open(aside, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.writelines(lines)
+    aside.replace(path)

@@ -1,0 +1,60 @@
+"""The values of a training in a CSV file: one line for each value."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.trackers.base import Outcome, Row, TrackedTraining
+
+__all__ = ["CsvTracker"]
+
+_HEADER = ["step", "time", "name", "value"]
+
+
+@dataclass
+class CsvTracker:
+    """Writes ``NAME.csv`` with the columns step, time (seconds since the epoch), name and value.
+
+    Parameters
+    ----------
+    directory
+        Where; ``None``: in the training's own directory.
+    """
+
+    directory: str | None = None
+
+    def open(self, training: TrackedTraining) -> Mapping[str, int]:
+        """See `Tracker.open`; a line that is not complete is removed."""
+        directory = training.directory if self.directory is None else Path(self.directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = directory / f"{training.name}.csv"
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        with os.fdopen(descriptor, "rb+") as file:
+            text = file.read()
+            file.truncate(text.rfind(b"\n") + 1)
+        self._file: IO[str] = path.open("a", newline="", encoding="utf-8")
+        self._writer = csv.writer(self._file)
+        steps: dict[str, int] = {}
+        with path.open(newline="", encoding="utf-8") as lines:
+            for line in csv.DictReader(lines):
+                steps[line["name"]] = max(int(line["step"]), steps.get(line["name"], 0))
+        if not self._file.tell():
+            self._writer.writerow(_HEADER)
+        return steps
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """See `Tracker.log`."""
+        for row in rows:
+            self._writer.writerows([row.step, f"{row.time:.3f}", name, value] for name, value in row.values.items())
+        self._file.flush()
+
+    def close(self, outcome: Outcome) -> None:  # noqa: ARG002 - a file has no state
+        """See `Tracker.close`."""
+        self._file.close()

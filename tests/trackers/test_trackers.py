@@ -1,0 +1,80 @@
+"""The trackers of this package, with the real packages behind them."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetrain_parsl.testing.tracker_suite import TrackerConformance
+from freetrain_parsl.trackers.base import Row
+from freetrain_parsl.trackers.csv_file import CsvTracker
+from freetrain_parsl.trackers.mlflow import MlflowTracker
+from freetrain_parsl.trackers.tensorboard import TensorBoardTracker
+from freetrain_parsl.trackers.wandb import WandbTracker
+from tests.trackers.reading import read_csv, read_mlflow, read_tensorboard, read_wandb
+
+
+class TestCsv(TrackerConformance):
+    def make(self):
+        return CsvTracker()
+
+    def read(self, training):
+        return read_csv(training.directory / f"{training.name}.csv")
+
+    def test_a_line_that_was_not_written_completely_is_written_again(self, training) -> None:
+        tracker = self.make()
+        tracker.open(training)
+        tracker.log([Row(1, 1.0, {"a": 1.5}), Row(2, 2.0, {"a": 2.5})])
+        path = training.directory / "lr-0.1.csv"
+        path.write_bytes(path.read_bytes()[:-3])  # killed while it wrote
+        again = self.make()
+        assert again.open(training) == {"a": 1}
+        again.log([Row(2, 2.0, {"a": 2.5})])
+        again.close("finished")
+        tracker.close("finished")
+        assert self.read(training) == {"a": [(1, 1.5), (2, 2.5)]}
+
+
+class TestTensorBoard(TrackerConformance):
+    pytestmark = pytest.mark.slow
+
+    def make(self):
+        return TensorBoardTracker()
+
+    def read(self, training):
+        return read_tensorboard(training.directory)
+
+    def test_a_record_that_was_not_written_completely_is_written_again(self, training) -> None:
+        tracker = self.make()
+        tracker.open(training)
+        tracker.log([Row(1, 1.0, {"a": 1.5}), Row(2, 2.0, {"a": 2.5})])
+        (path,) = training.directory.glob("events*")
+        path.write_bytes(path.read_bytes()[:-3])  # killed while it wrote
+        again = self.make()
+        assert again.open(training) == {"a": 1}
+        again.close("interrupted")
+        tracker.close("interrupted")
+
+
+class TestMlflow(TrackerConformance):
+    pytestmark = pytest.mark.slow
+
+    @pytest.fixture(autouse=True)
+    def uri(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+        self.tracking_uri = (tmp_path / "mlruns").as_uri()
+
+    def make(self):
+        return MlflowTracker()
+
+    def read(self, training):
+        return read_mlflow(self.tracking_uri)
+
+
+class TestWandb(TrackerConformance):
+    pytestmark = pytest.mark.slow
+
+    def make(self):
+        return WandbTracker()
+
+    def read(self, training):
+        return read_wandb(training.directory)
