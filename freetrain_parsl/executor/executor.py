@@ -102,6 +102,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
             the optimal number of nodes of each training, rescaling costs included;
         ``window``
             the same, also by when the nodes close;
+        ``ones``
+            evolutionary search on the same objective, with the placement on shared hosts;
+        ``ones-published``
+            ONES as published, for comparison;
         ``equal-share``
             as many nodes for each: a simple baseline;
         ``fcfs``

@@ -312,8 +312,7 @@ def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_fai
     for error in errors:
         future: Future[object] = Future()
         future.set_exception(error)
-        run._futures = {"a": future}
-        run._collect(RunState(store.directory / "journal.sqlite"))
+        run._keep("a", future, run=RunState(store.directory / "journal.sqlite"))
         states.append(store.training("a").state)
         store.retry("a")
     assert states == ["waiting"] * 4 + ["cancelled", "failed"]

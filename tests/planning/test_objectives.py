@@ -84,7 +84,9 @@ def test_what_a_function_returns_is_checked(bad):
 
 def test_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(
-        InvalidSettings, match="unknown objective 'speed'; available: deadline, max-min, priority, speedup, throughput"
+        InvalidSettings,
+        match="unknown objective 'speed'; available: completion-time, completion-utility, deadline, max-min, priority, "
+        "speedup, throughput",
     ):
         resolve_objective("speed")
     with pytest.raises(InvalidSettings, match="got 42"):

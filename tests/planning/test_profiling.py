@@ -95,7 +95,7 @@ def test_who_is_unknown_does_not_wait_behind_those_that_are_known():
     seen = learned(trainers, {"known": measured((2, 5000.0)), "new": Profile()})
     assert seen[1].rate(2) == 5000.0
     pool = Pool([PoolNode("a"), PoolNode("b"), PoolNode("c")])
-    assert "new" in MilpPolicy("throughput").allocate(pool, seen, {}, 0.0).allocation
+    assert "new" in MilpPolicy("speedup").allocate(pool, seen, {}, 0.0).allocation
 
 
 def test_trainers_that_are_alike_share_what_is_measured():
