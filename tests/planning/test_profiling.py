@@ -92,10 +92,10 @@ def test_a_users_curve_keeps_its_shape_and_does_not_limit():
 
 def test_who_is_unknown_does_not_wait_behind_those_that_are_known():
     trainers = [Trainer("known", 1, 8, ScalingCurve.default()), Trainer("new", 2, 8, ScalingCurve.default())]
-    seen = learned(trainers, {"known": measured((2, 5000.0)), "new": Profile()})
-    assert seen[1].rate(2) == 5000.0
+    seen = learned(trainers, {"known": measured((1, 3000.0), (2, 5000.0)), "new": Profile()})
+    assert seen[1].rate(2) == 6000.0
     pool = Pool([PoolNode("a"), PoolNode("b"), PoolNode("c")])
-    assert "new" in MilpPolicy("speedup").allocate(pool, seen, {}, 0.0).allocation
+    assert "new" in MilpPolicy("throughput").allocate(pool, seen, {}, 0.0).allocation
 
 
 def test_trainers_that_are_alike_share_what_is_measured():
