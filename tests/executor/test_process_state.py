@@ -50,10 +50,14 @@ def test_each_training_begins_with_the_process_as_the_slot_found_it(
 
     class Run:
         expendable = True
+        source = ""
         mailbox = SimpleNamespace(close_after=lambda _: None, end=lambda: None)
 
         def __init__(self, message: Any, **_: object) -> None:
             self.number = message.run
+
+        def deliver(self, *_: object) -> None:
+            pass
 
         def perform(self) -> RunEnded:
             found.append(observed())

@@ -8,18 +8,23 @@ Worker processes, which run users' code, are separate processes and see the real
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 import time
+from typing import Final
 
 from freetrain_parsl.executor.control.clock import SteadyClock
 
-__all__ = ["run_steadily"]
+__all__ = ["LEAN_PARSL", "run_steadily"]
+
+LEAN_PARSL: Final = "freetrain_parsl.executor.htex.lean_parsl"
 
 
 def run_steadily(module: str) -> None:
     """Run a module as the main program of this process, with ``sys.argv`` unchanged."""
     time.time = SteadyClock()
+    importlib.import_module(LEAN_PARSL)
     # As if started by the interpreter: multiprocessing looks up functions in the main module.
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

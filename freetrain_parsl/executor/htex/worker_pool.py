@@ -7,11 +7,12 @@ which imports everything once per node while the pool starts.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 from multiprocessing import forkserver
 from typing import Final
 
-from freetrain_parsl.executor.htex.steady import run_steadily
+from freetrain_parsl.executor.htex.steady import LEAN_PARSL, run_steadily
 
 __all__ = ["WARM"]
 
@@ -19,7 +20,13 @@ _POOL: Final = "parsl.executors.high_throughput.process_worker_pool"
 
 # The imports of a slot until its first step; `torch.optim` imports the compiler front end with the first optimizer.
 # None of them may touch an accelerator: a forked process cannot use one that its parent has initialized.
-WARM: Final = (_POOL, "freetrain_parsl.executor.slot.slot", "freetrain_parsl.training.fragment", "torch._dynamo")
+WARM: Final = (
+    LEAN_PARSL,
+    _POOL,
+    "freetrain_parsl.executor.slot.slot",
+    "freetrain_parsl.training.fragment",
+    "torch._dynamo",
+)
 
 
 def main() -> None:
@@ -27,6 +34,7 @@ def main() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(WARM))
     forkserver.ensure_running()
+    importlib.import_module(LEAN_PARSL)
 
     import parsl.multiprocessing
 
