@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freetrain_parsl.cli.sources import SystemOption, errors_in_one_line
-from freetrain_parsl.errors import UsageError, did_you_mean
+from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,10 +47,16 @@ def init(
         chosen = _system(system)
         if chosen == "local":
             if partition is not None or account is not None:
-                raise UsageError("--partition and --account are for Slurm and PBS; there is neither on this machine")
-            _write(_embedded(), output or Path("local-site.yaml"), force=force)
+                raise UsageError("--partition and --account are for Slurm and PBS, not for the embedded cluster")
+            _write(_embedded(), output or Path("local-site.yaml"), "run CAMPAIGN.yaml", force=force)
             return
-        machine = _describe(chosen)
+        try:
+            machine = _describe(chosen)
+        except BatchSystemError as error:
+            if system is not None:
+                raise
+            # The commands may be installed on a machine that belongs to no cluster.
+            raise BatchSystemError(f"{error}; for an embedded cluster on this host: --system local") from None
         queue = _choose(machine, partition)
         if account is not None and machine.accounts and account not in machine.accounts:
             raise UsageError(
@@ -61,7 +67,7 @@ def init(
         from freetrain_parsl.campaign.site_draft import draft_site
 
         text = draft_site(machine, queue, _host(), account)
-        _write(text, output or Path(f"{_file_stem(machine)}.yaml"), force=force)
+        _write(text, output or Path(f"{_file_stem(machine)}.yaml"), "windows", force=force)
 
 
 def _system(named: str | None) -> str:
@@ -135,8 +141,8 @@ def _refuse_existing(output: Path, *, force: bool) -> None:
         raise UsageError(f"{output} exists; give another name, or --force to overwrite it")
 
 
-def _write(text: str, output: Path, *, force: bool) -> None:
-    """Check the text as any site file is checked, and write it."""
+def _write(text: str, output: Path, command: str, *, force: bool) -> None:
+    """Check the text as any site file is checked, write it, and name the next command."""
     from freetrain_parsl.campaign.site import Site
     from freetrain_parsl.campaign.yaml_file import Variables
     from freetrain_parsl.report.output import write_output
@@ -151,7 +157,7 @@ def _write(text: str, output: Path, *, force: bool) -> None:
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
     typer.echo(f"wrote {output}", err=True)
-    typer.echo(f"next:  freetrain windows --config {output}", err=True)
+    typer.echo(f"next:  freetrain {command} --config {output}", err=True)
 
 
 def _show(machine: Machine, chosen: Queue) -> None:

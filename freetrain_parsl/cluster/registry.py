@@ -159,7 +159,7 @@ def find(cluster: str | os.PathLike[str] | None = None) -> ClusterInfo:
         if len(clusters) == 1:
             return clusters[0]
         if not clusters:
-            raise ClusterGone("no embedded cluster is running")
+            raise ClusterGone("no embedded cluster is running; a run at a local site starts one, and ends it")
         names = ", ".join(f"{info.name} ({info.directory})" for info in clusters)
         raise ClusterGone(
             f"several embedded clusters are running; choose one by --cluster, or block.cluster of a site file: {names}"

@@ -236,4 +236,5 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                 if text := raw.decode("utf-8-sig", errors="replace").strip():
                     yield number, text
     except (OSError, EOFError, zlib.error) as error:
-        raise InvalidInput(f"{path}: cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"{path}: cannot be read: {reason}") from error

@@ -179,7 +179,7 @@ def _open_sacct(path: Path, nodes: int | None, *, lenient: bool) -> JobLog:
     if nodes is None:
         raise InvalidInput(
             f"{path}: 'sacct' does not report the size of the machine; give the number of its nodes "
-            "with --nodes, as printed by 'sinfo -h -o %D'"
+            "with --nodes (with --site: nodes=…), as printed by 'sinfo -h -o %D'"
         )
     text = SacctLog(path, lenient=lenient)
     log = JobLog(path.name, text, nodes, lenient=lenient, epoch=_EPOCH.replace(tzinfo=None))

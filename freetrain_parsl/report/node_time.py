@@ -21,7 +21,7 @@ class NodePhase(Enum):
     """What a node that we hold is doing."""
 
     STARTING = "starting"
-    """From the start of its block until its slots are ready."""
+    """From when its block is seen to have started until its slots are ready."""
     TRAINING = "training"
     """In a fragment of at least one training."""
     BETWEEN = "between"
@@ -124,7 +124,7 @@ class _Fold:
     def __init__(self) -> None:
         self._account = NodeTime()
         self._now = 0.0
-        self._requests: dict[str, float] = {}  # block -> requested walltime, seconds
+        self._requests: dict[str, float] = {}  # block that has not ended -> requested walltime, seconds
         self._ends: dict[str, float] = {}  # started block -> end of its walltime
         self._nodes: dict[str, _Node] = {}
         self._fragments: dict[tuple[str, int], list[str]] = {}  # (training, generation) -> nodes
@@ -140,7 +140,7 @@ class _Fold:
                 account.requested += 1
                 self._requests[block] = entry.seconds
             case record.BlockStarted(subject=block):
-                self._start(block, entry)
+                self._start(block, entry.nodes, entry.ends)
             case record.BlockEnded(subject=block):
                 self._end(block, entry.reason)
             case record.BlockYields():
@@ -150,6 +150,8 @@ class _Fold:
             case record.SlotJoined():
                 self._slots[entry.block, entry.node] += 1
             case record.NodeJoined(subject=node):
+                if entry.block in self._requests:  # it may join before a query has shown that its block started
+                    self._start(entry.block, [node], entry.closes)
                 self._enter(node, NodePhase.BETWEEN)
             case record.NodeLeft(subject=node):
                 self._enter(node, NodePhase.LEAVING)
@@ -171,14 +173,18 @@ class _Fold:
         self._account.slots_per_node = max(self._slots.values(), default=1)
         return self._account
 
-    def _start(self, block: str, entry: record.BlockStarted) -> None:
-        self._account.started += 1
-        self._ends[block] = self._now + self._requests.get(block, 0.0) if entry.ends is None else entry.ends
-        for node in entry.nodes:
-            self._settle(node)
-            self._nodes[node] = _Node(block, self._now)
+    def _start(self, block: str, nodes: Iterable[str], ends: float | None) -> None:
+        """Record that a block holds nodes; those that it holds already keep their phase."""
+        self._account.started += block not in self._ends
+        self._ends[block] = self._now + self._requests.get(block, 0.0) if ends is None else ends
+        for name in nodes:
+            held = self._nodes.get(name)
+            if held is None or held.block != block:
+                self._settle(name)
+                self._nodes[name] = _Node(block, self._now)
 
     def _end(self, block: str, reason: str) -> None:
+        self._requests.pop(block, None)
         if block not in self._ends:  # it never started
             return
         self._account.endings[reason] += 1

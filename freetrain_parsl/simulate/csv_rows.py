@@ -75,4 +75,5 @@ def read_rows(file: Path, columns: Sequence[str]) -> Iterator[CsvRow]:
                     raise InvalidInput(f"{file}:{reader.line_num}: expected {len(header)} values, got {len(values)}")
                 yield CsvRow(file, reader.line_num, dict(zip(header, values, strict=True)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInput(f"{file}: cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidInput(f"{file}: cannot be read: {reason}") from error

@@ -74,7 +74,8 @@ def read_workload(file: Path, applications: Mapping[str, Application], gpus: int
             raise row.wrong(f"a job {name!r} already exists; names must be unique")
         application = applications.get(wanted)
         if application is None:
-            raise row.wrong(f"unknown application {wanted!r}{did_you_mean(wanted, applications)}")
+            known = ", ".join(sorted(applications))
+            raise row.wrong(f"unknown application {wanted!r}{did_you_mean(wanted, applications)}; available: {known}")
         job = JobRequest(name, row.number("time"), application, row.count("num_replicas"), row.count("batch_size"))
         if job.gpus > gpus:
             raise row.wrong(f"job {name!r} asks for {job.gpus} GPUs, the cluster has {gpus}")

@@ -146,7 +146,9 @@ class _Process:
         end = time.monotonic() + _LONGEST_END
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        os._exit(0)  # a tracker may hang
+        if missing := not self._assignments.exists():
+            logger.error("%s does not exist: nothing was sent", self._assignments)
+        os._exit(2 if missing else 0)  # a tracker may hang
 
     def _await_end(self) -> None:
         while os.read(0, 4096):

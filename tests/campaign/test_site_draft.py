@@ -82,3 +82,5 @@ def test_any_name_is_read_back_as_it_is(name, account, system, walltime):
 def test_without_a_batch_system_it_is_an_embedded_cluster():
     site = parsed(draft_embedded_site(4, HOST))
     assert (site.system, site.block["nodes"]) == ("local", 4)
+    assert site.executor_settings["trainings"].threads_per_slot == 1  # else each virtual node uses all cores
+    assert site.planner_settings.min_useful.total_seconds() == 5

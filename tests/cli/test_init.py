@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.cli import init as module
+from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.windows.machine import Machine, NodeType, Queue
 from freetrain_parsl.windows.state import Partition
 
@@ -72,5 +73,21 @@ def test_mistakes_are_refused_in_one_line(invoke, arguments, message):
 
 def test_without_a_batch_system_the_embedded_cluster_is_used(invoke, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert invoke().exit_code == 0
+    result = invoke()
+    assert result.exit_code == 0
     assert Site.load(tmp_path / "local-site.yaml").system == "local"
+    assert result.stderr.splitlines()[-1] == "next:  freetrain run CAMPAIGN.yaml --config local-site.yaml"
+
+
+@pytest.mark.parametrize(("arguments", "hint"), [((), True), (("--system", "slurm"), False)])
+def test_commands_without_a_cluster_lead_to_the_embedded_one_unless_the_system_was_chosen(
+    invoke, monkeypatch, arguments, hint
+):
+    def fail(system):
+        raise BatchSystemError("scontrol failed: Unknown host")
+
+    monkeypatch.setattr(module, "_describe", fail)
+    monkeypatch.setattr(module, "_system", lambda named: "slurm")
+    result = invoke(*arguments)
+    assert result.exit_code != 0
+    assert ("--system local" in result.stderr) == hint

@@ -208,7 +208,7 @@ def test_examples_can_be_replayed(freetrain, replay, log, trainers):
     [
         ("", "LOG is missing; 'freetrain replay --example DIR'"),
         ("idle.csv", "--trainers is missing"),
-        ("none.csv --trainers hpo:2", "none.csv: cannot be read"),
+        ("none.csv --trainers hpo:2", "none.csv: cannot be read: No such file or directory"),
         ("empty.csv --trainers hpo:2", "empty.csv: no idle intervals"),
         ("overlap.csv --trainers hpo:2", "overlap.csv:2: node 'a' is already idle by line 1"),
         ("backwards.csv --trainers hpo:2", "backwards.csv:1: an interval must end after it starts"),

@@ -128,7 +128,7 @@ def test_names_of_jobs_cannot_become_markup(freetrain, tmp_path):
         ("--policy best", "unknown policy 'best'"),
         ("--knowledge all", "--knowledge: unknown 'all'"),
         ("--json nowhere/out.json", "--json nowhere/out.json: there is no directory"),
-        ("--profiles nowhere", "nowhere/applications.csv: cannot be read"),
+        ("--profiles nowhere", "nowhere/applications.csv: cannot be read: No such file or directory"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(freetrain, options, message):

@@ -70,7 +70,9 @@ def rounds(monkeypatch):
 def test_without_a_cluster_it_says_so_in_one_line(invoke):
     result = invoke()
     assert result.exit_code == 2
-    assert result.stderr == "freetrain windows: no embedded cluster is running\n"
+    assert result.stderr == (
+        "freetrain windows: no embedded cluster is running; a run at a local site starts one, and ends it\n"
+    )
 
 
 @pytest.mark.cluster

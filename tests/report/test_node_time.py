@@ -72,6 +72,35 @@ def test_members_of_an_array_share_their_node():
     assert found.lost_fragments == 1
 
 
+def test_a_node_that_joins_before_its_block_is_seen_to_start_is_held_from_then_on():
+    found = account(
+        BLOCK[0],
+        (13.0, record.NodeJoined("n1", "b1", 110.0)),
+        (14.0, fragment("t", 1, "n1")),
+        (20.0, record.BlockStarted("b1", ["n1", "n2"], 110.0)),
+        (21.0, record.NodeJoined("n2", "b1", 110.0)),
+        (24.0, fragment_end("t", 1, "n1")),
+        (30.0, record.BlockEnded("b1", ["n1", "n2"], "preempted")),
+    )
+    assert found.phases == {
+        NodePhase.STARTING: 1,
+        NodePhase.TRAINING: 10,
+        NodePhase.BETWEEN: (1 + 6) + 9,
+        NodePhase.LEAVING: 0,
+    }
+    assert (found.started, found.returned) == (1, 2 * 80)
+
+
+def test_a_block_that_ends_before_it_is_seen_to_start_counts_if_a_node_joined():
+    found = account(
+        BLOCK[0],
+        (13.0, record.NodeJoined("n1", "b1", 110.0)),
+        (19.0, record.BlockEnded("b1", ["n1", "n2"], "preempted")),
+        (21.0, record.NodeJoined("n1", "b1", 110.0)),
+    )
+    assert (found.held, found.started, dict(found.endings)) == (6, 1, {"preempted": 1})
+
+
 def test_a_block_that_never_started_holds_nothing():
     found = account(BLOCK[0], (5.0, record.BlockEnded("b1", [], "cancelled")))
     assert (found.held, found.returned, found.requested, found.started) == (0, 0, 1, 0)

@@ -86,7 +86,7 @@ def test_workload_is_ordered_by_submission(tmp_path):
     [
         ("a,-1,net,1,64", "'time' must be zero or more, got '-1'"),
         ("a,nan,net,1,64", "'time' must be zero or more, got 'nan'"),
-        ("a,0,nett,1,64", r"unknown application 'nett' \(did you mean 'net'\?\)"),
+        ("a,0,nett,1,64", r"unknown application 'nett' \(did you mean 'net'\?\); available: net"),
         ("a,0,net,5,64", "job 'a' asks for 5 GPUs, the cluster has 4"),
         ("a,0,net,1.5,64", "'num_replicas' must be an integer"),
         ("a,0,net,1,1024", "job 'a': batch 1024 is more than the 512 of 'net'"),

@@ -318,3 +318,10 @@ def test_names_mappings_and_lists_are_accepted() -> None:
         TrackerSpec("csv"),
         TrackerSpec("wandb", {"project": "p"}),
     )
+
+
+def test_assignments_that_do_not_exist_are_named(tmp_path) -> None:
+    command = [sys.executable, "-m", "freetrain_parsl.trackers.process", str(tmp_path / "none.jsonl")]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "none.jsonl does not exist: nothing was sent" in done.stderr
