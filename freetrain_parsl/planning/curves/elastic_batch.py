@@ -201,7 +201,9 @@ class ElasticProfile:
         """Return the batch size to continue with on so many nodes; the same one unless another is clearly better."""
         if self.noise is None or self.times.steps(nodes, batch) < _LEAST_STEPS:
             return batch
-        near = [size for size in self._candidates if batch / _LARGEST_CHANGE <= size <= batch * _LARGEST_CHANGE]
+        # A gradient that is lost in its noise may be small, or that of a training that has diverged: no reason to grow.
+        most = batch * _LARGEST_CHANGE if self.noise.square > 0 else batch
+        near = [size for size in self._candidates if batch / _LARGEST_CHANGE <= size <= most]
         size, goodput = self._best(nodes, near)
         gain = _GAIN_TO_GROW if size > batch else _GAIN_TO_SHRINK
         if self.times.steps(nodes, size) and self.times.measured_seconds(nodes, batch) < _LEAST_SECONDS:
