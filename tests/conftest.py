@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from freetrain_parsl.executor.warm_start.owner import WarmStart
+from freetrain_parsl.testing.globus.rabbitmq import broker_missing
 from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
 from tests.__main__ import PARTS
 
@@ -129,3 +131,24 @@ def cluster(shared_cluster, monkeypatch) -> Iterator[LoopbackSlurm]:
         monkeypatch.setenv(name, shared_cluster.environment[name])
     yield shared_cluster
     shared_cluster.clear()
+
+
+@pytest.fixture(scope="session")
+def globus_packages() -> None:
+    """Skip without the packages of Globus Compute; fail if they are required."""
+    packages = ("globus_compute_sdk", "globus_compute_endpoint")
+    if missing := [package for package in packages if find_spec(package) is None]:
+        _skip("globus", f"{', '.join(missing)} not installed (pip install -e '.[dev]')")
+
+
+@pytest.fixture(scope="session")
+def globus_is_here(globus_packages: None) -> None:
+    """Skip without RabbitMQ, too; fail if it is required."""
+    if missing := broker_missing():
+        _skip("globus", missing)
+
+
+def _skip(requirement: str, why: str) -> None:
+    if requirement in os.environ.get(REQUIRED, "").split(","):
+        pytest.fail(why)
+    pytest.skip(why)
