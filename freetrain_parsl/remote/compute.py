@@ -14,7 +14,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
+from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
 from freetrain_parsl.remote.messages import FUNCTION, FUNCTION_SOURCE
 from freetrain_parsl.remote.pacing import RequestBudget, poll_delays
 
@@ -184,10 +184,10 @@ class ComputeEndpoint:
 
     def _check_online(self) -> None:
         with self._errors():
-            status = self._service().get_endpoint_status(self.id).get("status")
+            status = str(self._service().get_endpoint_status(self.id)["status"])[:80]
         if status != "online":
             raise RemoteError(
-                f"the endpoint {self.id} is {status}; start it at the site: globus-compute-endpoint start freetrain"
+                f"the endpoint {self.id} is {' '.join(status.split())}; start it at the site: globus-compute-endpoint start freetrain"
             )
 
     def _submit(self, request: Mapping[str, Any]) -> str:
@@ -255,22 +255,29 @@ class ComputeEndpoint:
             raise RemoteError(f"the site sent an answer that is not JSON: {_first_line(error)}") from error
         except globus_sdk.GlobusError as error:
             raise UsageError(f"Globus login: {_first_line(error)}; run: freetrain remote login") from error
+        except FreeTrainError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # The SDK takes for granted that an answer is JSON and complete; the page of a proxy is neither.
+            raise RemoteError("Globus Compute sent an unexpected answer; is there a proxy or a login page?") from error
 
     def _translated(self, status: int, code: str | None, message: str) -> RemoteError | UsageError:
+        message = " ".join(str(message).split())[:300]
+        plain = f"Globus Compute answered {status}{f': {message}' if message else ''}"
         match status, code:
             case 404, "ENDPOINT_NOT_FOUND":
                 return InvalidInput(f"there is no endpoint {self.id}; 'globus-compute-endpoint list' shows the site's")
             case 404, "FUNCTION_NOT_FOUND":
                 return _UnknownFunction(message)
             case 404, _:
-                return _Expired(message)
+                return _Expired(plain)
             case 401 | 403, _:
-                return UsageError(f"Globus Compute refuses this login ({message[:200]}); run: freetrain remote login")
+                return UsageError(f"Globus Compute refuses this login ({message}); run: freetrain remote login")
             case 413, _:
                 return InvalidInput("the campaign is too large for Globus Compute; put data at the site")
             case 429, _:
                 return RemoteError("Globus Compute asks to wait: too many requests; try again in a minute")
-        return RemoteError(f"Globus Compute answered {status}: {message[:300]}")
+        return RemoteError(plain)
 
 
 class _Expired(RemoteError):
