@@ -20,7 +20,7 @@ from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.campaign_view import print_trainings
 from freetrain_parsl.errors import FreeTrainError, UsageError
 from freetrain_parsl.remote.campaign import RemoteCampaign
-from freetrain_parsl.remote.compute import ComputeEndpoint, login_to_compute
+from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import poll_delays
 from freetrain_parsl.remote.preparation import prepare
@@ -169,13 +169,6 @@ def list_runs() -> None:
         now = time.time()
         for record in RunRecords().all():
             typer.echo(f"{record.run}  {ago(now - record.created)}  endpoint {record.endpoint}  {record.campaign}")
-
-
-@remote.command()
-def login() -> None:
-    """Log in to Globus Compute; the SDK stores its tokens in ~/.globus_compute, private to the user."""
-    with _errors("login"):
-        login_to_compute()
 
 
 @contextmanager

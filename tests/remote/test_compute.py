@@ -146,7 +146,7 @@ def test_an_expired_token_is_replaced_and_a_refused_login_is_one_line(endpoint, 
     site.service.expire_tokens()
     assert endpoint.call({"verb": "check"}) == {"verb": "check"}
     site.service.mishap("GET", STATUS, Reply({"code": "FORBIDDEN", "reason": "no"}, 403), times=100)
-    with pytest.raises(UsageError, match="run: freetrain remote login") as caught:
+    with pytest.raises(UsageError, match="run: freetrain globus login") as caught:
         endpoint.call({"verb": "check"})
     assert "\n" not in str(caught.value)
 
@@ -231,7 +231,7 @@ def test_without_a_login_nothing_is_asked(site, monkeypatch):
     from freetrain_parsl.remote.compute import ComputeEndpoint
 
     monkeypatch.delenv("GLOBUS_COMPUTE_CLIENT_SECRET")
-    with pytest.raises(UsageError, match="not logged in to Globus Compute; run: freetrain remote login"):
+    with pytest.raises(UsageError, match="not logged in to Globus Compute; run: freetrain globus login"):
         ComputeEndpoint(ENDPOINT).call({"verb": "check"})
     monkeypatch.setenv("GLOBUS_COMPUTE_CLIENT_SECRET", "x")
     monkeypatch.delenv("GLOBUS_COMPUTE_CLIENT_ID")
