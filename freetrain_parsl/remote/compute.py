@@ -117,6 +117,11 @@ class ComputeEndpoint:
     monotonic, sleep
         Clock, seconds.
 
+    Attributes
+    ----------
+    submitted : bool
+        Whether a call may have reached the site.
+
     Raises
     ------
     InvalidInput
@@ -140,6 +145,7 @@ class ComputeEndpoint:
                 f"--endpoint {endpoint[:80]!r} is not a UUID; 'globus-compute-endpoint list' at the site shows it"
             ) from None
         self.function = function
+        self.submitted = False
         self._make_client = client
         self._client: Client | None = None
         self._budget = RequestBudget(REQUESTS_PER_MINUTE) if budget is None else budget
@@ -204,6 +210,7 @@ class ComputeEndpoint:
             service = self._service()
             batch = service.create_batch(result_serializers=[_JSON])
             batch.add(function, (request,))
+            self.submitted = True
             return str(service.batch_run(self.id, batch)["tasks"][function][0])
 
     def _result(self, task: str, end: float, timeout: float) -> Any:

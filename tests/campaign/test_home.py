@@ -101,6 +101,6 @@ def test_the_driver_does_not_pass_on_the_client_secret(world, monkeypatch):  # n
 def test_a_run_without_a_home_passes_no_client_secret_to_its_jobs(monkeypatch, tmp_path):
     monkeypatch.setenv(CLIENT_SECRET, "secret")
     site = Site.parse("system: local\n", "s.yaml", Variables({}, {}))
-    with open_mover(site, RunStore.create(tmp_path / "run", {"run_id": "a1"}, ["net"])) as mover:
+    with open_mover(site, RunStore.create(tmp_path, {"run_id": "a1"}, ["net"])) as mover:
         assert mover is None
         assert CLIENT_SECRET not in os.environ
