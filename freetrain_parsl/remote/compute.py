@@ -192,8 +192,9 @@ class ComputeEndpoint:
         with self._errors():
             status = str(self._service().get_endpoint_status(self.id)["status"])[:80]
         if status != "online":
+            status = " ".join(status.split())
             raise RemoteError(
-                f"the endpoint {self.id} is {' '.join(status.split())}; start it at the site: globus-compute-endpoint start freetrain"
+                f"the endpoint {self.id} is {status}; start it at the site: globus-compute-endpoint start freetrain"
             )
 
     def _submit(self, request: Mapping[str, Any]) -> str:

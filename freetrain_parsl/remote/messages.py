@@ -84,11 +84,13 @@ class RemoteStatus:
         RemoteError
             The site sent something else.
         """
-        texts = (field_of(document, name, str) for name in ("run", "state", "host", "directory", "message"))
+        run, state, host, directory, message = (
+            field_of(document, name, str) for name in ("run", "state", "host", "directory", "message")
+        )
         summary = None if document.get("summary") is None else field_of(document, "summary", dict)
         if summary is not None:
             field_of(summary, "trainings", list)
-        return cls(*texts, summary=summary)
+        return cls(run, state, host, directory, message, summary)
 
 
 def field_of(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
