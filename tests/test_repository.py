@@ -50,7 +50,7 @@ ROOMS = {
         "sweeps",
         "trackers",
     },
-    "remote": {"campaign", "cluster", "planning", "report"},
+    "remote": {"campaign", "cluster", "planning", "report", "storage"},
     "report": {"protocol", "executor"},
     "replay": {"planning", "windows", "cluster", "report"},
     "simulate": {"planning", "replay", "report"},

@@ -46,8 +46,12 @@ def check_home(site: Site) -> None:
 
 @contextmanager
 def open_mover(site: Site, store: RunStore) -> Iterator[Mover | None]:
-    """Run the mover of a run, if its site has a home; at the end, the last checkpoints are copied."""
+    """Run the mover of a run, if its site has a home; at the end, the last checkpoints are copied.
+
+    The client secret is not in the environment afterwards, also without a home: jobs would inherit it.
+    """
     if site.globus is None or site.checkpoint_dir is None:
+        forget_secret()
         yield None
         return
     with logged_in(make_app()) as app:

@@ -1,7 +1,8 @@
-"""``freetrain globus``: the Globus login with which checkpoints are copied."""
+"""``freetrain globus``: the Globus login, with which checkpoints are copied and sites are called."""
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from freetrain_parsl.cli.sources import errors_in_one_line
 __all__ = ["globus"]
 
 globus = typer.Typer(
-    help="Log in to Globus, which copies checkpoints between sites.",
+    help="Log in to Globus, which copies checkpoints between sites and calls sites.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -24,12 +25,18 @@ def login(
         typer.Option(metavar="SITE", help="Site file: also consent to the use of its collections, if they need it."),
     ] = None,
 ) -> None:
-    """Log in by a URL that is printed. Tokens are kept in ~/.globus, readable by you only."""
+    """Log in by a URL that is printed. Tokens are kept in your home directory, readable by you only."""
     from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.remote.compute import compute_app
     from freetrain_parsl.storage.globus.collections import Collections
-    from freetrain_parsl.storage.globus.login import log_in, make_app, whoami
+    from freetrain_parsl.storage.globus.login import CLIENT_ID, log_in, make_app, whoami
 
-    with errors_in_one_line("globus login"), make_app() as app:
+    if config is None and not os.environ.get(CLIENT_ID):
+        with errors_in_one_line("globus login"), compute_app() as app:
+            log_in(app)
+            typer.echo(f"logged in to Globus Compute; checkpoints on Globus need {CLIENT_ID}, and a login with it")
+        return
+    with errors_in_one_line("globus login"), make_app(compute=True) as app:
         places = None if config is None else Site.load(config).globus
         log_in(app)
         for place in () if places is None else (places.local, places.home):
@@ -43,9 +50,13 @@ def login(
 @globus.command()
 def logout() -> None:
     """Revoke the tokens and remove them."""
-    from freetrain_parsl.storage.globus.login import make_app
+    from freetrain_parsl.remote.compute import compute_app
+    from freetrain_parsl.storage.globus.login import CLIENT_ID, make_app
 
-    with errors_in_one_line("globus logout"), make_app() as app:
+    with (
+        errors_in_one_line("globus logout"),
+        make_app(compute=True) if os.environ.get(CLIENT_ID) else compute_app() as app,
+    ):
         app.logout(sweep=True)
         typer.echo("logged out")
 

@@ -18,10 +18,10 @@ from rich.console import Console
 from freetrain_parsl.campaign.store import TrainingRecord
 from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.campaign_view import print_trainings
-from freetrain_parsl.errors import FreeTrainError, UsageError
+from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
 from freetrain_parsl.remote.campaign import RemoteCampaign
-from freetrain_parsl.remote.compute import ComputeEndpoint, login_to_compute
-from freetrain_parsl.remote.messages import RemoteStatus
+from freetrain_parsl.remote.compute import ComputeEndpoint
+from freetrain_parsl.remote.messages import RemoteStatus, field_of
 from freetrain_parsl.remote.pacing import poll_delays
 from freetrain_parsl.remote.preparation import prepare
 from freetrain_parsl.remote.records import RunRecords
@@ -78,8 +78,8 @@ def check(endpoint: str = typer.Option(metavar="UUID", help="Endpoint of Globus 
         place = ComputeEndpoint(endpoint)
         with ThreadPoolExecutor(1) as calls:
             answer = _answer(calls.submit(place.call, {"verb": "check"}))
-        there, here = Versions.parse(answer["versions"]), Versions.installed()
-        typer.echo(f"{answer['host']}: {there}")
+        there, here = Versions.parse(field_of(answer, "versions", dict)), Versions.installed()
+        typer.echo(f"{field_of(answer, 'host', str)}: {there}")
         if mismatch := here.mismatch(there):
             typer.echo(f"here: {here}; {mismatch}")
             raise typer.Exit(1)
@@ -171,13 +171,6 @@ def list_runs() -> None:
             typer.echo(f"{record.run}  {ago(now - record.created)}  endpoint {record.endpoint}  {record.campaign}")
 
 
-@remote.command()
-def login() -> None:
-    """Log in to Globus Compute; the SDK stores its tokens in ~/.globus_compute, private to the user."""
-    with _errors("login"):
-        login_to_compute()
-
-
 @contextmanager
 def _errors(verb: str) -> Iterator[None]:
     """Report any error in one line; exit with code 2 if the input is wrong, 1 if the service or the site failed."""
@@ -221,4 +214,7 @@ def _show(status: RemoteStatus, json: bool) -> None:
 
 
 def _records(trainings: list[Mapping[str, Any]]) -> list[TrainingRecord]:
-    return [TrainingRecord(**{**item, "nodes": tuple(item["nodes"])}) for item in trainings]
+    try:
+        return [TrainingRecord(**{**item, "nodes": tuple(item["nodes"])}) for item in trainings]
+    except (KeyError, TypeError):
+        raise RemoteError("the site sent unexpected trainings; is another version of freetrain-parsl there?") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
 import stat
@@ -83,6 +84,9 @@ def pack(files: Mapping[str, Path], campaign: str) -> Archive:
         raise InvalidInput(
             f"the campaign has {len(files)} files, more than {_MOST_FILES}; move it into a directory of its own"
         )
+    for name, path in files.items():
+        if not _is_inside(name):
+            raise InvalidInput(f"{str(path)!r}: this name cannot travel with the campaign; rename the file")
     contents = {name: _read(path) for name, path in sorted(files.items())}
     total = sum(map(len, contents.values()))
     if total > _LARGEST_CONTENT:
@@ -133,7 +137,20 @@ def unpack(data: bytes, sha256: str, destination: Path) -> str:
         raise InvalidInput("the campaign's archive is damaged: its hash is not that of what was sent")
     try:
         campaign, contents = _verified(data)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, KeyError) as error:
+    except InvalidInput:
+        raise
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise InvalidInput(f"the campaign's archive is damaged: {error}") from None
     destination.mkdir(mode=0o700)
     for name, content in contents.items():
@@ -183,11 +200,16 @@ def _verified(data: bytes) -> tuple[str, dict[str, bytes]]:
 def _is_inside(name: str) -> bool:
     """Return whether a name is a relative path without detours."""
     parts = name.split("/")
+    try:
+        sizes = [len(part.encode()) for part in parts]
+    except UnicodeEncodeError:  # a name that is not UTF-8
+        return False
     return (
         not _CONTROL.search(name)
-        and len(os.fsencode(name)) <= _LONGEST_NAME
+        and len(name.encode()) <= _LONGEST_NAME
         and not PurePosixPath(name).is_absolute()
-        and all(part not in ("", ".", "..") and len(os.fsencode(part)) <= _LONGEST_PART for part in parts)
+        and all(part not in ("", ".", "..") for part in parts)
+        and max(sizes) <= _LONGEST_PART
     )
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.summary import ago
-from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
+from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
 from freetrain_parsl.remote.compute import ComputeEndpoint
-from freetrain_parsl.remote.messages import RemoteStatus
+from freetrain_parsl.remote.messages import RemoteStatus, field_of
 from freetrain_parsl.remote.pacing import poll_delays
 from freetrain_parsl.remote.preparation import prepare
 from freetrain_parsl.remote.records import RunRecord, RunRecords
@@ -161,8 +161,10 @@ class RemoteCampaign:
         def start() -> RemoteStatus:
             try:
                 return self._status_of({**preparation.request, "wait": _START_WAIT})
-            except UsageError:
-                self._records.forget(self.run)
+            except UsageError as error:
+                # A login that is refused while the answer is fetched says nothing about the run.
+                if isinstance(error, InvalidInput) or not self._endpoint.submitted:
+                    self._records.forget(self.run)
                 raise
 
         return self._ask("starting", start)
@@ -184,11 +186,17 @@ class RemoteCampaign:
         Future of mapping
             ``text``, ``offset`` for the next call, and ``state``.
         """
-        return self._ask("fetching output", lambda: self._call(self._request("logs", offset=offset)))
+
+        def logs() -> Mapping[str, Any]:
+            answer = self._call(self._request("logs", offset=offset))
+            return {"text": field_of(answer, "text", str), "offset": field_of(answer, "offset", int),
+                    "state": field_of(answer, "state", str)}  # fmt: skip
+
+        return self._ask("fetching output", logs)
 
     def results(self) -> Future[list[Mapping[str, Any]]]:
         """Fetch the trainings with their results, as of ``freetrain status --json``."""
-        return self._ask("fetching results", lambda: list(self._call(self._request("results"))["trainings"]))
+        return self._ask("fetching results", lambda: field_of(self._call(self._request("results")), "trainings", list))
 
     def stop(self) -> Future[RemoteStatus]:
         """Ask the driver to save all trainings, withdraw its jobs and end."""
@@ -229,9 +237,10 @@ class RemoteCampaign:
 
         def clean() -> Mapping[str, Any]:
             answer = self._call(self._request("clean", delete=delete, wait=_STOP_WAIT))
-            if delete and answer.get("done"):
+            done, message = field_of(answer, "done", bool), field_of(answer, "message", str)
+            if delete and done:
                 self._records.forget(self.run)
-            return answer
+            return {"done": done, "message": message}
 
         return self._ask("cleaning", clean)
 

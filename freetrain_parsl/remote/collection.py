@@ -127,7 +127,8 @@ def _python_files(directories: set[Path]) -> tuple[set[Path], set[Path]]:
                 if not _OTHER_DIRECTORIES.fullmatch(name) and not Path(place, name, _ENVIRONMENT).exists()
             ]
             for path in (Path(place, name) for name in files if name.endswith(".py")):
-                (left_out if _SECRET_FILES.fullmatch(path.name) else found).add(path)
+                if not path.is_symlink():
+                    (left_out if _SECRET_FILES.fullmatch(path.name) else found).add(path)
     return found, left_out
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
+from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
 from freetrain_parsl.remote.messages import FUNCTION, FUNCTION_SOURCE
 from freetrain_parsl.remote.pacing import RequestBudget, poll_delays
+from freetrain_parsl.storage.globus.login import CLIENT_ID, LOGIN, make_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from globus_compute_sdk import Client
     from globus_sdk import GlobusApp
 
-__all__ = ["REQUESTS_PER_MINUTE", "ComputeEndpoint", "login_to_compute", "make_client"]
+__all__ = ["REQUESTS_PER_MINUTE", "ComputeEndpoint", "compute_app", "make_client"]
 
 REQUESTS_PER_MINUTE = 30
 """Of ours to the web service; it permits 20 in ten seconds."""
@@ -33,6 +35,7 @@ REQUESTS_PER_MINUTE = 30
 _MOST_PAYLOAD = 10 * 10**6  # bytes
 _TIMEOUT = 120.0  # seconds
 _ATTEMPTS = 2  # submissions of one call, if its result has expired
+_OWN_CLIENT = ("GLOBUS_COMPUTE_CLIENT_ID", "GLOBUS_COMPUTE_CLIENT_SECRET")
 _JSON = "globus_compute_sdk.serialize.concretes.JSONData"
 
 _logger = logging.getLogger(__name__)
@@ -46,12 +49,14 @@ def make_client() -> Client:
     UsageError
         The packages are not installed, or nobody is logged in.
     """
-    app = _app()
+    app = compute_app()
     from globus_compute_sdk import Client
     from globus_compute_sdk.serialize import AllowlistWildcard, ComputeSerializer
 
-    if app.login_required() and not isinstance(app, _globus_sdk().ClientApp):
-        raise UsageError("not logged in to Globus Compute; run: freetrain remote login")
+    if app.login_required():
+        if not isinstance(app, _globus_sdk().ClientApp):
+            raise UsageError(f"not logged in to Globus Compute; run: {LOGIN}")
+        app.login()
     client = Client(app=app, do_version_check=False)
     client.fx_serializer = ComputeSerializer(
         strategy_data=_JSON, allowed_deserializer_types=[AllowlistWildcard.CODE, _JSON]
@@ -59,28 +64,23 @@ def make_client() -> Client:
     return client
 
 
-def login_to_compute() -> None:
-    """Log in, by a browser anywhere; the SDK stores the tokens.
+def compute_app() -> GlobusApp:
+    """Return the app of ``freetrain globus login``; without a client id for it, that of the SDK of Globus Compute.
+
+    That one is a user's, or a client's if its id and secret are in the environment, where they take precedence.
 
     Raises
     ------
     UsageError
-        The packages are not installed, or the login failed.
+        The packages are not installed, or the environment is not complete.
     """
-    app = _app()
-    try:
-        app.login()
-    except _globus_sdk().GlobusError as error:
-        raise UsageError(f"Globus login: {_first_line(error)}") from error
-
-
-def _app() -> GlobusApp:
-    """Return the SDK's own app: a user's, or a client's if its id and secret are in the environment."""
     sdk = _globus_sdk()
     try:
         from globus_compute_sdk.sdk.auth.globus_app import get_globus_app
     except ImportError as error:
         raise _not_installed(error) from None
+    if os.environ.get(CLIENT_ID) and not any(os.environ.get(name) for name in _OWN_CLIENT):
+        return make_app(compute=True)
     try:
         app = get_globus_app()
     except ValueError as error:
@@ -117,6 +117,11 @@ class ComputeEndpoint:
     monotonic, sleep
         Clock, seconds.
 
+    Attributes
+    ----------
+    submitted : bool
+        Whether a call may have reached the site.
+
     Raises
     ------
     InvalidInput
@@ -140,6 +145,7 @@ class ComputeEndpoint:
                 f"--endpoint {endpoint[:80]!r} is not a UUID; 'globus-compute-endpoint list' at the site shows it"
             ) from None
         self.function = function
+        self.submitted = False
         self._make_client = client
         self._client: Client | None = None
         self._budget = RequestBudget(REQUESTS_PER_MINUTE) if budget is None else budget
@@ -184,8 +190,9 @@ class ComputeEndpoint:
 
     def _check_online(self) -> None:
         with self._errors():
-            status = self._service().get_endpoint_status(self.id).get("status")
+            status = str(self._service().get_endpoint_status(self.id)["status"])[:80]
         if status != "online":
+            status = " ".join(status.split())
             raise RemoteError(
                 f"the endpoint {self.id} is {status}; start it at the site: globus-compute-endpoint start freetrain"
             )
@@ -204,6 +211,7 @@ class ComputeEndpoint:
             service = self._service()
             batch = service.create_batch(result_serializers=[_JSON])
             batch.add(function, (request,))
+            self.submitted = True
             return str(service.batch_run(self.id, batch)["tasks"][function][0])
 
     def _result(self, task: str, end: float, timeout: float) -> Any:
@@ -254,23 +262,30 @@ class ComputeEndpoint:
         except (SerializationError, DeserializationError) as error:
             raise RemoteError(f"the site sent an answer that is not JSON: {_first_line(error)}") from error
         except globus_sdk.GlobusError as error:
-            raise UsageError(f"Globus login: {_first_line(error)}; run: freetrain remote login") from error
+            raise UsageError(f"Globus login: {_first_line(error)}; run: {LOGIN}") from error
+        except FreeTrainError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # The SDK takes for granted that an answer is JSON and complete; the page of a proxy is neither.
+            raise RemoteError("Globus Compute sent an unexpected answer; is there a proxy or a login page?") from error
 
     def _translated(self, status: int, code: str | None, message: str) -> RemoteError | UsageError:
+        message = " ".join(str(message).split())[:300]
+        plain = f"Globus Compute answered {status}{f': {message}' if message else ''}"
         match status, code:
             case 404, "ENDPOINT_NOT_FOUND":
                 return InvalidInput(f"there is no endpoint {self.id}; 'globus-compute-endpoint list' shows the site's")
             case 404, "FUNCTION_NOT_FOUND":
                 return _UnknownFunction(message)
             case 404, _:
-                return _Expired(message)
+                return _Expired(plain)
             case 401 | 403, _:
-                return UsageError(f"Globus Compute refuses this login ({message[:200]}); run: freetrain remote login")
+                return UsageError(f"Globus Compute refuses this login ({message}); run: {LOGIN}")
             case 413, _:
                 return InvalidInput("the campaign is too large for Globus Compute; put data at the site")
             case 429, _:
                 return RemoteError("Globus Compute asks to wait: too many requests; try again in a minute")
-        return RemoteError(f"Globus Compute answered {status}: {message[:300]}")
+        return RemoteError(plain)
 
 
 class _Expired(RemoteError):

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.cluster.processes import is_running
+from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.remote.environment import scrubbed
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LOG", "Process", "launch", "process_of"]
+__all__ = ["LOG", "Process", "launch", "process_of", "read_document"]
 
 LOG = "output.log"
 _RECORD = "process.json"
@@ -97,11 +98,11 @@ def launch(directory: Path, command: Sequence[str], working_directory: Path) -> 
 
 def process_of(directory: Path) -> Process | None:
     """Return the last process that was started; ``None`` if none has recorded itself."""
-    record = _read(directory / _RECORD)
+    record = read_document(directory / _RECORD, "command", "host", "pid", "since", "started")
     if record is None:
         return None
     # The one before may still be ending: its exit has another name.
-    ended = _read(directory / _exit_name(record["pid"], record["started"]))
+    ended = read_document(directory / _exit_name(record["pid"], record["started"]), "code")
     here = record["host"] == platform.node()
     return Process(
         command=tuple(record["command"]),
@@ -113,11 +114,29 @@ def process_of(directory: Path) -> Process | None:
     )
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_document(path: Path, *keys: str) -> dict[str, Any] | None:
+    """Read a small file of a run; ``None`` if there is none.
+
+    Parameters
+    ----------
+    path
+        The file, JSON.
+    keys
+        What it must contain.
+
+    Raises
+    ------
+    InvalidInput
+        It is damaged.
+    """
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or not document.keys() >= set(keys):
+        raise InvalidInput(f"{path} is damaged; remove the directory of this run, and start the campaign as a new run")
     return document
 
 

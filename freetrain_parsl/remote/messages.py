@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import InvalidInput, RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "RemoteStatus", "check_run_name"]
+__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "RemoteStatus", "check_run_name", "field_of"]
+
+T = TypeVar("T")
 
 LOG_BYTES = 200_000
 """Most bytes of a log in one answer."""
@@ -79,15 +81,30 @@ class RemoteStatus:
 
         Raises
         ------
-        InvalidInput
+        RemoteError
             The site sent something else.
         """
-        texts = [document.get(name) for name in ("run", "state", "host", "directory", "message")]
-        summary = document.get("summary")
-        if not (all(isinstance(text, str) for text in texts) and (summary is None or isinstance(summary, dict))):
-            raise InvalidInput("the site sent an unexpected answer; is another version of freetrain-parsl there?")
-        run, state, host, directory, message = map(str, texts)
+        run, state, host, directory, message = (
+            field_of(document, name, str) for name in ("run", "state", "host", "directory", "message")
+        )
+        summary = None if document.get("summary") is None else field_of(document, "summary", dict)
+        if summary is not None:
+            field_of(summary, "trainings", list)
         return cls(run, state, host, directory, message, summary)
+
+
+def field_of(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """Return a field of a site's answer.
+
+    Raises
+    ------
+    RemoteError
+        It is missing, or of another type.
+    """
+    value = answer.get(name)
+    if not isinstance(value, kind):
+        raise RemoteError("the site sent an unexpected answer; is another version of freetrain-parsl there?")
+    return value
 
 
 def check_run_name(name: object) -> str:

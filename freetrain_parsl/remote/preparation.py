@@ -25,6 +25,7 @@ __all__ = ["Preparation", "prepare"]
 
 _NO_WORD = re.compile(r"[^A-Za-z0-9]+")
 _LONGEST_NAME = 60
+_NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,15 @@ def _site(site: str, given: Mapping[str, str]) -> tuple[dict[str, str], set[str]
         if not variables.unknown:  # otherwise the site checks it, with its own values
             raise
         # The search ended at the first variable without a value.
-        return ({"name": site} if shipped else {"file": file.name, "text": text}), _names_in(text)
+        return ({"name": site} if shipped else {"file": _name_there(file), "text": text}), _names_in(text)
     if not shipped:
-        document = {"file": file.name, "text": text}
+        document = {"file": _name_there(file), "text": text}
     return document, set(variables.used)
+
+
+def _name_there(file: Path) -> str:
+    """Return the name of a site file at the site, which accepts only plain ones."""
+    return _NO_FILE_NAME.sub("-", file.name)[-_LONGEST_NAME:].lstrip("._-") or "site.yaml"
 
 
 def _names_in(text: str) -> set[str]:

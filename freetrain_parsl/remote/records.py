@@ -86,7 +86,7 @@ class RunRecords:
         InvalidInput
             There is none.
         """
-        records = [item for item in self.all() if endpoint in (None, item.endpoint)]
+        records = [item for item in self.all() if endpoint is None or endpoint.lower() == item.endpoint.lower()]
         is_file = which is not None and (which.endswith((".yaml", ".yml")) or "/" in which)
         if is_file:
             path = str(Path(str(which)).absolute())
@@ -131,3 +131,5 @@ def _read(path: Path) -> RunRecord:
         )
     except (ValueError, TypeError, KeyError):
         raise InvalidInput(f"{path} is damaged; remove it") from None
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from None

@@ -12,7 +12,6 @@ A run has a directory ``RUN`` below ``$FREETRAIN_REMOTE_DIR`` (default ``~/.free
 from __future__ import annotations
 
 import base64
-import binascii
 import fcntl
 import json
 import os
@@ -30,7 +29,7 @@ from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
 from freetrain_parsl.remote.archive import unpack
-from freetrain_parsl.remote.launch import LOG, launch, process_of
+from freetrain_parsl.remote.launch import LOG, launch, process_of, read_document
 from freetrain_parsl.remote.messages import LOG_BYTES, RemoteStatus, check_run_name
 from freetrain_parsl.remote.versions import Versions
 from freetrain_parsl.report.output import write_output
@@ -87,6 +86,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
                 raise InvalidInput(f"this site's freetrain-parsl has no remote verb {str(other)[:40]!r}")
     except FreeTrainError as error:
         return {"error": str(error), "usage": isinstance(error, UsageError)}
+    except OSError as error:  # the site's file system: full, read-only, or gone
+        return {"error": f"{platform.node()}: {error}", "usage": False}
 
 
 def status_of(
@@ -148,7 +149,9 @@ def _start(request: Mapping[str, Any]) -> dict[str, Any]:
     wanted = {key: request.get(key) for key in ("sha256", "site", "settings")}
     if not root.is_dir():
         _unpack_request(base, root, request, wanted)
-    stored = json.loads((root / _REQUEST).read_text(encoding="utf-8"))
+    stored = read_document(root / _REQUEST)
+    if stored is None:
+        raise InvalidInput(f"{root} is not the directory of a run; start this one under another name")
     if {key: stored.get(key) for key in wanted} != wanted:
         raise InvalidInput(f"{root} is another run; start this one under another name")
     with _exclusive(root):
@@ -167,7 +170,7 @@ def _unpack_request(base: Path, root: Path, request: Mapping[str, Any], wanted: 
     try:
         try:
             data = base64.b64decode(str(request.get("archive")), validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise InvalidInput(f"the campaign's archive is damaged: {error}") from None
         campaign = unpack(data, str(request.get("sha256")), aside / "campaign")
         site = _mapping(request, "site")

@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from freetrain_parsl.cli.globus import globus
+from freetrain_parsl.errors import UsageError
 from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET
+from freetrain_parsl.testing.globus.loopback_service import Reply
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 
 if TYPE_CHECKING:
@@ -69,3 +71,45 @@ def test_a_service_account_needs_no_url_and_its_secret_is_not_inherited(
 ) -> None:
     monkeypatch.setenv(CLIENT_SECRET, "secret")
     assert CliRunner().invoke(globus, ["whoami"]).output == "user@loopback.test\n"
+
+
+def test_one_login_is_for_copies_and_for_calls(service: TransferService, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("globus_compute_sdk")
+    from freetrain_parsl.remote.compute import make_client
+
+    for name in ("GLOBUS_COMPUTE_CLIENT_ID", "GLOBUS_COMPUTE_CLIENT_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="not logged in to Globus Compute; run: freetrain globus login"):
+        make_client()
+    assert CliRunner().invoke(globus, ["login"], input="the-code\n").exit_code == 0
+    make_client()
+    assert CliRunner().invoke(globus, ["logout"]).output == "logged out\n"
+    with pytest.raises(UsageError, match="not logged in"):
+        make_client()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"data": 5}', "{"])
+def test_damaged_tokens_are_named(service: TransferService, tmp_path: Path, content: str) -> None:
+    assert CliRunner().invoke(globus, ["login"], input="the-code\n").exit_code == 0
+    (file,) = (tmp_path / ".globus").rglob("*.json")
+    file.write_text(content)
+    for verb in ("whoami", "login", "logout"):
+        done = CliRunner().invoke(globus, [verb])
+        assert done.exit_code == 2
+        assert "the tokens in ~/.globus/app/dddddddd-0000-4000-8000-000000000000 cannot be read" in done.output
+
+
+@pytest.mark.parametrize("page", [b"<html>\n</html>", {}], ids=repr)
+def test_a_login_page_of_a_proxy_is_one_line(service: TransferService, page: object) -> None:
+    service.mishap("POST", "/v2/oauth2/token", Reply(page), times=9)
+    done = CliRunner().invoke(globus, ["login"], input="the-code\n")
+    assert done.exit_code == 2
+    assert done.output.endswith("Globus Auth sent an unexpected answer; is there a proxy or a login page?\n")
+
+
+def test_a_client_id_is_no_path(service: TransferService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLIENT_ID, "x/../../../y")
+    done = CliRunner().invoke(globus, ["login"], input="the-code\n")
+    assert done.exit_code == 2
+    assert "is not the UUID of a client" in done.output
+    assert not list(tmp_path.rglob("*.json"))

@@ -137,3 +137,26 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
 def test_private_keys_do_not_travel(tmp_path):
     with pytest.raises(InvalidInput, match="private key"):
         packed(tmp_path, {"settings.py": b'KEY = """-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA"""'})
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        [],
+        5,
+        {"files": {"a.py": 5}, "format": 1, "campaign": "a.py"},
+        {"files": ["a.py"], "format": 1, "campaign": "a.py"},
+        {"files": {"a.py": {"sha256": hashlib.sha256(b"").hexdigest()}}, "format": 1, "campaign": []},
+    ],
+    ids=repr,
+)
+def test_a_manifest_of_another_shape_is_refused(tmp_path, manifest):
+    with pytest.raises(InvalidInput, match="archive"):
+        extract(forged({"a.py": b""}, manifest=manifest), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb.py", "a\\b.py", os.fsdecode(b"\xff.py")], ids=ascii)
+def test_a_name_that_the_site_would_refuse_is_refused_before_anything_is_sent(tmp_path, name):
+    with pytest.raises(InvalidInput, match=r"cannot travel with the campaign; rename the file") as caught:
+        packed(tmp_path, {name: b""})
+    assert "\n" not in str(caught.value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
 from freetrain_parsl.remote.campaign import RemoteCampaign
 from freetrain_parsl.remote.compute import ComputeEndpoint
-from freetrain_parsl.remote.messages import RemoteStatus
+from freetrain_parsl.remote.messages import RemoteStatus, check_run_name
 from freetrain_parsl.remote.preparation import prepare
 from freetrain_parsl.remote.records import RunRecords
 
@@ -163,3 +164,32 @@ def test_variables_of_a_site_are_looked_up_there(files, monkeypatch):
     (files / "site.yaml").write_text("system: slrum\n")
     with pytest.raises(InvalidInput, match=r"site\.yaml:1: .*did you mean 'slurm'"):
         prepare(files / "c.yaml", str(files / "site.yaml"))
+
+
+@pytest.mark.parametrize("name", ["my site.yaml", "_site.yaml", "größe (2).yaml", ".yaml"])
+def test_a_site_file_of_any_name_is_accepted_at_the_site(files, name):
+    (files / name).write_text("system: local\n")
+    sent = prepare(files / "c.yaml", str(files / name)).request["site"]["file"]
+    assert check_run_name(sent) == sent
+
+
+@pytest.mark.parametrize(("submitted", "left"), [(True, 1), (False, 0)])
+def test_a_login_that_is_refused_after_the_start_was_sent_does_not_lose_the_run(files, records, submitted, left):
+    endpoint = RecordedEndpoint()
+    endpoint.submitted = submitted
+    endpoint.answers = [UsageError("the login is refused")]
+    preparation = prepare(files / "c.yaml", "local")
+    campaign = RemoteCampaign.of(preparation, files / "c.yaml", endpoint, records)
+    with pytest.raises(UsageError, match="the login is refused"):
+        campaign.submit(preparation).result()
+    assert len(records.all()) == left
+
+
+@pytest.mark.parametrize("answer", [{}, {"trainings": 5, "text": 1, "done": "x", "message": None}])
+def test_answers_of_another_shape_are_one_line(records, answer):
+    endpoint = RecordedEndpoint()
+    campaign = RemoteCampaign(records.create("demo-1", ENDPOINT, Path("c.yaml")), endpoint=endpoint, records=records)
+    for call in (campaign.logs, campaign.results, campaign.clean, campaign.status):
+        endpoint.answers = [answer]
+        with pytest.raises(RemoteError, match="unexpected answer"):
+            call().result()

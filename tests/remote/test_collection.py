@@ -89,3 +89,11 @@ def test_links_and_missing_files_are_refused_by_name(project):
     (project / "campaigns" / "curve.yaml").symlink_to("/etc/hostname")
     with pytest.raises(InvalidInput, match=r"curve\.yaml: no such file, or a link"):
         collect(project / "campaigns" / "c.yaml", Variables())
+
+
+def test_links_to_python_files_stay_here(project):
+    (project / "apps" / "alias.py").symlink_to(project / "unrelated" / "other.py")
+    (project / "apps" / "dangling.py").symlink_to(project / "nowhere.py")
+    names = collect(project / "campaigns" / "c.yaml", Variables({}, {})).files
+    assert "apps/net.py" in names
+    assert not {"apps/alias.py", "apps/dangling.py"} & set(names)

@@ -146,7 +146,7 @@ def test_an_expired_token_is_replaced_and_a_refused_login_is_one_line(endpoint, 
     site.service.expire_tokens()
     assert endpoint.call({"verb": "check"}) == {"verb": "check"}
     site.service.mishap("GET", STATUS, Reply({"code": "FORBIDDEN", "reason": "no"}, 403), times=100)
-    with pytest.raises(UsageError, match="run: freetrain remote login") as caught:
+    with pytest.raises(UsageError, match="run: freetrain globus login") as caught:
         endpoint.call({"verb": "check"})
     assert "\n" not in str(caught.value)
 
@@ -185,6 +185,23 @@ def test_a_result_that_is_not_json_is_never_unpickled(endpoint, site):
         endpoint.call({"verb": "check"})
 
 
+@pytest.mark.parametrize("page", [b"<html>\n<h1>log in</h1>\n</html>", b"", [], "x", None])
+@pytest.mark.parametrize(
+    "route", [("GET", STATUS), ("POST", "/v3/functions"), ("POST", SUBMIT), ("GET", TASK)], ids=lambda route: route[1]
+)
+def test_an_answer_that_is_no_document_of_the_service_is_one_line(endpoint, site, route, page):
+    site.service.mishap(*route, Reply(page), times=100)
+    with pytest.raises(RemoteError, match="unexpected answer; is there a proxy") as caught:
+        endpoint.call({"verb": "check"})
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_page_of_any_kind_has_its_status_in_the_message(endpoint, site):
+    site.service.mishap("GET", STATUS, Reply(b"<html>", 404))
+    with pytest.raises(RemoteError, match=r"^Globus Compute answered 404$"):
+        endpoint.call({"verb": "check"})
+
+
 def test_errors_of_the_site_are_one_line(endpoint, site):
     site.result = "11\n" + json.dumps({"error": "c.yaml:3: unknown key", "usage": True})
     with pytest.raises(InvalidInput, match=r"^c\.yaml:3: unknown key$"):
@@ -214,7 +231,7 @@ def test_without_a_login_nothing_is_asked(site, monkeypatch):
     from freetrain_parsl.remote.compute import ComputeEndpoint
 
     monkeypatch.delenv("GLOBUS_COMPUTE_CLIENT_SECRET")
-    with pytest.raises(UsageError, match="not logged in to Globus Compute; run: freetrain remote login"):
+    with pytest.raises(UsageError, match="not logged in to Globus Compute; run: freetrain globus login"):
         ComputeEndpoint(ENDPOINT).call({"verb": "check"})
     monkeypatch.setenv("GLOBUS_COMPUTE_CLIENT_SECRET", "x")
     monkeypatch.delenv("GLOBUS_COMPUTE_CLIENT_ID")

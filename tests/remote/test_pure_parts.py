@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import InvalidInput, RemoteError
 from freetrain_parsl.remote.environment import KEEP, scrubbed
 from freetrain_parsl.remote.messages import FUNCTION, FUNCTION_SOURCE, RemoteStatus, check_run_name
 from freetrain_parsl.remote.pacing import RequestBudget, poll_delays
@@ -28,6 +28,8 @@ def test_credentials_and_the_endpoints_variables_are_removed():
         "AWS_SECRET_ACCESS_KEY": "abcdefgh",
         "HF_TOKEN": "hf_12345678",
         "WANDB_API_KEY": "0123456789",
+        "MYSQL_PWD": "x",
+        "GITHUB_PAT": "y",
         "BROKER": "amqps://user:password@host/",
         "COPY": f"x{SECRET}y",
         "http_proxy": "http://proxy:3128",
@@ -107,6 +109,10 @@ def test_records_are_found_by_name_by_campaign_and_by_age(tmp_path):
     (tmp_path / "state" / "x.json").write_text("{")
     with pytest.raises(InvalidInput, match=r"x\.json is damaged"):
         records.all()
+    (tmp_path / "state" / "x.json").unlink()
+    (tmp_path / "state" / "x.json").mkdir()
+    with pytest.raises(InvalidInput, match=r"x\.json cannot be read"):
+        records.all()
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "-option", "a\n", "x" * 200, None, 3])
@@ -126,5 +132,5 @@ def test_the_function_says_in_one_line_that_the_package_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("document", [{}, {"run": 1}, {"run": "a", "state": "b", "host": "c", "directory": "d"}])
 def test_an_unexpected_answer_is_one_line(document):
-    with pytest.raises(InvalidInput, match="unexpected answer"):
+    with pytest.raises(RemoteError, match="unexpected answer"):
         RemoteStatus.parse(document)

@@ -184,3 +184,25 @@ def test_options_are_not_smuggled_in_by_names(base, launched, tmp_path):
 def test_answers_are_json(base, launched, tmp_path):
     for verb in ("check", "status", "results"):
         json.dumps(answer({"verb": verb, "run": "demo-1"}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_damaged_files_of_a_run_are_named(base, launched, tmp_path, text):
+    request = a_start(tmp_path)
+    answer(request)
+    (base / "demo-1" / "process.json").write_text(text)
+    assert "process.json is damaged" in answer({"verb": "status", "run": "demo-1"})["error"]
+    (base / "demo-1" / "process.json").unlink()
+    (base / "demo-1" / "request.json").write_text(text)
+    assert "error" in answer(request)
+
+
+def test_what_is_in_the_way_of_a_run_is_named(base, launched, tmp_path, monkeypatch):
+    (base / "demo-1").mkdir(parents=True)
+    assert "is not the directory of a run" in answer(a_start(tmp_path))["error"]
+    (base / "demo-1").rmdir()
+    (base / "demo-1").write_text("")
+    assert "Not a directory" in answer(a_start(tmp_path))["error"]
+    assert "damaged" in answer(a_start(tmp_path, archive="ü"))["error"]
+    monkeypatch.setenv(verbs.DIRECTORY, "/proc/nowhere")
+    assert "/proc/nowhere" in answer(a_start(tmp_path))["error"]

@@ -130,6 +130,10 @@ class CopyJob:
     def from_json(cls, document: Mapping[str, Any]) -> CopyJob:
         """Read what `as_json` returned."""
         parcels = tuple(Parcel(**parcel) for parcel in document["parcels"])
+        for parcel in parcels:
+            kinds = (parcel.training, str), (parcel.generation, int), (parcel.name, str), (parcel.size, int)
+            if not all(isinstance(value, kind) for value, kind in kinds) or not parcel.is_checkpoint:
+                raise ValueError("a parcel of a job is none")
         return cls(CopyKind(document["kind"]), parcels, document["submission"], document["task"])
 
 

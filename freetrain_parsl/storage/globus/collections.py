@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Collections", "CopyItem", "TaskState"]
 
 _TIMEOUT = 30.0  # seconds for an answer
+_LONGEST_WAIT = 3600.0  # seconds for which the service may ask
+_SECONDS = re.compile(r"\d{1,15}(\.\d+)?", re.ASCII)
 _LABEL = "freetrain"
 
 _REMEDIES = {
@@ -109,7 +112,7 @@ class Collections:
         """
         return bool(
             self._call(
-                lambda: self._client.operation_mkdir(collection, path) is not None,
+                lambda: self._client.operation_mkdir(collection, path)["code"] is not None,
                 f"create {path} on collection {collection}",
                 {"Exists": False},
             )
@@ -125,7 +128,7 @@ class Collections:
         """
         return bool(
             self._call(
-                lambda: self._client.operation_rename(collection, path, to) is not None,
+                lambda: self._client.operation_rename(collection, path, to)["code"] is not None,
                 f"rename {path} on collection {collection}",
                 {"Exists": False, "NotFound": False},
             )
@@ -173,20 +176,12 @@ class Collections:
 
     def task(self, task: str) -> TaskState:
         """Return the state of a task; one that the service does not know has failed."""
-        document: Any = self._call(lambda: self._client.get_task(task), f"ask for task {task}", {"NotFound": None})
-        if document is None:
-            return TaskState("FAILED", "Globus does not know the task")
-        error = document.get("fatal_error") or {}
-        status = str(document["nice_status"] or "")
-        reason = (
-            f"{error.get('code')}: {error.get('description')}"
-            if error
-            else ""
-            if status in ("OK", "Queued")
-            else status
+        state: TaskState = self._call(
+            lambda: _state_of(self._client.get_task(task)),
+            f"ask for task {task}",
+            {"NotFound": TaskState("FAILED", "Globus does not know the task")},
         )
-        done, rate = document.get("bytes_transferred") or 0, document.get("effective_bytes_per_second") or 0
-        return TaskState(str(document["status"]), " ".join(reason.split())[:300], int(done), float(rate))
+        return state
 
     def cancel(self, task: str) -> None:
         """Cancel a task, if it still runs."""
@@ -216,6 +211,9 @@ class Collections:
             raise CollectionUnavailable(f"cannot {what}: Globus cannot be reached") from error
         except self._sdk.token_storage.TokenValidationError as error:
             raise GlobusRefused(f"cannot {what}: the login has expired; run: {LOGIN}") from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # The SDK takes for granted that an answer is JSON and complete; the page of a proxy is neither.
+            raise CollectionUnavailable(f"cannot {what}: Globus sent an unexpected answer") from error
 
     def _raise(self, error: globus_sdk.GlobusAPIError, what: str, word: str) -> NoReturn:
         if error.info.consent_required:
@@ -227,9 +225,21 @@ class Collections:
         for known, remedy in _REMEDIES.items():
             if word.endswith(known):
                 raise GlobusRefused(f"cannot {what}: {remedy}") from error
-        try:
-            wait = float(error.headers.get("Retry-After", 0))
-        except ValueError:
-            wait = 0.0
+        wait = _seconds_of(error.headers.get("Retry-After", ""))
         message = " ".join((error.message or "").split())[:200]
         raise CollectionUnavailable(f"cannot {what}: {error.code or error.http_status}: {message}", wait) from error
+
+
+def _state_of(document: Any) -> TaskState:
+    error = document.get("fatal_error") or {}
+    status = str(document.get("nice_status") or "")
+    reason = (
+        f"{error.get('code')}: {error.get('description')}" if error else "" if status in ("OK", "Queued") else status
+    )
+    done, rate = document.get("bytes_transferred") or 0, document.get("effective_bytes_per_second") or 0
+    return TaskState(str(document["status"]), " ".join(reason.split())[:300], int(done), float(rate))
+
+
+def _seconds_of(text: str) -> float:
+    """Return the value of ``Retry-After``; 0 if it is a date or no number of seconds, and an hour at most."""
+    return min(float(text), _LONGEST_WAIT) if _SECONDS.fullmatch(text) else 0.0

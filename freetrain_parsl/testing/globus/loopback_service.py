@@ -76,7 +76,7 @@ class Reply:
     Parameters
     ----------
     document
-        Sent as JSON.
+        Sent as JSON; bytes as they are, as HTML.
     status
         HTTP status.
     headers
@@ -331,9 +331,11 @@ def _handler_of(service: LoopbackService) -> type[BaseHTTPRequestHandler]:
             if isinstance(answer, Cut):
                 self.close_connection = True
                 return
-            data = json.dumps(answer.document).encode()
+            is_page = isinstance(answer.document, bytes)
+            data = answer.document if is_page else json.dumps(answer.document).encode()
             self.send_response(answer.status)
-            for name, value in {"Content-Type": "application/json", **answer.headers}.items():
+            kind = "text/html" if is_page else "application/json"
+            for name, value in {"Content-Type": kind, **answer.headers}.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["UserLogin"]
 
 _ALGORITHM = "RS512"
-_SCOPES_OF_A_CODE = "openid profile urn:globus:auth:scope:transfer.api.globus.org:all"
+_SCOPES_OF_A_CODE = (
+    "openid profile urn:globus:auth:scope:transfer.api.globus.org:all "
+    "https://auth.globus.org/scopes/facd7ccc-c5f4-42aa-916b-a0e270e2c2a9/all"
+)
 _SECONDS = 3600
 
 

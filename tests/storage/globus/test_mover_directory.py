@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING
 
@@ -112,7 +113,21 @@ def test_a_checkpoint_that_is_removed_while_it_is_packed_is_told(root: Path) -> 
         MoverDirectory(root).pack("net", 1, entry)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 2, "jobs": [], "lines": []}', "null"])
+_BAD_JOBS = [
+    json.dumps(
+        {"version": 1, "lines": [], "jobs": [{"kind": "data", "submission": "", "task": "", "parcels": [parcel]}]}
+    )
+    for parcel in (
+        {"training": 5, "generation": 1, "name": "step-0000000001"},
+        {"training": "net", "generation": "1", "name": "step-0000000001"},
+        {"training": "net", "generation": 1, "name": "../../x"},
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"version": 1}', '{"version": 2, "jobs": [], "lines": []}', "null", *_BAD_JOBS]
+)
 def test_a_damaged_state_of_the_mover_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "globus.json").write_text(text)
     with pytest.raises(ValueError, match=r"globus\.json") as caught:

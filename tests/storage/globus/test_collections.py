@@ -1,0 +1,48 @@
+"""Requests to Globus Transfer whose answers are not those of the service."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetrain_parsl.errors import CollectionUnavailable
+from freetrain_parsl.storage.globus.collections import CopyItem
+from freetrain_parsl.testing.globus.loopback_service import Reply
+from tests.storage.globus.conftest import HOME, A
+
+pytestmark = pytest.mark.globus
+
+_PAGE = b"<html>\n<h1>log in</h1>\n</html>"
+_OPERATION = f"/v0.10/operation/endpoint/{HOME}"
+_REQUESTS = {
+    "names": (("GET", f"{_OPERATION}/ls"), lambda one: one.names(HOME, "/")),
+    "make_directory": (("POST", f"{_OPERATION}/mkdir"), lambda one: one.make_directory(HOME, "/new")),
+    "rename": (("POST", f"{_OPERATION}/rename"), lambda one: one.rename(HOME, "/old", "/new")),
+    "submission_id": (("GET", "/v0.10/submission_id"), lambda one: one.submission_id()),
+    "submit_transfer": (
+        ("POST", "/v0.10/transfer"),
+        lambda one: one.submit_transfer("1", A, HOME, [CopyItem("/a", "/b", recursive=False)]),
+    ),
+    "submit_delete": (("POST", "/v0.10/delete"), lambda one: one.submit_delete("1", HOME, ["/a"])),
+    "task": (("GET", "/v0.10/task/{task}"), lambda one: one.task("1")),
+}
+
+
+@pytest.mark.parametrize("page", [_PAGE, b"", {}, [], "x", None], ids=repr)
+@pytest.mark.parametrize("name", _REQUESTS)
+def test_an_answer_that_is_no_document_of_the_service_is_tried_again_later(world, name, page):
+    route, request = _REQUESTS[name]
+    world.services["a"].mishap(*route, Reply(page), times=100)
+    with pytest.raises(CollectionUnavailable, match="Globus sent an unexpected answer") as caught:
+        request(world.collections("a"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), ("inf", 0.0), ("nan", 0.0), ("-5", 0.0), ("1e9", 0.0), ("9999999", 3600.0), ("Mon, 23 Nov 2026", 0.0)],
+)
+def test_the_service_may_ask_to_wait_for_a_limited_time(world, header, seconds):
+    world.services["a"].mishap("GET", "/v0.10/submission_id", Reply({}, 429, {"Retry-After": header}), times=100)
+    with pytest.raises(CollectionUnavailable) as caught:
+        world.collections("a").submission_id()
+    assert caught.value.wait == seconds
