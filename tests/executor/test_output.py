@@ -115,6 +115,20 @@ def test_progress_bars_and_long_lines_are_short_in_the_log() -> None:
     assert delivered.of().split(b"\n")[2] == b"next"
 
 
+def test_a_progress_bar_that_ends_with_its_return_overwrites_its_line() -> None:
+    delivered = _Delivered()
+    with captured(delivered) as output:
+        for percent in range(3):
+            sys.stderr.write(f"{percent}%\r")
+            sys.stderr.flush()
+            output.flush()
+        sys.stdout.write("a line\r")
+        sys.stdout.flush()
+        output.flush()
+        sys.stdout.write("\n")
+    assert delivered.of() == b"a line\n"
+
+
 def test_a_child_that_empties_the_output_loses_no_line_but_its_own() -> None:
     delivered = _Delivered()
     with captured(delivered) as output:

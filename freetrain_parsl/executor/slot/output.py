@@ -176,7 +176,8 @@ class OutputCapture:
         if last and rest:
             complete, newline, rest = output, b"\n", b""
         if rest:
-            self._carry[owner] = _cut(rest)
+            end = b"\r" if rest.endswith(b"\r") else b""  # what follows overwrites the line, or ends it
+            self._carry[owner] = _cut(rest) + end
         message: list[bytes] = []
         length = 0
         for line in _lines(complete + newline):
