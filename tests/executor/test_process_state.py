@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import queue
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,25 @@ def change_everything(directory: Path) -> None:
     torch.set_num_threads(torch.get_num_threads() + 1)
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
+
+
+def test_a_training_that_closed_or_replaced_the_standard_streams_leaves_usable_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.FileIO(out.fileno(), "w", closefd=False)))
+        stderr = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", stderr)
+        state = ProcessState()
+        sys.stdout.close()
+        sys.stderr = io.StringIO()
+        state.restore()
+        print("goes on")
+        assert sys.stderr is stderr
+        sys.stdout.close()
+        state.restore()
+        assert not sys.stdout.closed
+        sys.stdout.close()
 
 
 @pytest.mark.slow  # deterministic algorithms import torch's compiler

@@ -272,7 +272,7 @@ def test_an_error_arrives_although_the_training_cannot_print_it(
     assert "the user's own mistake" in capfd.readouterr().err
 
 
-class _WithoutText(Exception):  # noqa: N818 - an error in an error
+class _WithoutText(Exception):
     def __str__(self) -> str:
         return self.no_such_attribute  # type: ignore[attr-defined, no-any-return]
 
