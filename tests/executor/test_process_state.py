@@ -71,10 +71,14 @@ def test_each_training_begins_with_the_process_as_the_slot_found_it(
 
     class Run:
         expendable = True
+        source = "0"
         mailbox = SimpleNamespace(close_after=lambda _: None, end=lambda: None)
 
         def __init__(self, message: Any, **_: object) -> None:
             self.number = message.run
+
+        def deliver(self, _source: str, _lines: bytes) -> None:
+            pass
 
         def perform(self) -> RunEnded:
             found.append(observed())
