@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from freetrain_parsl.trackers.shared_directory import name_in
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -25,7 +27,8 @@ class CsvTracker:
     Parameters
     ----------
     directory
-        Where; ``None``: in the training's own directory.
+        Where, as ``NAME-ID.csv`` if another training of this name has been there; ``None``: in the training's own
+        directory.
     """
 
     directory: str | None = None
@@ -34,7 +37,8 @@ class CsvTracker:
         """See `Tracker.open`; a line that is not complete is removed."""
         directory = training.directory if self.directory is None else Path(self.directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = directory / f"{training.name}.csv"
+        name = training.name if self.directory is None else name_in(directory, training)
+        path = directory / f"{name}.csv"
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         with os.fdopen(descriptor, "rb+") as file:
             text = file.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.trackers.base import Row
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from freetrain_parsl.trackers.base import Value
+
 _MOST_STEPS = 1 << 53
+_LARGEST_INT = (1 << 63) - 1
 _LATEST = 1e12  # seconds since the epoch
 
 __all__ = ["as_line", "fresh", "last_steps", "parse_row", "read_rows"]
@@ -30,7 +34,28 @@ def parse_row(text: str) -> Row | None:
         return None
     if not isinstance(time, (int, float)) or not 0 <= time < _LATEST:
         return None
-    return Row(step, time, {name: value for name, value in values.items() if isinstance(value, (str, int, float))})
+    return Row(
+        step,
+        time,
+        {_text(name): _value(value) for name, value in values.items() if isinstance(value, (str, int, float))},
+    )
+
+
+def _value(value: Value) -> Value:
+    """Return a value that every tracker can store: one that it refuses would hold up all that follow."""
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) and abs(value) > _LARGEST_INT:
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return value
+
+
+def _text(text: str) -> str:
+    """Escape what UTF-8 cannot encode, such as the bytes of a file name."""
+    return text.encode("utf-8", errors="backslashreplace").decode()
 
 
 def as_line(row: Row) -> str:

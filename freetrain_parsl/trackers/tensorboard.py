@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.trackers.shared_directory import name_in
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -21,7 +23,7 @@ class TensorBoardTracker:
     Parameters
     ----------
     directory
-        Where, with a directory for each training; ``None``: in the training's own directory.
+        Where, with a directory for each training, named as by `CsvTracker`; ``None``: in the training's own directory.
     """
 
     directory: str | None = None
@@ -31,7 +33,10 @@ class TensorBoardTracker:
         from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        directory = training.directory if self.directory is None else Path(self.directory) / training.name
+        directory = training.directory
+        if self.directory is not None:
+            Path(self.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory = Path(self.directory, name_in(Path(self.directory), training))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         steps: dict[str, int] = {}
         for path in sorted(directory.glob("events.out.tfevents.*")):

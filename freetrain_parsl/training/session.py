@@ -253,7 +253,8 @@ class TrainingSession:
             of processes.
         batch_range
             The smallest and the largest batch size. The driver then chooses the batch size within it, by the speed and
-            the noise of the gradient; training begins with `batch_size`, to which the learning rate belongs.
+            the noise of the gradient; training begins with `batch_size`, to which the learning rate belongs. No batch
+            is larger than the dataset.
         lr_scaling
             How the learning rate follows the batch size with `batch_range` or `scaled`: ``"linear"``, ``"sqrt"``,
             ``"adascale"``, ``"none"``, or a function: batch size relative to the initial one -> factor. By default

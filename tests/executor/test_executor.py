@@ -135,3 +135,23 @@ def test_a_second_training_of_the_same_name_resumes_from_the_first_ones_checkpoi
     longer = train.options(name="t")(epochs=3).result(timeout=60)
     assert longer["metrics"]["epochs"] == 3
     assert site.run.fragments[-1].resumed_from == 2 * 13
+
+
+def test_data_workers_start_in_a_slot_that_was_forked(start) -> None:
+    """They come from multiprocessing's fork server, whose lock was held when the slot's own one was forked."""
+    start(nodes=1)
+
+    @training_app
+    def train(session):
+        import torch
+        from torch.utils.data import TensorDataset
+
+        net = torch.nn.Linear(1, 1)
+        model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        data = session.loader(TensorDataset(torch.ones(8, 1)), batch_size=4, num_workers=1)
+        for _epoch in session.epochs(1):
+            for (x,) in data:
+                session.step(model(x).mean())
+        return session.metrics["samples"]
+
+    assert train().result(timeout=60) == 8

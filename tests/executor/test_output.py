@@ -115,6 +115,30 @@ def test_progress_bars_and_long_lines_are_short_in_the_log() -> None:
     assert delivered.of().split(b"\n")[2] == b"next"
 
 
+def test_a_progress_bar_that_ends_with_its_return_overwrites_its_line() -> None:
+    delivered = _Delivered()
+    with captured(delivered) as output:
+        for percent in range(3):
+            sys.stderr.write(f"{percent}%\r")
+            sys.stderr.flush()
+            output.flush()
+        sys.stdout.write("a line\r")
+        sys.stdout.flush()
+        output.flush()
+        sys.stdout.write("\n")
+    assert delivered.of() == b"a line\n"
+
+
+def test_a_long_line_that_is_printed_in_parts_is_cut_once() -> None:
+    delivered = _Delivered()
+    with captured(delivered) as output:
+        for _ in range(5):
+            os.write(1, b"y" * 20_000)
+            output.flush()
+        os.write(1, b"\nnext\n")
+    assert re.fullmatch(rb"y{16384} \xe2\x80\xa6 83616 bytes left out\nnext\n", delivered.of())
+
+
 def test_a_child_that_empties_the_output_loses_no_line_but_its_own() -> None:
     delivered = _Delivered()
     with captured(delivered) as output:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import queue
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +44,25 @@ def change_everything(directory: Path) -> None:
     torch.use_deterministic_algorithms(True)
 
 
+def test_a_training_that_closed_or_replaced_the_standard_streams_leaves_usable_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.FileIO(out.fileno(), "w", closefd=False)))
+        stderr = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", stderr)
+        state = ProcessState()
+        sys.stdout.close()
+        sys.stderr = io.StringIO()
+        state.restore()
+        print("goes on")
+        assert sys.stderr is stderr
+        sys.stdout.close()
+        state.restore()
+        assert not sys.stdout.closed
+        sys.stdout.close()
+
+
 @pytest.mark.slow  # deterministic algorithms import torch's compiler
 def test_each_training_begins_with_the_process_as_the_slot_found_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,13 +71,13 @@ def test_each_training_begins_with_the_process_as_the_slot_found_it(
 
     class Run:
         expendable = True
-        source = ""
+        source = "0"
         mailbox = SimpleNamespace(close_after=lambda _: None, end=lambda: None)
 
         def __init__(self, message: Any, **_: object) -> None:
             self.number = message.run
 
-        def deliver(self, *_: object) -> None:
+        def deliver(self, _source: str, _lines: bytes) -> None:
             pass
 
         def perform(self) -> RunEnded:

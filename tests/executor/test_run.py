@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -250,6 +251,51 @@ def test_sys_exit_is_an_error_of_the_user_that_does_not_end_the_driver(slot: _Sl
     error = error_in(ended.payload)
     assert isinstance(error, UsageError)
     assert str(error) == "the training function called sys.exit(3); return from it instead"
+
+
+@pytest.mark.parametrize("stream", ["closed", "removed"])
+def test_an_error_arrives_although_the_training_cannot_print_it(
+    slot: _Slot, stream: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A slot that failed instead would count as a crash, and the training would be repeated."""
+    stderr = io.StringIO() if stream == "closed" else None
+    monkeypatch.setattr(sys, "stderr", stderr)
+    if stderr is not None:
+        stderr.close()
+    slot.started()
+
+    def play(_given: dict[str, Any]) -> Finished:
+        raise ValueError("the user's own mistake")
+
+    ended = slot.plays(play)
+    assert ended.end == RunFailed("ValueError: the user's own mistake")
+    assert "the user's own mistake" in capfd.readouterr().err
+
+
+class _WithoutText(Exception):
+    def __str__(self) -> str:
+        return self.no_such_attribute  # type: ignore[attr-defined, no-any-return]
+
+
+def test_an_exception_without_a_text_is_an_error_of_the_user(slot: _Slot) -> None:
+    slot.started()
+
+    def play(_given: dict[str, Any]) -> Finished:
+        raise _WithoutText
+
+    assert slot.plays(play).end == RunFailed("_WithoutText: (its text cannot be shown: AttributeError)")
+
+
+def test_a_text_that_utf8_cannot_encode_arrives(slot: _Slot) -> None:
+    """Python has the bytes of a file name like this."""
+    slot.started()
+
+    def play(_given: dict[str, Any]) -> Finished:
+        raise ValueError("no file 'x\udcff.png'")
+
+    ended = slot.plays(play)
+    assert ended.end == RunFailed(r"ValueError: no file 'x\udcff.png'")
+    assert decode(encode(Envelope(ended)), TO_DRIVER).message == ended
 
 
 def test_a_checkpoint_directory_that_cannot_be_used_is_told_as_such_in_a_message_that_the_driver_takes(

@@ -96,6 +96,17 @@ def test_marks_and_output_are_in_the_order_in_which_they_came(directory, make_wr
     assert sorted(path.name for path in directory.iterdir()) == ["a.log", "b.log", "writer.lock"]
 
 
+def test_what_utf8_cannot_encode_is_escaped(directory, make_writer) -> None:
+    """Python has the bytes of a file name like this; a thread that fails would end the logs of all trainings."""
+    writer = make_writer("a", "b")
+    writer.note(record.TrainingFailed("a", "FileNotFoundError: no file 'x\udcff.png'"))
+    writer.start()
+    time.sleep(0.05)
+    writer.take("b", "0", b"goes on\n")
+    writer.close()
+    assert _texts(directory, "a", "b") == [r"failed: FileNotFoundError: no file 'x\udcff.png'", "goes on"]
+
+
 def test_logs_are_private_whatever_the_umask(directory, make_writer) -> None:
     before = os.umask(0)
     try:

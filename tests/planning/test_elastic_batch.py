@@ -86,6 +86,17 @@ def test_with_one_size_measured_larger_batches_are_tried() -> None:
     assert not times.known
 
 
+def test_a_step_on_one_node_takes_time_although_exchanges_explain_all_that_was_measured() -> None:
+    """Twice the nodes, and more than twice the time: nothing is left for the work of a node."""
+    one = profile()
+    for nodes, seconds in ((2, 0.010), (4, 0.024)):
+        one.times.observe(nodes, 64, 50, 3200, 50 * seconds)
+    curve = one.curve(4)
+    assert curve is not None
+    assert all(0 < curve(nodes) < math.inf for nodes in (1, 2, 3, 4))
+    assert one.times.seconds(4, 64) == pytest.approx(0.024)
+
+
 def test_recent_steps_replace_old_ones() -> None:
     """The machine has become twice as fast."""
     times = StepDurations()

@@ -16,6 +16,7 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.logged_values import ValueWriter
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.trackers.base import Row, TrackedTraining
+from freetrain_parsl.trackers.csv_file import CsvTracker
 from freetrain_parsl.trackers.process import Follower
 from freetrain_parsl.trackers.rows import as_line, fresh, last_steps, parse_row, read_rows
 from freetrain_parsl.trackers.settings import TrackerSpec, parse_trackers
@@ -89,6 +90,22 @@ def test_what_is_no_row_is_none(text) -> None:
 @pytest.mark.parametrize("bad", ['{"step": -1}', '{"step": true, "time": 1}', '{"step": 1, "time": "x", "values": {}}'])
 def test_rows_with_strange_fields_are_none(bad) -> None:
     assert parse_row(bad) is None
+
+
+def test_values_are_such_that_every_tracker_can_store_them(training) -> None:
+    """A value that a tracker refuses would hold up all that follow."""
+    values = {"large": 10**400, "negative": -(10**400), "whole": 10**20, "file": "x\udcff.png", "na\udcffme": 1}
+    row = parse_row(json.dumps({"step": 1, "time": 1.0, "values": values}))
+    assert row is not None
+    infinite = float("inf")
+    expected = {"large": infinite, "negative": -infinite, "whole": 1e20, "file": r"x\udcff.png", r"na\udcffme": 1}
+    assert row.values == expected
+    tracker = CsvTracker()
+    tracker.open(training)
+    tracker.log([row])
+    tracker.close("finished")
+    assert tracker.open(training) == dict.fromkeys(expected, 1)
+    tracker.close("finished")
 
 
 def test_reading_leaves_a_half_line_for_later(tmp_path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.testing.tracker_suite import TrackerConformance
-from freetrain_parsl.trackers.base import Row
+from freetrain_parsl.trackers.base import Row, TrackedTraining
 from freetrain_parsl.trackers.csv_file import CsvTracker
 from freetrain_parsl.trackers.mlflow import MlflowTracker
 from freetrain_parsl.trackers.tensorboard import TensorBoardTracker
@@ -32,6 +32,23 @@ class TestCsv(TrackerConformance):
         again.close("finished")
         tracker.close("finished")
         assert self.read(training) == {"a": [(1, 1.5), (2, 2.5)]}
+
+
+@pytest.mark.parametrize("kind", [CsvTracker, pytest.param(TensorBoardTracker, marks=pytest.mark.slow)])
+def test_trainings_of_one_name_are_apart_in_a_shared_directory(kind, tmp_path) -> None:
+    """Of two campaigns, or before and after a change of the code; otherwise the steps of one hide the other's."""
+    shared = str(tmp_path / "shared")
+    one, other = (TrackedTraining("t", digit * 16, tmp_path / digit) for digit in "12")
+    for training, step in ((one, 100), (other, 5), (one, 200)):
+        tracker = kind(shared)
+        tracker.open(training)
+        tracker.log([Row(step, 1.0, {"loss": 0.5})])
+        tracker.close("finished")
+    for training, step in ((one, 200), (other, 5)):
+        tracker = kind(shared)
+        assert tracker.open(training) == {"loss": step}
+        tracker.close("finished")
+    assert {"t", f"t-{'2' * 16}"} == {path.name.removesuffix(".csv") for path in (tmp_path / "shared").glob("t*")}
 
 
 class TestTensorBoard(TrackerConformance):

@@ -63,6 +63,16 @@ def test_a_change_takes_effect_at_the_next_boundary_and_is_in_the_history(tmp_pa
     assert factors == pytest.approx([(20 / 8) ** 0.5, (20 / 8) ** 0.5, (5 / 8) ** 0.5])
 
 
+def test_no_batch_is_larger_than_the_dataset(tmp_path: Path) -> None:
+    """The learning rate follows the batches that there are."""
+    end = alone(tmp_path, batches={1: 10 * SAMPLES}, batch_range=(2, 100 * SAMPLES), ramp=1)
+    assert audited(end) == WHOLE
+    assert [row["batch"] for row in end.value["history"]] == [SAMPLES] * EPOCHS
+    assert end.value["history"][-1]["rate"] == pytest.approx((SAMPLES / 8) ** 0.5 * 0.02 * 0.7 ** (EPOCHS - 1))
+    assert end.progress.batch is not None
+    assert end.progress.batch.most == SAMPLES
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     batches=st.dictionaries(st.integers(1, 20), st.integers(1, 40), max_size=5),

@@ -66,6 +66,8 @@ class LogLine:
 def as_text(time: float, source: str, text: str) -> str:
     """Return lines as they are in the file; control characters other than tabs and colours are left out.
 
+    What UTF-8 cannot encode, such as the bytes of a file name in an exception, is escaped.
+
     Parameters
     ----------
     time
@@ -77,7 +79,7 @@ def as_text(time: float, source: str, text: str) -> str:
     """
     stamp = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")[:-6]
     prefix = f"{stamp}Z {source} "
-    shown = _CONTROL.sub("", text)
+    shown = _CONTROL.sub("", text).encode("utf-8", errors="backslashreplace").decode()
     return prefix + shown.replace("\n", f"\n{prefix}") + "\n"
 
 

@@ -10,7 +10,6 @@ import platform
 import sys
 import threading
 import time
-import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
-from freetrain_parsl.executor.slot.run_end import end_by
+from freetrain_parsl.executor.slot.run_end import end_by, print_exception
 from freetrain_parsl.protocol.messages import (
     AddMember,
     ChangeBatch,
@@ -207,7 +206,7 @@ class ArrayRun:
         else:
             end, payload = end_by(ended)
             if isinstance(end, RunFailed):
-                traceback.print_exception(ended)
+                print_exception(ended)
         if self.output is not None:
             flush_streams()
             self.output.flush()

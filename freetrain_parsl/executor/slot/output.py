@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -94,7 +94,7 @@ class OutputCapture:
         self._spans: list[tuple[int, str]] = []  # where the output of an owner ends
         self._marked = 0  # where the last one of them ends
         self._begin = 0  # what precedes has been passed on
-        self._carry: dict[str, bytes] = {}  # incomplete lines
+        self._carry: dict[str, _Carry] = {}
         self._closing = threading.Event()
 
     def __enter__(self) -> Self:
@@ -155,7 +155,7 @@ class OutputCapture:
                     self._begin = stop
             _give_back(self._file, end)
             for owner in {**self._carry, **output} if last else output:
-                self._pass_on(owner, self._carry.pop(owner, b"") + output.get(owner, b""), last=last)
+                self._pass_on(owner, self._carry.pop(owner, _Carry()), output.get(owner, b""), last=last)
 
     def _run(self) -> None:
         while not self._closing.wait(_PERIOD):
@@ -171,34 +171,45 @@ class OutputCapture:
         head, tail = head[: head.rfind(b"\n") + 1], tail[tail.find(b"\n") + 1 :]
         return head + _gap(end - begin - len(head) - len(tail)) + tail
 
-    def _pass_on(self, owner: str, output: bytes, *, last: bool) -> None:
-        complete, newline, rest = output.rpartition(b"\n")
+    def _pass_on(self, owner: str, begun: _Carry, output: bytes, *, last: bool) -> None:
+        *lines, rest = (begun.line + output).split(b"\n")
         if last and rest:
-            complete, newline, rest = output, b"\n", b""
-        if rest:
-            self._carry[owner] = _cut(rest)
+            lines, rest = [*lines, rest], b""
+        dropped = begun.dropped  # of the first line
         message: list[bytes] = []
         length = 0
-        for line in _lines(complete + newline):
-            message.append(line)
-            length += len(line)
+        for line in lines:
+            message.append(_cut(line, dropped) + b"\n")
+            length += len(message[-1])
+            dropped = 0
             if length >= _LONGEST_MESSAGE:
                 self._deliver(owner, b"".join(message))
                 message, length = [], 0
         if message:
             self._deliver(owner, b"".join(message))
+        if rest:
+            self._carry[owner] = _begun(rest, dropped)
 
 
-def _lines(output: bytes) -> Iterator[bytes]:
-    return (_cut(line) + b"\n" for line in output.split(b"\n")[:-1])
+class _Carry(NamedTuple):
+    """A line without its end so far: what is kept of it, and how many bytes followed."""
+
+    line: bytes = b""
+    dropped: int = 0
 
 
-def _cut(line: bytes) -> bytes:
+def _begun(line: bytes, dropped: int) -> _Carry:
+    """Return what to keep of a line without its end; `dropped` bytes of it were not kept earlier."""
+    end = b"\r" if line.endswith(b"\r") else b""  # what follows overwrites the line, or ends it
+    _, overwritten, shown = line.rstrip(b"\r").rpartition(b"\r")
+    dropped = 0 if overwritten else dropped
+    return _Carry(shown[:_LONGEST_LINE] + end, dropped + max(0, len(shown) - _LONGEST_LINE))
+
+
+def _cut(line: bytes, dropped: int = 0) -> bytes:
     """Return what a terminal would show of a line at its end, and of a long one the beginning."""
-    shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # progress bars overwrite their line
-    if len(shown) <= _LONGEST_LINE:
-        return shown
-    return shown[:_LONGEST_LINE] + f" … {len(shown) - _LONGEST_LINE} bytes left out".encode()
+    kept, dropped = _begun(line.rstrip(b"\r"), dropped)  # progress bars overwrite their line
+    return kept + f" … {dropped} bytes left out".encode() if dropped else kept
 
 
 def _gap(size: int) -> bytes:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from typing import TextIO
 
 __all__ = ["ProcessState"]
 
 
 class ProcessState:
-    """Working directory, environment and torch's global settings, as they are when this is created."""
+    """Working directory, environment, standard streams and torch's settings, as they are when this is created."""
 
     def __init__(self) -> None:
         self._directory = Path.cwd()
         self._environment = dict(os.environ)
+        self._stdout = sys.stdout
+        self._stderr = sys.stderr
         self._dtype = torch.get_default_dtype()
         self._threads = torch.get_num_threads()
         self._gradients = torch.is_grad_enabled()
@@ -34,8 +42,18 @@ class ProcessState:
             torch.use_deterministic_algorithms(self._deterministic, warn_only=self._warns_only)
         with suppress(OSError):  # it has been removed
             os.chdir(self._directory)
+        sys.stdout = self._stdout = _usable(self._stdout, 1)
+        sys.stderr = self._stderr = _usable(self._stderr, 2)
         for variable in os.environ.keys() - self._environment.keys():
             del os.environ[variable]
         for variable, value in self._environment.items():
             if os.environ.get(variable) != value:  # other threads read the environment meanwhile
                 os.environ[variable] = value
+
+
+def _usable(stream: TextIO, descriptor: int) -> TextIO:
+    """Return a standard stream, or another one for its descriptor if it has been closed."""
+    if not stream.closed:
+        return stream
+    file = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from contextlib import suppress
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
@@ -14,7 +18,7 @@ from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFail
 if TYPE_CHECKING:
     from freetrain_parsl.protocol.reports import RunEnd
 
-__all__ = ["end_by", "serialized_exception"]
+__all__ = ["end_by", "print_exception", "serialized_exception"]
 
 _LONGEST_REASON = 500  # characters
 
@@ -38,7 +42,7 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
             # Not passed on as it is: it would end the driver's program, too.
             usage = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
             error = usage.with_traceback(error.__traceback__)
-    reason = shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON)
+    reason = shorten(f"{type(error).__name__}: {_text_of(error)}", _LONGEST_REASON)
     return RunFailed(reason), serialized_exception(error)
 
 
@@ -48,5 +52,25 @@ def serialized_exception(error: BaseException) -> bytes:
     try:
         return bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
     except Exception as refusal:  # noqa: BLE001 - pickling an object may raise any exception
-        stand_in = RuntimeError(f"{kind.__name__}: {error} (the exception itself cannot be pickled: {refusal})")
+        stand_in = RuntimeError(
+            f"{kind.__name__}: {_text_of(error)} (the exception itself cannot be pickled: {refusal})"
+        )
         return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
+
+
+def print_exception(error: BaseException) -> None:
+    """Print an exception with its traceback on the standard error output, which the user's code may have closed."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        sys.stderr.write(text)
+    except (OSError, ValueError, AttributeError):  # a full disk; closed, or removed
+        with suppress(OSError):  # the same for the descriptor
+            os.write(2, text.encode(errors="backslashreplace"))
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an exception's text; what UTF-8 cannot encode, such as the bytes of a file name, is escaped."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception as failure:  # noqa: BLE001 - of the user's class
+        return f"(its text cannot be shown: {type(failure).__name__})"

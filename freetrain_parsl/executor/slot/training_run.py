@@ -6,7 +6,6 @@ The main thread is in `Run.perform`; `Run.handle` is called by the channel's thr
 from __future__ import annotations
 
 import threading
-import traceback
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from parsl.serialize import serialize
 
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
-from freetrain_parsl.executor.slot.run_end import end_by
+from freetrain_parsl.executor.slot.run_end import end_by, print_exception
 from freetrain_parsl.protocol.messages import (
     AddMember,
     ChangeBatch,
@@ -132,7 +131,7 @@ class TrainingRun:
             end, payload = end_by(error, self._generation)
             if isinstance(end, RunFailed):
                 self._attribute(f"!{self.source}")
-                traceback.print_exception(error)
+                print_exception(error)
         return RunEnded(self._training, self.number, end, payload)
 
     def handle(self, message: ToRun) -> bool:

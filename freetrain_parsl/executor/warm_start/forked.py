@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import threading
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -144,6 +145,8 @@ def _run_script(arguments: Sequence[Any], descriptors: Sequence[int]) -> NoRetur
                 continue  # the one of the listing
     set_command_line([os.fsdecode(argument) for argument in arguments])
     sys.argv = ["-c"]
+    # As in a new interpreter: this copy was made while the starter held the lock, and data workers would wait for it.
+    forkserver._forkserver.__init__()  # type: ignore[misc]  # noqa: SLF001
     code: Any = 0
     try:
         exec(arguments[-1], {"__name__": "__main__"})  # noqa: S102 - as the interpreter would

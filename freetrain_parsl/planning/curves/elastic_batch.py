@@ -147,7 +147,11 @@ class StepDurations:
         durations = np.array([cell.step_seconds for *_, cell in cells])
         weights = np.sqrt([cell.seconds for *_, cell in cells])
         rows = np.array([_features(nodes, local) for nodes, local, _ in cells])
-        return _non_negative_least_squares(rows * (weights / durations)[:, None], weights)
+        scaled = rows * (weights / durations)[:, None]
+        found = _non_negative_least_squares(scaled, weights)
+        if not found[:2].any():  # exchanges explain all steps so far: a step on one node would take no time
+            found = np.append(_non_negative_least_squares(scaled[:, :2], weights), np.zeros(2))
+        return found
 
 
 def _features(nodes: int, local: float) -> npt.NDArray[np.float64]:

@@ -59,7 +59,9 @@ class SessionState:
         self.order = order
         self.training_metrics.keep_ledger(order.length)
         if order.batch_range is not None:
-            self.batch = ElasticBatch(order.batch_size, *order.batch_range)
+            least, most = order.batch_range
+            # No batch has more samples than an epoch; the learning rate would be that of a larger one.
+            self.batch = ElasticBatch(order.batch_size, least, max(order.batch_size, min(most, order.samples)))
             self.scaling = RateScaling(lr_scaling, ramp, self.batch.gain)
             self.training_metrics.facts = self._facts_of_epoch
         elif order.scaled:
