@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from importlib.util import find_spec
@@ -107,27 +106,6 @@ def slurm_is_here() -> None:
         pytest.fail(missing)
     if missing is not None:
         pytest.skip(missing)
-
-
-@pytest.fixture(scope="session")
-def globus_packages() -> None:
-    """Skip without the packages of Globus Compute; fail if they are required."""
-    packages = ("globus_compute_sdk", "globus_compute_endpoint")
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        _skip("globus", f"{', '.join(missing)} not installed (pip install -e '.[dev]')")
-
-
-@pytest.fixture(scope="session")
-def globus_is_here(globus_packages) -> None:
-    """Skip without RabbitMQ, too; fail if it is required."""
-    if missing := broker_missing():
-        _skip("globus", missing)
-
-
-def _skip(requirement: str, why: str) -> None:
-    if requirement in os.environ.get(REQUIRED, "").split(","):
-        pytest.fail(why)
-    pytest.skip(why)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def open_mover(site: Site, store: RunStore) -> Iterator[Mover | None]:
             mover.close(_LAST_COPIES)
 
 
-def clean_home(site: Site, store: RunStore, tell: Callable[[str], None]) -> None:
+def clean_home(site: Site, store: RunStore, report: Callable[[str], None]) -> None:
     """Cancel the copies of a run without a driver, remove its partial checkpoints, and release its trainings.
 
     Nothing that other runs have claimed is touched.
@@ -80,7 +80,7 @@ def clean_home(site: Site, store: RunStore, tell: Callable[[str], None]) -> None
                 collections.cancel(job.task)
         copies = [job for job in jobs if job.kind is not CopyKind.REMOVE]
         if copies:
-            tell(f"cancelled {len(copies)} copies between {site.globus.local} and {home}")
+            report(f"cancelled {len(copies)} copies between {site.globus.local} and {home}")
         partial = []
         for training, claim in newest_claims(collections, home).items():
             if claim.drivers != {driver} or claim.released:
@@ -90,10 +90,10 @@ def clean_home(site: Site, store: RunStore, tell: Callable[[str], None]) -> None
             collections.make_directory(
                 home.collection, home.join(OWNERS, claim_name(training, claim.generation, "released"))
             )
-            tell(f"released {unquote(training)}, with {len(whole)} checkpoints at home")
+            report(f"released {unquote(training)}, with {len(whole)} checkpoints at home")
         if partial:
             _remove(collections, site, partial)
-            tell(f"removing {len(partial)} partial checkpoints from {home}")
+            report(f"removing {len(partial)} partial checkpoints from {home}")
         exchange = MoverDirectory(site.checkpoint_dir)
         exchange.keep_only(())
         exchange.forget_arrivals()
@@ -101,7 +101,7 @@ def clean_home(site: Site, store: RunStore, tell: Callable[[str], None]) -> None
 
 
 def prune_home(
-    site: Site, store: RunStore, keep: int, training: str | None, tell: Callable[[str], None], *, dry_run: bool
+    site: Site, store: RunStore, keep: int, training: str | None, report: Callable[[str], None], *, dry_run: bool
 ) -> None:
     """Remove checkpoints at home that are older than the `keep` newest of their training.
 
@@ -119,13 +119,13 @@ def prune_home(
             if name not in claims or (training is not None and item.name != training):
                 continue
             if claims[name].drivers != {driver}:
-                tell(f"{item.name}: another run has claimed it at home; nothing is removed there")
+                report(f"{item.name}: another run has claimed it at home; nothing is removed there")
                 continue
             whole, _ = list_home(collections, home, name)
             doomed += whole[:-keep]
         for parcel in doomed:
             place = f"{home.collection}:{home.join(CHECKPOINTS, *parcel.path)}"
-            tell(f"{'would remove' if dry_run else 'removing'} {place}")
+            report(f"{'would remove' if dry_run else 'removing'} {place}")
         if doomed and not dry_run:
             _remove(collections, site, doomed)
 

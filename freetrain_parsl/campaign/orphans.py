@@ -24,7 +24,7 @@ _PATIENCE = 300.0  # a job that saves its work ends within its grace period
 def remove_orphans(
     site: Site,
     store: RunStore,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     *,
     make_source: Callable[[Site], WindowSource] = make_window_source,
     clock: Callable[[], float] = time.monotonic,
@@ -38,7 +38,7 @@ def remove_orphans(
         Where they were submitted.
     store
         Has the prefixes of their names.
-    tell
+    report
         Called with a line of output for each action.
 
     Returns
@@ -57,12 +57,12 @@ def remove_orphans(
     try:
         source = make_source(site)
     except ClusterGone:
-        tell("the cluster of this run is gone, and all jobs with it")
+        report("the cluster of this run is gone, and all jobs with it")
         return {}
     orphans = _find(source, prefixes)
     if not orphans:
         return {}
-    tell(f"cancelling jobs left in the queue: {', '.join(f'{job} ({name})' for job, name in orphans.items())}")
+    report(f"cancelling jobs left in the queue: {', '.join(f'{job} ({name})' for job, name in orphans.items())}")
     source.cancel(list(orphans))
     end = clock() + _PATIENCE
     while left := _find(source, prefixes):

@@ -221,14 +221,14 @@ class CampaignRun:
         """The run directory, absolute."""
         return self.store.directory
 
-    def drive(self, *, tell: Callable[[str], None], show: Show, resuming: bool = False) -> str:
+    def drive(self, *, report: Callable[[str], None], show: Show, resuming: bool = False) -> str:
         """Run the unfinished trainings until all are finished, or until the run is stopped.
 
         Ctrl-C, SIGTERM, SIGHUP and a stop request end the run cleanly: trainings save, jobs are withdrawn.
 
         Parameters
         ----------
-        tell
+        report
             Called with lines of output.
         show
             Called several times per second with the state of the run, the seconds since its start, and notes on copies
@@ -249,9 +249,9 @@ class CampaignRun:
         refuse_living_driver(self.store)
         with driver_lock(self.directory):
             if resuming:
-                remove_orphans(self.site, self.store, tell)
+                remove_orphans(self.site, self.store, report)
                 preflight(self.site, self.directory, resuming=True)
-                self._tell_retries(tell)
+                self._report_retries(report)
             try:
                 driver = self.store.begin_driver(*own_identity())
             except sqlite3.OperationalError as error:
@@ -259,28 +259,28 @@ class CampaignRun:
             how = "failed"
             try:
                 with _signals() as caught:
-                    how = self._drive(driver, caught, tell, show)
+                    how = self._drive(driver, caught, report, show)
             finally:
-                with self._kept(tell):
+                with self._kept(report):
                     self.store.end_driver(driver, how)
         return how
 
-    def _tell_retries(self, tell: Callable[[str], None]) -> None:
+    def _report_retries(self, report: Callable[[str], None]) -> None:
         """Report which interrupted trainings are retried, and which trainings are left out."""
         trainings = self.store.trainings()
         for item in trainings:
             if item.state == "waiting" and item.error:
-                tell(f"retrying {item.name}, which was interrupted: {' '.join(item.error.split())[:300]}")
+                report(f"retrying {item.name}, which was interrupted: {' '.join(item.error.split())[:300]}")
         for state, option in (("failed", "--retry-failed or --retry NAME"), ("cancelled", "--retry NAME")):
             if names := [item.name for item in trainings if item.state == state]:
-                tell(f"left out, {state}: {_some(names)}; {option} retries them")
+                report(f"left out, {state}: {_some(names)}; {option} retries them")
         self.store.forget_interruptions()
 
     def _drive(
         self,
         driver: int,
         caught: list[int],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         show: Show,
     ) -> str:
         import parsl
@@ -309,14 +309,14 @@ class CampaignRun:
                 }
                 self._owned = OwnedTrainings(submissions, executor.cancel, mover)
                 run = RunState(executor.journal_path)
-                how = self._watch(driver, run, caught, tell, show)
+                how = self._watch(driver, run, caught, report, show)
                 if how != "finished":
-                    tell("stopping: trainings save their work, jobs are withdrawn")
+                    report("stopping: trainings save their work, jobs are withdrawn")
             ended = self._owned.ended_last()
-        with self._kept(tell):
+        with self._kept(report):
             for name, future in ended.items():
                 self._keep(name, future, run=run)
-        with self._kept(tell):
+        with self._kept(report):
             for name in self.store.cancellations():
                 self.store.cancel(name)
         return how
@@ -326,7 +326,7 @@ class CampaignRun:
         driver: int,
         run: RunState,
         caught: list[int],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         show: Show,
     ) -> str:
         owned = self._owned
@@ -338,7 +338,7 @@ class CampaignRun:
             owned.admit()
             if now >= next_beat or owned.has_ended:
                 next_beat = now + BEAT
-                with self._kept(tell):
+                with self._kept(report):
                     run.refresh()
                     owned.collect(partial(self._keep, run=run))
                     self._cancel_requested()
@@ -373,8 +373,8 @@ class CampaignRun:
         """Store the outcome of a completed future, and the journal's remark on its training."""
         error = future.exception()
         if error is None:
-            told = run.trainings.get(name)
-            self.store.finish(name, future.result(), told.remark() if told is not None else "")
+            known = run.trainings.get(name)
+            self.store.finish(name, future.result(), known.remark() if known is not None else "")
         elif isinstance(error, TrainingCancelled):
             self.store.cancel(name)
         else:
@@ -384,13 +384,13 @@ class CampaignRun:
             self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
 
     @contextmanager
-    def _kept(self, tell: Callable[[str], None]) -> Iterator[None]:
+    def _kept(self, report: Callable[[str], None]) -> Iterator[None]:
         """Continue if the run's state cannot be written for now, e.g. because the disk is full; report it once."""
         try:
             yield
         except sqlite3.OperationalError as error:
             if not self._unwritable:
-                tell(f"the state of the run cannot be written to {self.directory}: {error}; retrying")
+                report(f"the state of the run cannot be written to {self.directory}: {error}; retrying")
             self._unwritable = True
         else:
             self._unwritable = False

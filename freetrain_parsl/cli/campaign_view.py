@@ -51,9 +51,9 @@ class LiveView:
         self._console = console
         self._title = title
         self._live = Live(console=console, refresh_per_second=4, transient=True)
-        self._told: dict[str, str] = {}
+        self._printed: dict[str, str] = {}
         self._noted: set[str] = set()
-        self._starts_told: FailedStarts | None = None
+        self._starts_printed: FailedStarts | None = None
 
     @contextmanager
     def opened(self) -> Iterator[LiveView]:
@@ -61,15 +61,15 @@ class LiveView:
         with self._live:
             yield self
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """Print a line."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, run: RunState, elapsed: float, notes: Sequence[str] = ()) -> None:
         """Show the state of the run, and notes on copies to home."""
-        if run.failed_starts != self._starts_told:
-            self._starts_told = run.failed_starts
-            self.tell(
+        if run.failed_starts != self._starts_printed:
+            self._starts_printed = run.failed_starts
+            self.report(
                 f"{elapsed:7.1f} s  "
                 + (f"warning: {run.failed_starts.sentence(time.time())}" if run.failed_starts else "blocks start again")
             )
@@ -86,15 +86,15 @@ class LiveView:
                 line += f" on {', '.join(training.nodes)}"
             if remark := training.remark():
                 line += f"; {remark}"
-            if self._told.get(training.name) != line:
-                self._told[training.name] = line
+            if self._printed.get(training.name) != line:
+                self._printed[training.name] = line
                 share = training.share_done
                 done = "" if share is None else f", {share:.0%} done"
-                self.tell(f"{elapsed:7.1f} s  {training.name:14} {line}{done}")
+                self.report(f"{elapsed:7.1f} s  {training.name:14} {line}{done}")
         for note in notes:
             if (kind := _NUMBER.sub("", note)) not in self._noted:  # progress is not printed again and again
                 self._noted.add(kind)
-                self.tell(f"{elapsed:7.1f} s  {note}")
+                self.report(f"{elapsed:7.1f} s  {note}")
 
     def _fitting(self, run: RunState) -> tuple[list[TrainingState], Text | None]:
         """Choose the trainings that fit the terminal, running ones first, and count the omitted ones."""
@@ -123,7 +123,7 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
     console.print(f"run directory: {run.directory}", highlight=False, soft_wrap=True)
     view = LiveView(console, run.campaign.name)
     with view.opened():
-        how = run.drive(tell=view.tell, show=view.show, resuming=resuming)
+        how = run.drive(report=view.report, show=view.show, resuming=resuming)
     trainings = run.store.trainings()
     if as_json:
         typer.echo(json.dumps(summary(run.store), indent=2))
@@ -134,7 +134,9 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
         failed = sum(item.state == "failed" for item in trainings)
         console.print(f"{left} of {len(trainings)} trainings are not finished, {failed} of them failed", style="bold")
     if how in ("interrupted", "stopped"):
-        view.tell(f"freetrain: {how}; everything was saved and stopped. To continue: freetrain resume {run.directory}")
+        view.report(
+            f"freetrain: {how}; everything was saved and stopped. To continue: freetrain resume {run.directory}"
+        )
     raise typer.Exit(130 if how == "interrupted" else 1 if left else 0)
 
 

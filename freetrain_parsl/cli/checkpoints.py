@@ -131,11 +131,11 @@ def _show(found: list[Listed], question: str, *, json: bool) -> None:
 
 def _row(checkpoint: Listed, question: str) -> dict[str, Any]:
     facts = checkpoint.manifest
-    told = {name: facts.get(name) for name in ("epoch", "bytes", "written", "reason", "world_size", "code")}
+    facts_of_it = {name: facts.get(name) for name in ("epoch", "bytes", "written", "reason", "world_size", "code")}
     return {
         "training": checkpoint.training,
         "step": checkpoint.entry.step,
-        **told,
+        **facts_of_it,
         "path": str(checkpoint.entry.path),
         question: not checkpoint.problem,
         "problem": checkpoint.problem or None,

@@ -266,7 +266,7 @@ def _watch(
 
     clock = SteadyClock()
     begin = clock()
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while clock() - begin < time_limit and not all(future.done() for future in futures.values()):
             run.refresh()
@@ -274,16 +274,16 @@ def _watch(
             if console.is_terminal:
                 live.update(live_view(run, nodes(), now, now - begin, "FreeTrain demo"))
             else:
-                _tell_changes(console, run, told, now - begin)
+                _print_changes(console, run, printed, now - begin)
             time.sleep(0.25)
 
 
-def _tell_changes(console: Console, run: RunState, told: dict[str, str], elapsed: float) -> None:
+def _print_changes(console: Console, run: RunState, printed: dict[str, str], elapsed: float) -> None:
     """Print one line per training whose nodes or state have changed (without a terminal)."""
     for training in run.trainings.values():
         line = f"{training.state} on {', '.join(training.nodes) or 'no nodes'}"
-        if told.get(training.name) != line:
-            told[training.name] = line
+        if printed.get(training.name) != line:
+            printed[training.name] = line
             share = training.share_done
             done = "" if share is None else f", {share:.0%} done"
             console.print(f"{elapsed:6.1f} s  {training.name:14} {line}{done}", highlight=False)

@@ -76,12 +76,12 @@ def on_progress_of(progress: Progress) -> Callable[[str, float], None]:
     """Return a callback that updates one progress bar per task; at 0 the bar is indeterminate."""
     tasks: dict[str, TaskID] = {}
 
-    def tell(doing: str, share: float) -> None:
+    def advance(doing: str, share: float) -> None:
         if doing not in tasks:
             tasks[doing] = progress.add_task(doing, total=None)
         progress.update(tasks[doing], total=1.0 if share else None, completed=share)
 
-    return tell
+    return advance
 
 
 def write_outputs(

@@ -160,18 +160,18 @@ def replay(
             terms = site_terms(options, transfers, state_size, look)
             check_targets([*lists, *(one.log for one in options)], {"--json": json, "--report": report})
             with progress_bars() as progress:
-                tell = on_progress_of(progress)
+                advance = on_progress_of(progress)
                 logs = open_sites(options, lenient=lenient, mask_idle_above=mask_outages)
                 result = compare_sites(
-                    logs, chosen, _only(contestants), settings, terms, price_per_node_hour=price, on_progress=tell
+                    logs, chosen, _only(contestants), settings, terms, price_per_node_hour=price, on_progress=advance
                 )
         else:
             _refuse_without_sites({"--transfers": transfers, "--state-size": state_size, "--look": look})
             assert log is not None
             check_targets([log, *lists], {"--json": json, "--report": report})
             with progress_bars() as progress:
-                tell = on_progress_of(progress)
-                tell(f"reading {log.name}", 0.0)
+                advance = on_progress_of(progress)
+                advance(f"reading {log.name}", 0.0)
                 holes = open_log(
                     log,
                     nodes=nodes,
@@ -180,10 +180,10 @@ def replay(
                     partition=partition,
                     mask_idle_above=mask_outages,
                 )
-                tell(f"reading {log.name}", 1.0)
+                advance(f"reading {log.name}", 1.0)
                 if fused is not None:
                     result = compare_fusion(
-                        holes, chosen, fused, contestants, settings, price_per_node_hour=price, on_progress=tell
+                        holes, chosen, fused, contestants, settings, price_per_node_hour=price, on_progress=advance
                     )
                 else:
                     result = compare(
@@ -193,7 +193,7 @@ def replay(
                         settings,
                         price_per_node_hour=price,
                         with_what_if=what_if,
-                        on_progress=tell,
+                        on_progress=advance,
                     )
     except KeyboardInterrupt:
         typer.echo("freetrain: interrupted; nothing was written", err=True)
@@ -234,9 +234,9 @@ def _contestants(policies: str, knowledge: str, objective: str, horizon: str) ->
     """List all combinations of policy and knowledge."""
     known_name("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
     names = [known_name("--policy", name, POLICIES) for name in split_names("--policy", policies)]
-    told = [choice("--knowledge", name, Knowledge) for name in split_names("--knowledge", knowledge)]
+    known = [choice("--knowledge", name, Knowledge) for name in split_names("--knowledge", knowledge)]
     ahead = None if horizon == "adaptive" else _seconds("--horizon", horizon)
-    contestants = [Contestant(name, item, objective, ahead) for name in names for item in told]
+    contestants = [Contestant(name, item, objective, ahead) for name in names for item in known]
     for one in contestants:
         one.make()  # reject invalid combinations before the log is read
     return contestants

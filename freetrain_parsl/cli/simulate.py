@@ -76,9 +76,9 @@ def simulate(
         raise UsageError("simulate: --profiles is for workloads, and --trainers for job logs; give one of them")
     try:
         shape = ClusterShape.parse(cluster)
-        told = [choice("--knowledge", name, JobKnowledge) for name in split_names("--knowledge", knowledge)]
-        chosen = competitors(split_names("--policy", policy), told)
-        if profiles is None and JobKnowledge.CURVES in told:
+        known = [choice("--knowledge", name, JobKnowledge) for name in split_names("--knowledge", knowledge)]
+        chosen = competitors(split_names("--policy", policy), known)
+        if profiles is None and JobKnowledge.CURVES in known:
             raise UsageError("simulate: --knowledge curves is for workloads with --profiles, which are then measured")
         check_targets([workload], {"--json": json, "--csv": csv, "--report": report})
         requests = _read_jobs(workload, profiles, trainers, shape.gpus, lenient=lenient)

@@ -51,11 +51,11 @@ def compare_policies(
     for competitor in competitors:
         doing = f"{competitor.policy}, knowing {competitor.knowledge.value}"
 
-        def tell(share: float, doing: str = doing) -> None:
+        def report(share: float, doing: str = doing) -> None:
             if on_progress is not None:
                 on_progress(doing, share)
 
-        run = simulate(requests, cluster, competitor.make(), competitor.description(cluster), tell, interval=interval)
+        run = simulate(requests, cluster, competitor.make(), competitor.description(cluster), report, interval=interval)
         entries.append(figures(competitor, run, cluster))
     return {
         "version": __version__,

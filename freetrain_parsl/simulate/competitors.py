@@ -77,7 +77,7 @@ class Competitor:
     most_requested: int | None = None
 
     def description(self, cluster: ClusterShape) -> JobDescription:
-        """Return what it is told about jobs."""
+        """Return what it knows of jobs."""
         return JobDescription(
             cluster,
             self.sizing,

@@ -1,4 +1,4 @@
-"""What a policy is told about a job: the job as a trainer of the planner."""
+"""What a policy knows of a job: the job as a trainer of the planner."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class JobDescription:
     sizing
         What may be chosen.
     work_known
-        Whether the work left is told.
+        Whether the work left is known.
     curves_known
-        Whether the curves of jobs whose batches are chosen are told; otherwise they are measured while jobs run, and a
+        Whether the curves of jobs whose batches are chosen are known; otherwise they are measured while jobs run, and a
         job may have at most twice the GPUs that it has been measured on.
     placements_known
-        Whether the goodput on each placement is told, not only that on the fewest nodes.
+        Whether the goodput on each placement is known, not only that on the fewest nodes.
     epochs_known
-        Whether the epochs done and left are told.
+        Whether the epochs done and left are known.
     deadline_factor
         A job's deadline after its submission, as a multiple of the time that it takes as requested; ``None`` for none.
     most_requested

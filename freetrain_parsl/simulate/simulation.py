@@ -94,7 +94,7 @@ def simulate(
     policy
         Allocates the GPUs.
     description
-        What the policy is told about jobs.
+        What the policy knows of jobs.
     on_progress
         Called from time to time with the share of jobs that are done.
     interval

@@ -322,7 +322,7 @@ def test_resume_says_what_it_tries_again_and_what_it_leaves_out(store) -> None:
     store.fail("a", "TrainingInterrupted: the interchange\nis dead", final=False)
     store.fail("b", "ValueError: no data", final=True)
     lines: list[str] = []
-    CampaignRun(store, None, None)._tell_retries(lines.append)  # type: ignore[arg-type]
+    CampaignRun(store, None, None)._report_retries(lines.append)  # type: ignore[arg-type]
     assert lines == [
         "retrying a, which was interrupted: TrainingInterrupted: the interchange is dead",
         "left out, failed: b; --retry-failed or --retry NAME retries them",

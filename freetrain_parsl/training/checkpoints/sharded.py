@@ -108,10 +108,10 @@ def agree_on(mine: T, group: Group) -> T:
     """
     if group.size == 1:
         return mine
-    told = [mine]
+    gathered = [mine]
     with group.waits():
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+        dist.broadcast_object_list(gathered, src=0)
+    return gathered[0]
 
 
 def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:

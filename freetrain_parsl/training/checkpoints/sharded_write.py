@@ -88,10 +88,10 @@ class JointWrite:
             plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         except OSError as error:
             problem = error
-        told = _gather((problem, plan), group)
-        self._raise_first([problem for problem, _ in told])
+        gathered = _gather((problem, plan), group)
+        self._raise_first([problem for problem, _ in gathered])
         # Each member computes all plans from all members' data and takes its own: no plans are sent.
-        plans, self._metadata = self._planner.create_global_plan([plan for _, plan in told])
+        plans, self._metadata = self._planner.create_global_plan([plan for _, plan in gathered])
         self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[group.rank])
 
     def write(self) -> Part:
@@ -150,12 +150,12 @@ class JointWrite:
 
 
 def _gather(mine: Any, group: Group) -> list[Any]:
-    told: list[Any] = [mine]
+    gathered: list[Any] = [mine]
     if group.size > 1:
-        told = [None] * group.size
+        gathered = [None] * group.size
         with group.waits():
-            dist.all_gather_object(told, mine)
-    return told
+            dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _torch_writes(folder: Path, local: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
