@@ -172,6 +172,15 @@ def test_nothing_changes_without_an_estimate_of_the_noise_or_enough_steps() -> N
     assert trained(profile(), 1, 32, steps=10).next_batch(1, 32) == 64
 
 
+def test_a_batch_does_not_grow_while_the_gradient_is_lost_in_its_noise() -> None:
+    """Every batch size then seems equally efficient, also after a training has diverged."""
+    lost = trained(profile(), 1, 64)
+    lost.noise = NoiseEstimate(0.0, 1000.0)
+    assert lost.next_batch(1, 64) == 64
+    lost.noise = NoiseEstimate(1.0, 1000.0)
+    assert lost.next_batch(1, 64) > 64
+
+
 def test_a_short_measurement_does_not_lead_back_to_an_earlier_size() -> None:
     """For 2 s steps of 64 samples take ten times as long, as another process has the processor."""
     one = trained(profile(), 1, 32)
