@@ -279,6 +279,9 @@ class Group:
         if self._joined:
             self._joined = False
             dist.destroy_process_group()
+            # While something refers to the group, such as a sharded model, its connections stay open, and a member
+            # that has not noticed a failure would wait for this one.
+            self.connections.shut_down()
 
     @contextmanager
     def _peers_expected(self) -> Iterator[None]:
