@@ -242,7 +242,8 @@ def test_a_second_cluster_of_the_same_name_is_refused_and_does_the_first_no_harm
     job_id = first.client.submit(["sleep", "60"], walltime=LONG)
     with pytest.raises(BatchSystemError, match=r"'first' of .* is already running"):
         EmbeddedCluster(tmp_path / "other", name="first").start()
-    assert job(first.client, job_id)["state"] == "RUNNING"
+    found = job(first.client, job_id)
+    assert found["state"] == "RUNNING", found
 
 
 def test_requests_that_make_no_sense_are_answered_in_one_line(start_cluster):
