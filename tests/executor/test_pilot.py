@@ -104,6 +104,14 @@ def test_slots_save_before_the_pool_ends_and_then_nothing_is_left(start, tmp_pat
     assert _until(lambda: not _session(pilot.pid), 2)
 
 
+def test_a_slot_that_has_missed_the_signal_receives_it_again(start, tmp_path) -> None:
+    """It was a part of the pool, which ignores the signal, in the moment in which the batch system sent it."""
+    pilot = start(2)
+    pilot.terminate()
+    assert pilot.wait(10) == 0
+    assert [(tmp_path / f"slot-{number}").read_text() for number in (0, 1)] == ["saved", "saved"]
+
+
 def test_the_early_warning_kills_nobody_that_does_not_listen(start) -> None:
     pilot = start(1)
     before = _session(pilot.pid)

@@ -100,13 +100,29 @@ def main(
                 pool.wait()
                 return 1
         elif received.si_signo == signal.SIGTERM:
-            while pool.poll() is None and _slots_in(pool.pid):
-                time.sleep(_PERIOD)
+            _await_slots(pool, received.si_pid)
             _kill_group(pool.pid)
             pool.wait()
             return 0
     _kill_group(pool.pid)
     return code if code >= 0 else 128 - code
+
+
+def _await_slots(pool: PoolProcess, sender: int) -> None:
+    """Wait until all slots have exited, after SIGTERM from a process.
+
+    A slot that has become one after the batch system's signal has ignored it, as the pool does, and receives it again.
+    Not if a slot has asked for the end of its node: it may need its child processes to save.
+    """
+    slots = _slots_in(pool.pid)
+    received = set(slots) if sender in slots else set()
+    while pool.poll() is None and slots:
+        for slot in slots - received:
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(slot, signal.SIGTERM)
+        received |= slots
+        time.sleep(_PERIOD)
+        slots = _slots_in(pool.pid)
 
 
 def _deaf() -> None:
@@ -116,9 +132,9 @@ def _deaf() -> None:
     os.setpgrp()
 
 
-def _slots_in(group: int) -> bool:
-    """Return whether a slot is alive in this process group."""
-    return any(info.group == group and _name(info.pid) == _SLOT for info in living())
+def _slots_in(group: int) -> set[int]:
+    """Return the process ids of the live slots in this process group."""
+    return {info.pid for info in living() if info.group == group and _name(info.pid) == _SLOT}
 
 
 def _name(pid: int) -> str:
