@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freetrain_parsl.cli.sources import SystemOption, errors_in_one_line
+from freetrain_parsl.cli.sources import SystemOption, check_system, errors_in_one_line, installed_systems
 from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.site_draft import LoginHost
     from freetrain_parsl.windows.machine import Machine, Queue
 
-_COMMANDS = {"slurm": "sinfo", "pbs": "pbsnodes"}  # if on PATH, the system is available
-_SYSTEMS = (*_COMMANDS, "local")
 _SCRATCH_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK", "MEMBERWORK")
 _STANDARD_OUTPUT = Path("-")
 
@@ -72,10 +69,9 @@ def init(
 
 def _system(named: str | None) -> str:
     if named is not None:
-        if named not in _SYSTEMS:
-            raise UsageError(f"--system must be slurm, pbs or local, got {named!r}{did_you_mean(named, _SYSTEMS)}")
+        check_system(named)
         return named
-    return next((name for name, command in _COMMANDS.items() if shutil.which(command)), "local")
+    return next(iter(installed_systems()), "local")
 
 
 def _describe(system: str) -> Machine:

@@ -164,16 +164,31 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
     )
 
 
+def check_system(name: str) -> None:
+    """Check the value of ``--system``.
+
+    Raises
+    ------
+    UsageError
+        There is no such batch system.
+    """
+    if name not in _OPTIONS:
+        raise UsageError(f"--system must be slurm, pbs or local, got {name!r}{did_you_mean(name, _OPTIONS)}")
+
+
+def installed_systems() -> list[str]:
+    """Return the batch systems whose commands are on PATH."""
+    return [system for system, command in _COMMANDS.items() if shutil.which(command)]
+
+
 def _choose_system(options: SourceOptions) -> tuple[str, str]:
     """Return the system's name, and why it was chosen if others are available."""
     if options.system is not None:
-        if options.system not in _OPTIONS:
-            hint = did_you_mean(options.system, _OPTIONS)
-            raise UsageError(f"--system must be slurm, pbs or local, got {options.system!r}{hint}")
+        check_system(options.system)
         return options.system, ""
     if options.cluster is not None:
         return "local", ""
-    here = [system for system, command in _COMMANDS.items() if shutil.which(command)]
+    here = installed_systems()
     if not here:
         return "local", ""
     others = [*here[1:], *(["local"] if _embedded_cluster_runs() else [])]

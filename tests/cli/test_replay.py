@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from freetrain_parsl.cli import main
 from freetrain_parsl.planning.model import Decision
 from freetrain_parsl.planning.policies import POLICIES, MilpPolicy, Policy
 
@@ -28,20 +24,12 @@ KEYS = {
 
 
 @pytest.fixture
-def freetrain(tmp_path, monkeypatch, capsys):
+def freetrain(tmp_path, monkeypatch, command):
     """Run the command as its entry point does, in a directory with a log and a list of trainers."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "idle.csv").write_text(IDLE)
     (tmp_path / "trainers.yaml").write_text(TRAINERS)
-
-    def run(line):
-        monkeypatch.setattr(sys, "argv", ["freetrain", *shlex.split(line)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=end.value.code or 0, out=out.replace("\N{NO-BREAK SPACE}", " "), err=err)
-
-    return run
+    return command
 
 
 @pytest.fixture

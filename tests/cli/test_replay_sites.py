@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-from types import SimpleNamespace
 
 import pytest
-
-from freetrain_parsl.cli import main
 
 FIRST = "node,start,end\na,0,1200\nb,0,1200\nc,0,600\nz,7190,7200\n"
 SECOND = "node,start,end\na,1000,7000\nb,1200,7000\nz,0,1\nz,7190,7200\n"
@@ -21,21 +16,13 @@ SITES = "--site first=first.csv --site second=second.csv"
 
 
 @pytest.fixture
-def freetrain(tmp_path, monkeypatch, capsys):
+def freetrain(tmp_path, monkeypatch, command):
     """Run the command as its entry point does, in a directory with two logs and a list of trainers."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "first.csv").write_text(FIRST)
     (tmp_path / "second.csv").write_text(SECOND)
     (tmp_path / "trainers.yaml").write_text(TRAINERS)
-
-    def run(line):
-        monkeypatch.setattr(sys, "argv", ["freetrain", *shlex.split(line)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=end.value.code or 0, out=out.replace("\N{NO-BREAK SPACE}", " "), err=err)
-
-    return run
+    return command
 
 
 def test_two_sites_together_and_alone(freetrain, tmp_path):

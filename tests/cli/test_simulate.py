@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-from types import SimpleNamespace
 
 import pytest
 
-from freetrain_parsl.cli import main
 from tests.simulate.small_profiles import write_profiles
 
 JOBS = "name,time,application,num_replicas,batch_size\na,0,net,2,128\nb,10,table,1,1024\nc,20,net,4,256\n"
 
 
 @pytest.fixture
-def freetrain(tmp_path, monkeypatch, capsys):
+def freetrain(tmp_path, monkeypatch, command):
     """Run the command in a directory with a workload and its profiles."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs.csv").write_text(JOBS)
     write_profiles(tmp_path)
-
-    def run(line):
-        monkeypatch.setattr(sys, "argv", ["freetrain", *shlex.split(line)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=end.value.code or 0, out=out.replace("\N{NO-BREAK SPACE}", " "), err=err)
-
-    return run
+    return command
 
 
 def test_the_exact_call(freetrain, tmp_path):
