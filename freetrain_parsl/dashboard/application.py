@@ -35,7 +35,7 @@ _HEARTBEAT: Final = 15.0  # seconds without an event after which a comment keeps
 _SLOWEST: Final = 60.0  # seconds within which a viewer must have taken an event
 _HEADERS: Final = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     ),
     "cache-control": "no-store",

@@ -61,6 +61,7 @@ class RunView:
         self._state = RunState()
         self._ended: str | None = None
         self._problem = ""
+        self._reading = False
         self._policy = ""
         self._tables = {
             table: Rows(columns, lambda: self._version, _MOST_SHOWN if table in _BOUNDED else None)
@@ -145,6 +146,12 @@ class RunView:
             self._version += 1
             self._problem = text
 
+    def report_reading(self, reading: bool) -> None:  # noqa: FBT001 - the only parameter
+        """State whether there are records that are known, but have not been taken yet."""
+        if reading != self._reading:
+            self._version += 1
+            self._reading = reading
+
     # What a reader gets.
 
     @property
@@ -186,6 +193,7 @@ class RunView:
             "origin": self._origin,
             "now": None if self._origin is None else self._relative(self._now),
             "ended": self._ended,
+            "reading": self._reading,
             "problem": self._problem,
             "starts_failed": "" if failed is None else failed.sentence(self._now),
             "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,

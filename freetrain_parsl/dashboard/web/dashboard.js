@@ -20,10 +20,10 @@ const start = () => {
     source.onmessage = (event) => {
       const delta = JSON.parse(event.data);
       view.update(delta);
-      running = delta.run.ended === null && delta.run.origin !== null;
+      running = delta.run.ended === null && delta.run.origin !== null && !delta.run.reading;
       stopper.hidden = !running;
       connection.textContent = "";
-      document.title = `${delta.run.name}: ${delta.run.ended ?? "running"}`;
+      document.title = `${delta.run.name}: ${delta.run.reading ? "reading" : delta.run.ended ?? "running"}`;
     };
     source.onerror = () => {
       if (source.readyState !== EventSource.CLOSED) {

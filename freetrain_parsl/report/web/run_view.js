@@ -217,9 +217,9 @@ export function createRunView(element) {
       if (rows.state[i] === "running") nodes += rows.nodes[i];
     }
     put(title, run.name);
-    const ended = run.ended === null ? "running" : run.ended;
+    const ended = run.reading ? "reading …" : run.ended ?? "running";
     put(state, ended);
-    state.className = `ft-badge ft-${ended}`;
+    state.className = `ft-badge ft-${run.reading ? "reading" : ended}`;
     put(lede, run.origin === null ? "The journal has no entries yet."
       : `${run.ended === null ? "Runs since" : "Ran from"} ${words.date(store, 0)}${run.ended === null ? "" : ` to ${words.date(store, run.now)}`}, ${words.duration(run.now)}${run.policy ? `, policy ${run.policy}` : ""}.`);
     const notes = [run.problem, run.starts_failed].filter(Boolean);
