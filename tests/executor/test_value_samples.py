@@ -27,7 +27,8 @@ def test_a_day_of_values_has_a_few_hundred_samples(period):
 
 def test_a_value_reported_rarely_is_kept_beside_a_frequent_one():
     samples = ValueSamples()
-    kept = [samples.choose(time, "t", {"loss": 1.0, "accuracy": 0.5} if time % 900 == 0 else {"loss": 1.0}) for time in range(36_000)]  # fmt: skip
+    rare, often = {"loss": 1.0, "accuracy": 0.5}, {"loss": 1.0}
+    kept = [samples.choose(time, "t", rare if time % 900 == 0 else often) for time in range(36_000)]
     assert sum("accuracy" in values for values in kept) == 40
 
 

@@ -64,6 +64,7 @@ export function createRunView(element) {
       panel.body.hidden = !on;
       panel.tab.setAttribute("aria-selected", String(on));
       panel.tab.tabIndex = on ? 0 : -1;
+      if (on && tabs.scrollWidth > tabs.clientWidth) tabs.scrollLeft = panel.tab.offsetLeft - tabs.offsetLeft - 24;
     }
     draw();
   };
@@ -124,8 +125,7 @@ export function createRunView(element) {
   const trainingHead = ["Training", "State", "Done", "Left", "Nodes", "Samples/s", "Epoch", "Loss", "Changes", "Lost", "Remark"];
   const trainingBody = make("tbody");
   trainings.append(
-    scrolling("Trainings", make("table", {}, make("caption", {}, "Choose a training to highlight its nodes, curves and log"),
-      make("thead", {}, make("tr", {}, ...trainingHead.map((name, place) => make("th", { scope: "col", class: place > 2 && place < 10 ? "ft-number" : "" }, name)))), trainingBody)),
+    scrolling("Trainings; choose one to highlight its nodes, curves and log", make("table", {}, make("thead", {}, make("tr", {}, ...trainingHead.map((name, place) => make("th", { scope: "col", class: place > 2 && place < 10 ? "ft-number" : "" }, name)))), trainingBody)),
     nodeKindNote,
   );
   const trainingRows = [];
@@ -192,15 +192,14 @@ export function createRunView(element) {
     lines.push(line("requested, but given back before the walltime", run.returned_node_seconds, 0, false));
     lines.push(line("requested, but preempted or lost before the walltime", run.cut_short_node_seconds, 0, false));
     const head = (...names) => make("thead", {}, make("tr", {}, ...names.map((name, place) => make("th", { scope: "col", class: place ? "ft-number" : "" }, name))));
-    const parts = [scrolling("Node time", make("table", { class: "ft-narrow" }, make("caption", {}, "Node-hours, by cause"), head("", "Node-hours", "Share"), make("tbody", {}, ...lines)))];
+    const parts = [scrolling("Node-hours, by cause", make("table", { class: "ft-narrow" }, head("", "Node-hours", "Share"), make("tbody", {}, ...lines)))];
     const blocks = run.blocks;
     parts.push(make("p", { class: "ft-note" }, `${words.count(blocks.requested, "block")} requested, ${blocks.started} started; ${blocks.yielded} left early for jobs of other users; ${words.count(run.closing_notices, "notice")} that a node is reclaimed.`));
     const requests = requestsPerHour(store);
     if (requests.commands.length) {
-      parts.push(scrolling("Requests to the batch system", make("table", { class: "ft-narrow" },
-        make("caption", {}, "Commands of the batch system that the driver ran, by hour"),
+      parts.push(scrolling("Requests to the batch system: commands that the driver ran, by hour", make("table", { class: "ft-narrow" },
         head("Hour from", ...requests.commands), make("tbody", {}, ...requests.hours.map(([hour, counts]) => make("tr", {},
-          make("th", { scope: "row" }, words.clock(store, hour)), ...requests.commands.map((name) => make("td", { class: "ft-number" }, String(counts[name] ?? 0)))))))));
+          make("th", { scope: "row" }, words.clock(store, hour).slice(0, -3)), ...requests.commands.map((name) => make("td", { class: "ft-number" }, String(counts[name] ?? 0)))))))));
     }
     accounts.replaceChildren(...parts);
   };
@@ -283,7 +282,7 @@ const requestsPerHour = (store) => {
   const hours = new Map();
   const commands = new Set();
   for (let i = 0; i < store.count("requests"); i++) {
-    const hour = Math.max(0, Math.floor(rows.begin[i] / 3600)) * 3600;
+    const hour = Math.floor((store.run.origin + Math.max(0, rows.begin[i])) / 3600) * 3600 - store.run.origin;
     const counts = hours.get(hour) ?? {};
     counts[rows.command[i]] = (counts[rows.command[i]] ?? 0) + rows.count[i];
     commands.add(rows.command[i]);
@@ -294,7 +293,9 @@ const requestsPerHour = (store) => {
 
 const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
 
-const scrolling = (name, table) => make("div", { class: "ft-scroll", tabindex: 0, role: "region", "aria-label": name }, table);
+// A table with a note above it, in a box that scrolls by itself, also by keyboard.
+const scrolling = (note, table) => make("div", {}, make("p", { class: "ft-note" }, note),
+  make("div", { class: "ft-scroll", tabindex: 0, role: "region", "aria-label": note }, table));
 
 // A table of the newest rows, with a button for more.
 const makeList = (columns, caption, empty) => {
@@ -302,7 +303,7 @@ const makeList = (columns, caption, empty) => {
   const note = make("p", { class: "ft-note" });
   const more = make("button", { type: "button", hidden: true }, "Show more");
   const head = make("tr", {}, ...columns.map(([name, , style]) => make("th", { scope: "col", class: style === "ft-number" ? style : "" }, name)));
-  const element = make("div", {}, scrolling(caption, make("table", {}, make("caption", {}, caption), make("thead", {}, head), body)), note, more);
+  const element = make("div", {}, scrolling(caption, make("table", {}, make("thead", {}, head), body)), note, more);
   let shown = ROWS_SHOWN;
   let latest = null;
   const draw = (store, table) => {
