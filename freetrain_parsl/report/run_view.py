@@ -30,7 +30,7 @@ _MOST_SHOWN = 3000  # decisions, incidents, windows: the newest ones
 _TABLES = {
     "nodes": ("name", "kind"),
     "spans": ("node", "state", "begin", "end"),
-    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane"),
+    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane", "array"),
     "trainings": (
         "name", "state", "min_nodes", "max_nodes", "submitted", "ended", "nodes", "hosts", "fragments", "rescales",
         "losses", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
@@ -99,6 +99,10 @@ class RunView:
         self._version += 1
         self._state.take_progress(reports)
         self._touched |= reports.keys()
+        for name, report in reports.items():
+            row, loss = self._training_rows.get(name), report.get("loss")
+            if row is not None and loss is not None and self._state.trainings[name].state == "finished":
+                self._curves.end(row, "loss", report["step"], loss)
         self._write_trainings()
 
     def pass_time(self, now: float) -> None:
@@ -312,7 +316,9 @@ class RunView:
             return
         nodes = _runs(sorted(self._node_states.number(node) for node in fragment.nodes))
         begin = self._relative(fragment.start)
-        rows.add(self._training_rows[training], nodes, begin, end, int(fragment.failure), None, fragment.lane)
+        rows.add(
+            self._training_rows[training], nodes, begin, end, int(fragment.failure), None, fragment.lane, fragment.array
+        )
 
     def _write_trainings(self) -> None:
         for name in self._touched & self._training_rows.keys():

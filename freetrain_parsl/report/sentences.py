@@ -131,11 +131,10 @@ def actions_in_words(actions: Iterable[Mapping[str, Any]]) -> str:
             case "stop":
                 parts.append(f"{action['trainer']}: stop")
             case "request_block":
-                parts.append(
-                    f"request {action['block']}: {_count(len(action['nodes']), 'node')} for {action['seconds']:.0f} s"
-                )
+                nodes = _count(len(action["nodes"]), "node")
+                parts.append(f"request block {action['block']}: {nodes} for {action['seconds']:.0f} s")
             case "release_block":
-                parts.append(f"release {action['block']}")
+                parts.append(f"release block {action['block']}")
             case "lend":
                 parts.append(f"{_count(len(action['nodes']), 'node')} for ordinary tasks")
     return "; ".join(parts)[:_LONGEST]

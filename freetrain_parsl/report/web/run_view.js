@@ -274,7 +274,7 @@ const value = (number, proven) => (number === null ? "" : `${words.number(number
 
 const windowOutcome = (rows, i) => {
   const end = rows.ended[i] === null ? "open" : "closed";
-  return rows.used[i] ? `${rows.used[i]} of ${rows.nodes[i]} nodes used, in ${rows.blocks[i]}; ${end}` : rows.ended[i] === null ? "open, not used so far" : "closed, not used";
+  return rows.used[i] ? `${rows.used[i]} of ${rows.nodes[i]} nodes used, in block ${rows.blocks[i]}; ${end}` : rows.ended[i] === null ? "open, not used so far" : "closed, not used";
 };
 
 const requestsPerHour = (store) => {
