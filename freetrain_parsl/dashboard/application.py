@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.run_source import RunSource
 
-__all__ = ["make_application"]
+__all__ = ["make_application", "page_size"]
 
 _MOST_VIEWERS: Final = 20
 _LOG_LINES: Final = 500
@@ -60,6 +60,7 @@ def make_application(source: RunSource, access: Access, prefix: str = "") -> ASG
         its end.
     """
     pages = _Pages(source, access, prefix)
+    pages.feed.read_ahead()
     routes = [
         Route("/", pages.page),
         Route("/dashboard.js", pages.script),
@@ -111,9 +112,9 @@ class _Pages:
         self._source = source
         self._access = access
         self._prefix = prefix
-        self._feed = Feed(RunReader(source.name, source.journals))
         self._reading_log = asyncio.Semaphore(2)
-        self.events = _Events(self._feed)
+        self.feed = Feed(RunReader(source.name, source.journals))
+        self.events = _Events(self.feed)
 
     async def page(self, _request: Request) -> Response:
         response = Response(_page(self._source.name, self._access.change_token), media_type="text/html")
@@ -128,10 +129,10 @@ class _Pages:
         return response
 
     async def script(self, _request: Request) -> Response:
-        return Response(_own("dashboard.js") + run_view_script(), media_type="text/javascript")
+        return Response(_script(), media_type="text/javascript")
 
     async def style(self, _request: Request) -> Response:
-        return Response(_own("dashboard.css") + run_view_style(), media_type="text/css")
+        return Response(_style(), media_type="text/css")
 
     async def log(self, request: Request) -> Response:
         training = request.query_params.get("training", "")
@@ -217,6 +218,19 @@ def _page(name: str, change_token: str) -> str:
     )
     body = element("body", element("main", element("p", "Reading the journal …", class_="ft-loading"), id="run"))
     return document(element("html", head, body, lang="en"))
+
+
+def page_size() -> int:
+    """Return the size in bytes of everything that the page loads before its data."""
+    return sum(len(text.encode()) for text in (_page("", ""), _script(), _style()))
+
+
+def _script() -> str:
+    return _own("dashboard.js") + run_view_script()
+
+
+def _style() -> str:
+    return _own("dashboard.css") + run_view_style()
 
 
 def _own(name: str) -> str:

@@ -43,6 +43,14 @@ class Feed:
         self._viewers = 0
         self._task: asyncio.Task[None] | None = None
 
+    def read_ahead(self) -> None:
+        """Begin to read what there is, in a thread, before anybody watches."""
+        threading.Thread(target=self._read_all, name="freetrain-read-ahead", daemon=True).start()
+
+    def _read_all(self) -> None:
+        while self._refresh():
+            pass
+
     @property
     def viewers(self) -> int:
         """Number of viewers."""
