@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.executor.value_samples import ValueSamples
 from freetrain_parsl.protocol.codec import type_name
-from freetrain_parsl.protocol.journal import record_of
+from freetrain_parsl.protocol.journal import ValuesSampled, record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from freetrain_parsl.protocol.journal import Record
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Journal", "JournalEntry", "read_journal", "read_progress"]
+__all__ = ["Journal", "JournalEntry", "newest_entry", "read_journal", "read_progress"]
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
@@ -93,6 +94,7 @@ class Journal:
         self._clock = clock
         self._entries: deque[tuple[float, str, str, str]] = deque()
         self._progress: dict[str, tuple[float, str]] = {}
+        self._samples = ValueSamples()
         self._dropped = 0
         self._failures = 0
         self._retry_at = 0.0
@@ -121,8 +123,19 @@ class Journal:
         self._entries.append((time, type_name(type(record)), subject, json.dumps(detail)))
 
     def keep_progress(self, time: float, training: str, progress: Progress) -> None:
-        """Replace the last progress report of a training: reports are too frequent to keep all."""
+        """Replace the last progress report of a training: reports are too frequent to keep all.
+
+        A sample of their losses is kept.
+        """
         self._progress[training] = (time, json.dumps(asdict(progress)))
+        self._samples.admit(training)
+        if progress.loss is not None and (kept := self._samples.choose(time, training, {"loss": progress.loss})):
+            self.write(time, ValuesSampled(training, progress.step, kept))
+
+    def keep_values(self, time: float, training: str, rows: Sequence[str]) -> None:
+        """Keep a sample of the values that a training has logged; `rows` as in `protocol.reports.Logged`."""
+        for step, kept in self._samples.choose_rows(time, training, rows):
+            self.write(time, ValuesSampled(training, step, kept))
 
     def commit(self) -> None:
         """Make the entries visible to readers; on failure, log a warning and retry later."""
@@ -167,6 +180,15 @@ def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, JournalEntry
         rows = database.execute("SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,))
         for number, time, kind, subject, detail in rows:
             yield number, JournalEntry(time, kind, subject, json.loads(detail))
+    finally:
+        database.close()
+
+
+def newest_entry(path: Path) -> int:
+    """Return the id of the newest entry; 0 if there is none."""
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        return int(database.execute("SELECT COALESCE(MAX(id), 0) FROM event").fetchone()[0])
     finally:
         database.close()
 
