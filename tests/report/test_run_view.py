@@ -183,6 +183,19 @@ def test_a_run_without_a_journal_yet_is_empty_and_has_no_problem(tmp_path):
     reader = RunReader("demo", lambda: [DriverJournal(tmp_path / "journal.sqlite")], clock=lambda: 500.0)
     delta = reader.refresh().since()
     assert (delta["run"]["problem"], delta["run"]["origin"]) == ("", None)
+    assert delta["version"] > 0, "a reader that has nothing gets it"
+    assert delta["reset"]
+
+
+def test_time_passes_for_a_reader_although_nothing_happens(journal):
+    now = 300.0
+    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: now)
+    reader.refresh()
+    version = reader.refresh().version
+    now = 305.0
+    assert reader.refresh().version == version
+    now = 311.0
+    assert reader.refresh().since(version)["run"]["now"] == 211.0
 
 
 def test_the_script_is_one_module_that_loads_nothing():
