@@ -5,8 +5,8 @@ Use ``--json FILE`` to save the rows, ``--quick`` for a small run. Needs Chromiu
 The run is synthetic: a day on 1,000 nodes with 200 trainings and a survey every 30 s (`_long_run.py`). ``open_seconds``
 is the median time from the navigation to the drawn page, with the server running; ``first_open_seconds`` the time from
 the start of ``freetrain dashboard``, whose imports and reading of the journal are in it. ``browser_mb`` is what the
-page adds to the memory of the browser's process for it (PSS), compared with an empty page, after all views were shown;
-``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, its script and its style sheet.
+page adds to the memory of the browser's process for it (PSS), compared with a page of one word, after all views were
+shown; ``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, its script and its style sheet.
 
 ``driver_slowdown`` is the ratio of the mean duration of the driver's turns, in which the progress of all trainings and
 some records are written and committed, with and without five viewers: the same seconds, in turns. Viewers, server and
@@ -93,7 +93,7 @@ def measure_page(run: Path) -> dict[str, Any]:
         times = [open_page(browser, server.address) for _ in range(5)]
         browser.close()
         browser = Browser(executable)
-        browser.open("about:blank", width=1400, height=900)
+        browser.open("data:text/html,<h1>FreeTrain</h1><canvas></canvas>", width=1400, height=900)
         empty = memory_of_page(browser)
         open_page(browser, server.address)
         for tab in range(int(browser.evaluate(f"{TABS}.length"))):
