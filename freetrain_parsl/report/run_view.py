@@ -34,7 +34,7 @@ _TABLES = {
     "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane", "array"),
     "trainings": (
         "name", "state", "min_nodes", "max_nodes", "submitted", "ended", "nodes", "hosts", "fragments", "rescales",
-        "losses", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
+        "failures", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
     ),
     "decisions": ("time", "cause", "actions", "policy", "value", "proven", "milliseconds"),
     "windows": ("opens", "closes", "ended", "nodes", "names", "kind", "used", "blocks"),
@@ -77,7 +77,7 @@ class RunView:
         """Node time of earlier drivers."""
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
-        self._lost: dict[str, int] = {}  # training -> fragments that ended by a failure
+        self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
         self._touched: set[str] = set()  # trainings whose rows are to be written
         self._solves: list[record.Decision] = []
 
@@ -302,7 +302,9 @@ class RunView:
         match entry:
             case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded():
                 self._touch_fragment(name)
-                self._lost[name] = self._lost.get(name, 0) + (isinstance(entry, record.FragmentEnded) and entry.failure)
+                self._failures[name] = self._failures.get(name, 0) + (
+                    isinstance(entry, record.FragmentEnded) and entry.failure
+                )
             case record.ValuesSampled():
                 for key, value in entry.values.items():
                     self._curves.add(self._training_rows[name], key, entry.step, value)
@@ -344,7 +346,7 @@ class RunView:
             "hosts": short_hosts(training.nodes),
             "fragments": training.fragments,
             "rescales": training.rescales,
-            "losses": self._lost.get(training.name, 0),
+            "failures": self._failures.get(training.name, 0),
             "checkpoints": training.checkpoints,
             "share": 1.0 if training.state == "finished" else None if share is None else round(share, 4),
             "samples": progress.get("samples", 0),

@@ -87,9 +87,9 @@ def test_a_decision_has_its_reason_and_its_value():
     assert (decision["value"], decision["proven"], decision["milliseconds"]) == (12.5, True, 2.0)
 
 
-def test_losses_are_counted_and_stated():
+def test_failures_are_counted_and_stated():
     delta = view_of(*RUN).since()
-    assert table(delta, "trainings")[0]["losses"] == 1
+    assert table(delta, "trainings")[0]["failures"] == 1
     assert "the group of 2 nodes ended" in table(delta, "incidents")[0]["text"]
 
 
