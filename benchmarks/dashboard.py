@@ -8,9 +8,9 @@ the start of ``freetrain dashboard``, whose imports and reading of the journal a
 page adds to the memory of the browser's process for it (PSS), compared with a page of one word, after all views were
 shown; ``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, its script and its style sheet.
 
-``driver_slowdown`` is the ratio of the mean duration of the driver's turns, in which the progress of all trainings and
-some records are written and committed, with and without five viewers: the same seconds, in turns. Viewers, server and
-driver share the machine's cores.
+``driver_slowdown`` is the ratio of the median duration of the driver's turns, in which the progress of all trainings
+and some records are written and committed, with and without five viewers: the same seconds, in turns. Viewers, server
+and driver share the machine's cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ READY = (
     " && document.querySelector('canvas')?.height > 200"
 )
 TABS = "document.querySelectorAll('[role=tab]')"
-_ROUNDS = 5
+_ROUNDS = 6
 TURN = 0.25  # seconds between turns of the driver
 
 
@@ -72,7 +72,8 @@ def open_page(browser: Browser, address: str) -> float:
 
 
 def memory_of_page(browser: Browser) -> float:
-    """Return the memory of the browser's process for the page (PSS), MB."""
+    """Return the memory of the browser's process for the page (PSS), MB, once it has settled."""
+    time.sleep(1.0)
     browser.call("HeapProfiler.collectGarbage")
     processes = psutil.Process(browser.process.pid).children(recursive=True)
     renderers = [process for process in processes if "--type=renderer" in process.cmdline()]
@@ -117,9 +118,9 @@ def measure_driver(run: Path, journal: Path, seconds: float, *, nodes: int, trai
     """Measure the driver's turns with and without five viewers, alternately."""
     driver = LongRun(journal, nodes=nodes, trainings=trainings, begin=time.time() - 86400)
     driver.advance(3600.0)
-    means: dict[int, list[float]] = {0: [], 5: []}
+    turns: dict[int, list[float]] = {0: [], 5: []}
     for _ in range(_ROUNDS):
-        for viewers, found in means.items():
+        for viewers, found in turns.items():
             server = Server(run) if viewers else None
             streams = [
                 subprocess.Popen(["curl", "-sN", "-o", "/dev/null", server.address.replace("/?", "/events?")])
@@ -127,7 +128,7 @@ def measure_driver(run: Path, journal: Path, seconds: float, *, nodes: int, trai
                 if server is not None
             ]
             time.sleep(5.0 if streams else 0.0)  # they have the history
-            found.append(statistics.mean(_turns(driver, seconds)))
+            found.extend(_turns(driver, seconds))
             for stream in streams:
                 stream.terminate()
                 stream.wait()
@@ -135,9 +136,9 @@ def measure_driver(run: Path, journal: Path, seconds: float, *, nodes: int, trai
                 server.close()
     driver.journal.close()
     return {
-        "turn_ms": 1000 * statistics.median(means[0]),
-        "turn_ms_5_viewers": 1000 * statistics.median(means[5]),
-        "driver_slowdown": statistics.median(means[5]) / statistics.median(means[0]),
+        "turn_ms": 1000 * statistics.median(turns[0]),
+        "turn_ms_5_viewers": 1000 * statistics.median(turns[5]),
+        "driver_slowdown": statistics.median(turns[5]) / statistics.median(turns[0]),
     }
 
 
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="an hour on 100 nodes with 20 trainings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the rows")
     arguments = parser.parse_args()
-    nodes, trainings, hours, seconds = (100, 20, 1, 2.0) if arguments.quick else (1000, 200, 24, 10.0)
+    nodes, trainings, hours, seconds = (100, 20, 1, 2.0) if arguments.quick else (1000, 200, 24, 8.0)
     with tempfile.TemporaryDirectory(prefix="ft-dashboard-") as directory:
         os.chmod(directory, 0o700)  # noqa: PTH101 - the run's directory is private
         past, live = Path(directory, "past"), Path(directory, "live")
