@@ -51,7 +51,8 @@ ROOMS = {
         "trackers",
     },
     "remote": {"campaign", "cluster", "planning", "report", "storage"},
-    "report": {"protocol", "executor"},
+    "report": {"protocol", "executor", "windows"},
+    "dashboard": {"campaign", "report"},
     "replay": {"planning", "windows", "cluster", "report"},
     "simulate": {"planning", "replay", "report"},
     "testing": {"protocol", "planning", "windows", "cluster", "training", "executor", "trackers"},
@@ -68,6 +69,7 @@ ROOMS = {
         "remote",
         "replay",
         "simulate",
+        "dashboard",
     },
 }
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.replay.page.markup import document, element, page, scrolling_table
-from freetrain_parsl.replay.page.wording import duration
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.report.web.markup import document, element, page, scrolling_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,7 +125,7 @@ def _requests(figures: Mapping[str, Any]) -> list[Element]:
     total = sum(figures["requests"].values())
     busiest = max(sum(hour["counts"].values()) for hour in hours)
     text = (
-        f"The drivers ran {total:,} commands of the batch system in {duration(span)}, "
+        f"The drivers ran {total:,} commands of the batch system in {span / _HOUR:.3g} hours, "
         f"{_HOUR * total / span:,.0f} an hour; in the busiest hour {busiest:,}."
     )
     body = [

@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from freetrain_parsl.campaign.run_source import without_colours
-from freetrain_parsl.dashboard.access import Access, Verdict
+from freetrain_parsl.dashboard.access import Access, AccessVerdict
 from freetrain_parsl.dashboard.feed import Feed
 from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.replay.page.markup import document, element
 from freetrain_parsl.report.run_reader import RunReader
 from freetrain_parsl.report.web import run_view_script, run_view_style
+from freetrain_parsl.report.web.markup import document, element
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -87,7 +87,7 @@ class _Guarded:
         request = Request(scope)
         verdict = self._verdict(request)
         answer = self._application
-        if verdict is not Verdict.GRANTED:
+        if verdict is not AccessVerdict.GRANTED:
             answer = PlainTextResponse(verdict.value + "\n", status_code=403)
         if self._prefix and scope["path"].startswith(self._prefix + "/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
@@ -100,7 +100,7 @@ class _Guarded:
 
         await answer(scope, receive, send_with_headers)
 
-    def _verdict(self, request: Request) -> Verdict:
+    def _verdict(self, request: Request) -> AccessVerdict:
         headers = {name.lower(): value for name, value in request.headers.items()}
         if request.method in ("GET", "HEAD"):
             return self._access.to_see(headers, request.query_params.get("token"), request.cookies)

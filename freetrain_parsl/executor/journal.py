@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.value_samples import ValueSamples
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import type_name
-from freetrain_parsl.protocol.journal import ValuesSampled, record_of
+from freetrain_parsl.protocol.journal import record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -130,12 +131,12 @@ class Journal:
         self._progress[training] = (time, json.dumps(asdict(progress)))
         self._samples.admit(training)
         if progress.loss is not None and (kept := self._samples.choose(time, training, {"loss": progress.loss})):
-            self.write(time, ValuesSampled(training, progress.step, kept))
+            self.write(time, record.ValuesSampled(training, progress.step, kept))
 
     def keep_values(self, time: float, training: str, rows: Sequence[str]) -> None:
         """Keep a sample of the values that a training has logged; `rows` as in `protocol.reports.Logged`."""
         for step, kept in self._samples.choose_rows(time, training, rows):
-            self.write(time, ValuesSampled(training, step, kept))
+            self.write(time, record.ValuesSampled(training, step, kept))
 
     def commit(self) -> None:
         """Make the entries visible to readers; on failure, log a warning and retry later."""

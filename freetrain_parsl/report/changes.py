@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Curves", "Rows"]
+__all__ = ["CurvePoints", "Rows"]
 
 
 class Rows:
@@ -77,7 +77,7 @@ class Rows:
         return {"row": numbers, "first": self.count - len(self._rows), **columns}
 
 
-class Curves:
+class CurvePoints:
     """Values against steps, by training and name; a curve with too many points loses every second one.
 
     Parameters

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.report.changes import Curves, Rows
+from freetrain_parsl.report.changes import CurvePoints, Rows
 from freetrain_parsl.report.node_states import NodeStates, WindowHistory, short_hosts
 from freetrain_parsl.report.node_time import NodeTime, NodeTimeFold
 from freetrain_parsl.report.run import RunState
@@ -27,13 +27,14 @@ FORMAT = 1
 """Number of the format of the changes."""
 
 _MOST_SHOWN = 3000  # decisions, incidents, windows: the newest ones
+_MOST_SILENT = 10.0  # seconds after which the time is stated even if nothing happens
 _TABLES = {
     "nodes": ("name", "kind"),
     "spans": ("node", "state", "begin", "end"),
     "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane", "array"),
     "trainings": (
         "name", "state", "min_nodes", "max_nodes", "submitted", "ended", "nodes", "hosts", "fragments", "rescales",
-        "losses", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
+        "failures", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
     ),
     "decisions": ("time", "cause", "actions", "policy", "value", "proven", "milliseconds"),
     "windows": ("opens", "closes", "ended", "nodes", "names", "kind", "used", "blocks"),
@@ -55,9 +56,10 @@ class RunView:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._version = 0
+        self._version = 1  # a reader that has 0 has nothing
         self._origin: float | None = None
         self._now = 0.0
+        self._stated_now = 0.0
         self._state = RunState()
         self._ended: str | None = None
         self._problem = ""
@@ -67,7 +69,7 @@ class RunView:
             table: Rows(columns, lambda: self._version, _MOST_SHOWN if table in _BOUNDED else None)
             for table, columns in _TABLES.items()
         }
-        self._curves = Curves(lambda: self._version)
+        self._curves = CurvePoints(lambda: self._version)
         self._node_states = NodeStates(self._tables["nodes"], self._tables["spans"], self._relative)
         self._windows = WindowHistory(self._tables["windows"], self._relative)
         self._node_time = NodeTimeFold()
@@ -75,7 +77,7 @@ class RunView:
         """Node time of earlier drivers."""
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
-        self._lost: dict[str, int] = {}  # training -> fragments that ended by a failure
+        self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
         self._touched: set[str] = set()  # trainings whose rows are to be written
         self._solves: list[record.Decision] = []
 
@@ -109,6 +111,8 @@ class RunView:
         """Note the time while a driver runs, seconds since the epoch."""
         if self._origin is not None and now > self._now:
             self._now = now
+            if now - self._stated_now >= _MOST_SILENT:
+                self._version, self._stated_now = self._version + 1, now
 
     def begin_driver(self) -> None:
         """Note that a driver runs: the records that follow are of its journal."""
@@ -298,7 +302,9 @@ class RunView:
         match entry:
             case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded():
                 self._touch_fragment(name)
-                self._lost[name] = self._lost.get(name, 0) + (isinstance(entry, record.FragmentEnded) and entry.failure)
+                self._failures[name] = self._failures.get(name, 0) + (
+                    isinstance(entry, record.FragmentEnded) and entry.failure
+                )
             case record.ValuesSampled():
                 for key, value in entry.values.items():
                     self._curves.add(self._training_rows[name], key, entry.step, value)
@@ -340,7 +346,7 @@ class RunView:
             "hosts": short_hosts(training.nodes),
             "fragments": training.fragments,
             "rescales": training.rescales,
-            "losses": self._lost.get(training.name, 0),
+            "failures": self._failures.get(training.name, 0),
             "checkpoints": training.checkpoints,
             "share": 1.0 if training.state == "finished" else None if share is None else round(share, 4),
             "samples": progress.get("samples", 0),

@@ -105,7 +105,7 @@ def choose(chromium, tab):
 VIEWS = {
     "Trainings": ("a", "running", "60 %", "40 s", "0.5"),
     "Loss and metrics": ("loss", "accuracy"),
-    "Losses and repairs": ("the group of 2 nodes ended", "set aside for 600 s"),
+    "Failures and repairs": ("the group of 2 nodes ended", "set aside for 600 s"),
     "Decisions": ("2 nodes joined", "a: assign to 2 nodes", "12.5"),
     "Windows": ("n[1-3]", "2 of 3 nodes used, in block ft-1"),
     "Blocks": ("ft-1", "77"),

@@ -40,7 +40,7 @@ export function createCurves(element, store) {
     const x = (step) => LEFT + (step / last) * (width - LEFT - 8);
     const y = (value) => HEIGHT - BOTTOM - ((value - low) / (high - low)) * (HEIGHT - BOTTOM - 8);
     const marks = [];
-    for (const tick of ticks(low, high, 4)) {
+    for (const tick of ticks(low, high, 5)) {
       marks.push(makeSvg("line", { x1: LEFT, x2: width - 8, y1: y(tick), y2: y(tick), class: "ft-grid" }),
         makeSvg("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, words.number(tick)));
     }

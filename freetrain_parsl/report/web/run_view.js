@@ -7,7 +7,7 @@ import { createCurves } from "./curves.js";
 import { colourOf, make, Store, words } from "./parts.js";
 
 const STATES = ["running", "waiting", "failed", "cancelled", "finished"];
-const LEVELS = ["repair", "loss", "failure"];
+const LEVELS = ["repair", "failure", "error"];
 const PHASES = {
   starting: "starting, until the workers are ready",
   training: "training",
@@ -87,12 +87,12 @@ export function createRunView(element) {
     addPanel(name, () => list.draw(store, table)).append(list.element);
   };
   const at = (key) => (rows, i) => words.clock(store, rows[key][i]);
-  listing("Losses and repairs", "incidents", [
+  listing("Failures and repairs", "incidents", [
     ["Time", at("time")],
     ["What", (rows, i) => make("span", { class: `ft-level ft-${LEVELS[rows.level[i]]}` }, LEVELS[rows.level[i]])],
     ["Of", (rows, i) => rows.subject[i] || "run"],
     ["", (rows, i) => rows.text[i], "ft-wide"],
-  ], "What failed or was lost, and what works again; newest first", "Nothing was lost so far.");
+  ], "What failed, and what works again; newest first", "Nothing failed so far.");
   listing("Decisions", "decisions", [
     ["Time", at("time")],
     ["Because", (rows, i) => rows.cause[i], "ft-wide"],
@@ -122,7 +122,7 @@ export function createRunView(element) {
   // Trainings: rows are made once, and cells change in place.
 
   const nodeKindNote = make("p", { class: "ft-note" });
-  const trainingHead = ["Training", "State", "Done", "Left", "Nodes", "Samples/s", "Epoch", "Loss", "Changes", "Lost", "Remark"];
+  const trainingHead = ["Training", "State", "Done", "Left", "Nodes", "Samples/s", "Epoch", "Loss", "Changes", "Failures", "Remark"];
   const trainingBody = make("tbody");
   trainings.append(
     scrolling("Trainings; choose one to highlight its nodes, curves and log", make("table", {}, make("thead", {}, make("tr", {}, ...trainingHead.map((name, place) => make("th", { scope: "col", class: place > 2 && place < 10 ? "ft-number" : "" }, name)))), trainingBody)),
@@ -168,8 +168,8 @@ export function createRunView(element) {
       put(cells[5], rows.step[i] ? String(rows.epoch[i]) : "");
       put(cells[6], rows.loss[i] === null ? "" : words.number(rows.loss[i]));
       put(cells[7], rows.rescales[i] ? String(rows.rescales[i]) : "");
-      put(cells[8], rows.losses[i] ? String(rows.losses[i]) : "");
-      put(cells[9], rows.error[i] || rows.remark[i] || (rows.state[i] === "waiting" ? "waits for nodes" : ""));
+      put(cells[8], rows.failures[i] ? String(rows.failures[i]) : "");
+      put(cells[9], rows.error[i] || rows.remark[i] || (rows.state[i] !== "waiting" ? "" : store.run.ended === null ? "waits for nodes" : "not finished"));
     };
     return { element: row, draw };
   };
@@ -234,7 +234,7 @@ export function createRunView(element) {
     ];
     if (cards.children.length !== facts.length) cards.replaceChildren(...facts.map(() => make("div", {}, make("dt"), make("dd", { class: "ft-value" }), make("dd"))));
     facts.forEach((fact, place) => fact.forEach((text, part) => put(cards.children[place].children[part], text)));
-    for (const [name, table] of [["Trainings", "trainings"], ["Losses and repairs", "incidents"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
+    for (const [name, table] of [["Trainings", "trainings"], ["Failures and repairs", "incidents"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
       put(panels.get(name).count, store.count(table) ? String(store.count(table)) : "");
     }
   };
