@@ -76,7 +76,8 @@ def explain(
 def runs_here() -> Iterator[str]:
     """Report what a user should know of runs in this directory.
 
-    Blocks that cannot start, no storage, trainings that cannot fuse, and the batches that the driver has chosen.
+    Blocks that cannot start, no storage, trainings that make no progress or cannot fuse, and the batches that the
+    driver has chosen.
     """
     for directory in run_directories():
         try:
@@ -91,6 +92,8 @@ def runs_here() -> Iterator[str]:
         for training in run.trainings.values():
             if training.waits_for:
                 reasons[f"cannot start: {training.waits_for}"].append(training.name)
+            if training.stalled and training.state in ("waiting", "running"):
+                reasons[training.stalled].append(training.name)
             if training.alone_because:
                 reasons[f"not fused: {training.alone_because}"].append(training.name)
             if batch := training.batch_remark():

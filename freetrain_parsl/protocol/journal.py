@@ -422,7 +422,7 @@ class SavingWorks(Record):
 
 @dataclass(frozen=True)
 class TrainingStalled(Record):
-    """The training has made no progress for about a minute, for `reason`; empty: it makes progress again."""
+    """The training makes no progress, for `reason`; empty: it makes progress again, or has ended."""
 
     reason: str
 

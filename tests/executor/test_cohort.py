@@ -76,6 +76,19 @@ def test_a_single_training_is_not_delayed_for_long_and_trains_alone(make) -> Non
     assert future.result(0) == "t"
 
 
+def test_members_of_an_array_without_a_step_for_ten_minutes_say_so(make) -> None:
+    world = make(nodes=1)
+    train(world, 2)
+    world.advance(601.0)
+    world.settle()
+    said = {(entry.subject, entry.reason.partition(";")[0]) for entry in records(world, record.TrainingStalled)}
+    stuck = "has made no step for more than 10 min on n0, in array-1"
+    assert said == {("t0", stuck), ("t1", stuck)}
+    world.settle(2)
+    last = {entry.subject: entry.reason for entry in records(world, record.TrainingStalled)}
+    assert last == {"t0": "", "t1": ""}
+
+
 def test_the_planner_sees_a_sweep_as_one_trainer_and_each_node_trains_its_share(make) -> None:
     world = make(nodes=2)
     submit(world, 8)

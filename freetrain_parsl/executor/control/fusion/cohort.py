@@ -218,6 +218,8 @@ class Cohort:
                 self._pause(array)
             if array.deadline is not None and self._response.now > array.deadline:
                 self._do(do.Kill(array.slot, "it did not exit in time"))
+            for member in array.members.values():
+                member.explain_stall(array, self._response.now)
         if wanted:
             if len(self._members) <= len(wanted):
                 self._use_all_nodes()
@@ -338,7 +340,7 @@ class Cohort:
             member.response.log(started)
             if progress.resumed_from is not None:
                 member.response.log(record.FragmentResumed(member.name, progress.resumed_from))
-        member.tracker.take(progress)
+        member.tracker.take(progress, self._response.now)
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
         if sized.reason and not sized.fused:
@@ -445,6 +447,7 @@ class Cohort:
         """Take a member out of its array."""
         del array.members[member.name]
         array.releasing.discard(member.name)
+        member.note_stall("")
         if member.began is not None:
             seconds = max(0.0, self._response.now - member.began)
             member.response.log(

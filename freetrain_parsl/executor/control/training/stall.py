@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.control.training.states import Role, Starting, Waiting
+from freetrain_parsl.executor.control.training.states import Pausing, Regrouping, Role, Running, Starting, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from freetrain_parsl.executor.control.training.states import Participant, Phase
+    from freetrain_parsl.executor.control.training.states import GroupMembers, Participant, Phase
+    from freetrain_parsl.executor.control.training.step_watch import StepWatch
 
 __all__ = ["stall_reason"]
 
 _EXPLAINED_AFTER = 45.0  # seconds; so that the reason is reported within a minute
+_WAITS_LONG = 30.0  # seconds
 
 
 def stall_reason(
     phase: Phase,
     participants: Mapping[str, Participant],
     *,
+    steps: StepWatch,
     desired: Collection[str],
     assigned: float,
     needed: int,
@@ -31,6 +34,8 @@ def stall_reason(
     ----------
     phase, participants
         Of a training that is not over.
+    steps
+        The times of its steps.
     desired
         The nodes that it is to have.
     assigned
@@ -53,7 +58,21 @@ def stall_reason(
     slow = {one.node for one in newcomers if one.ready is None and now - one.began >= _EXPLAINED_AFTER}
     if slow:
         return f"on {_listed(slow)}, to join the others, its function has not reached session.epochs() yet"
+    if isinstance(phase, (Running, Regrouping, Pausing)):
+        overdue = steps.overdue(phase.group.began, now)
+        if overdue is not None:
+            return steps.sentence(overdue, _blocked_nodes(phase.group, participants))
     return ""
+
+
+def _blocked_nodes(group: GroupMembers, participants: Mapping[str, Participant]) -> str:
+    """Name the nodes of a group on which the function does not continue."""
+    members = [participants[slot] for slot in group.ranks if slot in participants]
+    waiting = {member.node for member in members if member.waited >= _WAITS_LONG}
+    blocked = group.nodes - waiting
+    if not (waiting and blocked):
+        return _listed(group.nodes)
+    return f"{_listed(blocked)}, while {_listed(waiting)} only {'waits' if len(waiting) == 1 else 'wait'}"
 
 
 def _listed(nodes: Iterable[str]) -> str:
