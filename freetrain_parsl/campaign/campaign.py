@@ -44,12 +44,15 @@ class CampaignTraining:
         Its arguments.
     kinds_at
         File and line of its kinds of nodes, or of the training.
+    min_nodes_at
+        File and line of its minimum number of nodes, or of the training.
     """
 
     name: str
     app: TrainingApp
     arguments: Mapping[str, Any]
     kinds_at: str = ""
+    min_nodes_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def _read_trainings(
     if count > _MOST_TRAININGS:
         raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
     kinds_at = section.where("node_kinds" if "node_kinds" in options else "scaling")
+    min_nodes_at = section.where("min_nodes")
     first_seed = options.get("seed", app.request("seed").options.seed)
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
@@ -161,7 +165,7 @@ def _read_trainings(
             if numbered:
                 name = f"{name}-{number + 1}"
             own = {**options, "seed": first_seed + number} if repeat > 1 else options
-            yield CampaignTraining(name, section.checked(app.options, name=name, **own), called, kinds_at)
+            yield CampaignTraining(name, section.checked(app.options, name=name, **own), called, kinds_at, min_nodes_at)
 
 
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:

@@ -218,6 +218,13 @@ class Site:
         return replace(self, block=block, node=kind.node, kinds=())
 
     @property
+    def node_counts(self) -> dict[str, int]:
+        """Kind of node -> how many there are, as far as the file states it; the only kind is ``""``."""
+        if self.kinds:
+            return {kind.name: len(kind.block["only"]) for kind in self.kinds if "only" in kind.block}
+        return {"": self.block["nodes"]} if "nodes" in self.block else {}
+
+    @property
     def outlives_driver(self) -> bool:
         """Whether the batch system outlives the driver: all except the driver's own embedded cluster."""
         return self.system != "local" or "cluster" in self.block
