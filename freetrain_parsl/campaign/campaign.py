@@ -106,7 +106,7 @@ class Campaign:
         """Parse the text of a campaign file from `directory`; `file` is its name in messages."""
         top = Section.parse(text, file, variables)
         name = top.text("name") or Path(file).stem
-        tracker = _read_tracker(top)
+        tracker = _read_tracker(top, directory)
         sections = top.sections("trainings")
         top.done()
         if not sections:
@@ -182,7 +182,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "on_code_change": section.text("on_code_change"),
         "fuse": _read_fuse(section),
         "node_kinds": _read_node_kinds(section),
-        "tracker": _read_tracker(section),
+        "tracker": _read_tracker(section, directory),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
@@ -212,9 +212,9 @@ def _read_node_kinds(section: Section) -> list[str] | None:
     return kinds
 
 
-def _read_tracker(section: Section) -> Any:
+def _read_tracker(section: Section, directory: Path) -> Any:
     value = section.value("tracker")
-    section.checked(parse_trackers, value, key="tracker")
+    section.checked(parse_trackers, value, directory.resolve(), key="tracker")
     return value
 
 
