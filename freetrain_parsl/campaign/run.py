@@ -25,13 +25,11 @@ from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import (
-    BatchSystemError,
-    CodeChanged,
     CollectionUnavailable,
+    FreeTrainError,
     InvalidInput,
     StorageUnavailable,
     TrainingCancelled,
-    TrainingInterrupted,
 )
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.run import RunState
@@ -367,9 +365,7 @@ class CampaignRun:
         elif isinstance(error, TrainingCancelled):
             self.store.cancel(name)
         else:
-            # A rejection by the site or the end of the driver is not a failure of the training, and changed code is
-            # for the user to decide: resume continues it.
-            final = not isinstance(error, (BatchSystemError, TrainingInterrupted, CodeChanged))
+            final = not (isinstance(error, FreeTrainError) and error.resumable)
             self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
 
     @contextmanager

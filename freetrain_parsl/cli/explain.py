@@ -92,8 +92,8 @@ def runs_here() -> Iterator[str]:
         for training in run.trainings.values():
             if training.waits_for:
                 reasons[f"cannot start: {training.waits_for}"].append(training.name)
-            if training.stalled and training.state in ("waiting", "running"):
-                reasons[training.stalled].append(training.name)
+            if training.state in ("waiting", "running") and (why := training.stalled or training.waiting_reason()):
+                reasons[why].append(training.name)
             if training.alone_because:
                 reasons[f"not fused: {training.alone_because}"].append(training.name)
             if batch := training.batch_remark():

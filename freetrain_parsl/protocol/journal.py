@@ -25,6 +25,7 @@ __all__ = [
     "ClockStepped",
     "CodeChanged",
     "CohortJoined",
+    "CohortStalled",
     "Decision",
     "EnvironmentDiffers",
     "FragmentEnded",
@@ -340,6 +341,13 @@ class CohortJoined(Record):
 
 
 @dataclass(frozen=True)
+class CohortStalled(Record):
+    """None of the cohort's trainings runs, for `reason`; empty: an array runs again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class ArrayStarted(Record):
     """An array of a cohort starts on a node."""
 
@@ -442,9 +450,10 @@ class TrainingCancelled(Record):
 
 @dataclass(frozen=True)
 class TrainingFailed(Record):
-    """The training failed with an error."""
+    """The training ended with an error; not `final`: `freetrain resume` continues it."""
 
     error: str
+    final: bool = True
 
 
 KINDS: Mapping[str, type[Record]] = by_type(*Record.__subclasses__())

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts
-from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFinished, RunPaused
+from freetrain_parsl.errors import CodeChanged, InvalidTrainer, TooManyRestarts, TrainingInterrupted
+from freetrain_parsl.executor.slot.run_end import serialized_exception
+from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFailed, RunFinished, RunPaused
 
 if TYPE_CHECKING:
     from tests.executor.stage import Stage
@@ -161,6 +162,22 @@ def test_a_training_that_ends_takes_its_reason_back(stage: Stage) -> None:
     stage.turn()
     stage.ends("s0", RunFinished(stage.report(step=4)), serialize(1))
     assert reasons(stage)[1:] == [""]
+
+
+# Ends that are not failures.
+
+
+@pytest.mark.parametrize(
+    ("error", "final"), [(CodeChanged("edited"), False), (TrainingInterrupted("gone"), False), (ValueError("no"), True)]
+)
+def test_the_journal_says_whether_resume_continues_a_training_that_ended_with_an_error(
+    stage: Stage, error: Exception, final: bool
+) -> None:
+    future = stage.running("n0")
+    stage.ends("s0", RunFailed(str(error)), serialized_exception(error))
+    assert type(future.exception(0)) is type(error)
+    (entry,) = [entry for _, entry in stage.history() if entry.kind == "training_failed"]
+    assert entry.detail == {"error": f"{type(error).__name__}: {error}", "final": final}
 
 
 # Newcomers that hang between their command and the rendezvous.

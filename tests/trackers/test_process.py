@@ -215,6 +215,25 @@ def test_a_training_that_starts_over_is_another_one_for_trackers(tmp_path) -> No
     assert _steps(tmp_path / "root" / "t" / "values-1.jsonl") == [1]
 
 
+@pytest.mark.parametrize(
+    ("entry", "outcome"),
+    [
+        (record.TrainingFinished("t", trained=True, step=1), "finished"),
+        (record.TrainingFailed("t", "ValueError: no"), "failed"),
+        (record.TrainingFailed("t", "TrainingInterrupted: the driver ended", final=False), "interrupted"),
+        (record.TrainingCancelled("t"), "interrupted"),
+    ],
+)
+def test_trackers_learn_how_a_training_ended_and_whether_it_goes_on(tmp_path, entry, outcome) -> None:
+    writer = _writer(tmp_path, TrackerSpec("csv"))
+    writer._start_process = lambda: None
+    writer.take("t", [_row(1, loss=1.0)])
+    writer.note(entry)
+    writer._turn()
+    last = json.loads((tmp_path / "log" / "trackers.jsonl").read_text().splitlines()[-1])
+    assert last["outcome"] == outcome
+
+
 def test_values_wait_while_the_directory_cannot_be_written(tmp_path, caplog) -> None:
     writer = _writer(tmp_path)
     (tmp_path / "root" / "t").write_text("in the way")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.states import GroupMembers, Participant, Phase
     from freetrain_parsl.executor.control.training.step_watch import StepWatch
 
-__all__ = ["stall_reason"]
+__all__ = ["stall_reason", "waiting_reason"]
 
 _EXPLAINED_AFTER = 45.0  # seconds; so that the reason is reported within a minute
 _WAITS_LONG = 30.0  # seconds
@@ -46,12 +46,7 @@ def stall_reason(
         Seconds.
     """
     if isinstance(phase, Waiting):
-        if now - max(phase.since, assigned) < _EXPLAINED_AFTER:
-            return ""
-        if desired:
-            return f"waits for slots on {_listed(desired)} to start or to become free"
-        nodes = "a node" if needed == 1 else f"{needed} nodes"
-        return f"waits for {nodes} to join; `freetrain explain` shows why idle nodes are not used"
+        return waiting_reason(desired, needed, now - max(phase.since, assigned))
     if isinstance(phase, Starting) and now - phase.group.began >= _EXPLAINED_AFTER:
         return f"on {_listed(phase.group.nodes)} its function has not reached session.epochs() yet"
     newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
@@ -63,6 +58,24 @@ def stall_reason(
         if overdue is not None:
             return steps.sentence(overdue, _blocked_nodes(phase.group, participants))
     return ""
+
+
+def waiting_reason(desired: Collection[str], needed: int, seconds: float) -> str:
+    """Return why nothing runs that has waited for `seconds`; empty if that is a short time.
+
+    Parameters
+    ----------
+    desired, needed
+        As for `stall_reason`.
+    seconds
+        Since it last had nodes, or got some.
+    """
+    if seconds < _EXPLAINED_AFTER:
+        return ""
+    if desired:
+        return f"waits for slots on {_listed(desired)} to start or to become free"
+    nodes = "a node" if needed == 1 else f"{needed} nodes"
+    return f"waits for {nodes} to join; `freetrain explain` shows why idle nodes are not used"
 
 
 def _blocked_nodes(group: GroupMembers, participants: Mapping[str, Participant]) -> str:
