@@ -32,7 +32,7 @@ from freetrain_parsl.cli.sources import (
 from freetrain_parsl.cli.windows import notes_view, window_row
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.planning.blocks.rules import format_span
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts
+from freetrain_parsl.windows.slurm.hostlist import show_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -133,12 +133,12 @@ def verdict_sentence(verdict: Verdict, now: float) -> str:
     window = verdict.window
     lasts = ", no end known" if window.closes is None else f" × {format_span(window.closes - now)}"  # noqa: RUF001 - a product
     kind = f" of kind {window.node_kind}" if window.node_kind else ""
-    head = f"window of {_nodes(len(window.nodes))}{kind}{lasts} ({compress_hosts(window.nodes)})"
+    head = f"window of {_nodes(len(window.nodes))}{kind}{lasts} ({show_hosts(window.nodes)})"
     if not verdict.why:
         return f"{head} used"
     if not verdict.used:
         return f"{head} not used: {verdict.why}"
-    return f"{head} used on {compress_hosts(verdict.used)} only: {verdict.why}"
+    return f"{head} used on {show_hosts(verdict.used)} only: {verdict.why}"
 
 
 def unused_lines(unused: Mapping[str, str], most: int | None) -> list[str]:
@@ -150,7 +150,7 @@ def unused_lines(unused: Mapping[str, str], most: int | None) -> list[str]:
         groups[why].append(node)
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     lines = [f"{_nodes(len(unused))} in no window:"]
-    lines += [f"  {compress_hosts(nodes)}: {why}" for why, nodes in ranked[:most]]
+    lines += [f"  {show_hosts(nodes)}: {why}" for why, nodes in ranked[:most]]
     if rest := ranked[most:] if most is not None else []:
         lines.append(f"  {_nodes(sum(len(nodes) for _, nodes in rest))} for {len(rest)} other reasons: --all")
     return lines
