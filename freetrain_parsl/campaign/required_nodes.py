@@ -34,10 +34,7 @@ def refuse_impossible(campaign: Campaign, site: Site) -> None:
                 raise InvalidInput(
                     f"{training.kinds_at}: training {training.name!r} needs nodes of kind {kind!r}; {choices}"
                 )
-    counts = site.node_counts
-    for training in campaign.trainings:
-        if counts:
-            _refuse_too_large(training, counts, site.file)
+    _refuse_larger(campaign, site.node_counts, site.file)
 
 
 def refuse_too_large(campaign: Campaign, site: Site) -> None:
@@ -54,22 +51,21 @@ def refuse_too_large(campaign: Campaign, site: Site) -> None:
         return
     survey = make_window_source(site).survey()
     counts = survey.nodes_by_kind or ({} if survey.nodes is None else {"": survey.nodes})
+    _refuse_larger(campaign, counts, "the batch system")
+
+
+def _refuse_larger(campaign: Campaign, counts: Mapping[str, int], owner: str) -> None:
+    """Reject trainings that require more nodes than there are of each kind that they may use, as far as known."""
     for training in campaign.trainings:
-        if counts:
-            _refuse_too_large(training, counts, "the batch system")
-
-
-def _refuse_too_large(training: CampaignTraining, counts: Mapping[str, int], owner: str) -> None:
-    """Reject a training that requires more nodes than there are of each kind that it may use."""
-    kinds = training.app.node_kinds or tuple(counts)
-    needed = _min_nodes(training)
-    if any(kind not in counts or needed <= counts[kind] for kind in kinds):
-        return
-    sizes = " and ".join(f"{counts[kind]} of kind {kind!r}" if kind else str(counts[kind]) for kind in kinds)
-    raise InvalidInput(
-        f"{training.min_nodes_at}: training {training.name!r} needs min_nodes={needed} nodes at the same time"
-        f"{', all of one kind' if any(kinds) else ''}, but {owner} has only {sizes}; lower min_nodes"
-    )
+        kinds = training.app.node_kinds or tuple(counts)
+        needed = _min_nodes(training)
+        if not counts or any(kind not in counts or needed <= counts[kind] for kind in kinds):
+            continue
+        sizes = " and ".join(f"{counts[kind]} of kind {kind!r}" if kind else str(counts[kind]) for kind in kinds)
+        raise InvalidInput(
+            f"{training.min_nodes_at}: training {training.name!r} needs min_nodes={needed} nodes at the same time"
+            f"{', all of one kind' if any(kinds) else ''}, but {owner} has only {sizes}; lower min_nodes"
+        )
 
 
 def _min_nodes(training: CampaignTraining) -> int:

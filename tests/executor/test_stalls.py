@@ -117,8 +117,10 @@ def test_a_training_without_a_step_for_ten_minutes_names_the_nodes_on_which_it_i
     stage.turn()
     stage.now += 300
     stage.turn()
-    blocked = "on n1, while n0, n2 only wait; the last was step 8, and a step took 0.5 s"
+    blocked = "on n1, while n0, n2 only wait; the last that it reported was step 8, and a step took 0.5 s"
     assert reasons(stage) == [f"has made no step for more than 10 min {blocked}"]
+    for slot in ("s0", "s2"):
+        stage.waits(slot, 1190.0)
     stage.now += 300
     stage.turn()
     assert reasons(stage)[1:] == [f"has made no step for more than 20 min {blocked}"]
@@ -138,7 +140,9 @@ def test_slow_steps_are_given_fifty_times_their_median_and_one_long_step_changes
     stage.now += 2
     stage.turn()
     (reason,) = reasons(stage)
-    assert reason.startswith("has made no step for more than 50 min on n0; the last was step 10, and a step took 60 s")
+    assert reason.startswith(
+        "has made no step for more than 50 min on n0; the last that it reported was step 10, and a step took 60 s"
+    )
 
 
 def test_the_time_without_nodes_is_not_one_without_steps(stage: Stage) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["stall_reason", "waiting_reason"]
 
 _EXPLAINED_AFTER = 45.0  # seconds; so that the reason is reported within a minute
-_WAITS_LONG = 30.0  # seconds
 
 
 def stall_reason(
@@ -56,7 +55,7 @@ def stall_reason(
     if isinstance(phase, (Running, Regrouping, Pausing)):
         overdue = steps.overdue(phase.group.began, now)
         if overdue is not None:
-            return steps.sentence(overdue, _blocked_nodes(phase.group, participants))
+            return steps.sentence(overdue, _blocked_nodes(phase.group, participants, overdue / 2))
     return ""
 
 
@@ -78,10 +77,10 @@ def waiting_reason(desired: Collection[str], needed: int, seconds: float) -> str
     return f"waits for {nodes} to join; `freetrain explain` shows why idle nodes are not used"
 
 
-def _blocked_nodes(group: GroupMembers, participants: Mapping[str, Participant]) -> str:
-    """Name the nodes of a group on which the function does not continue."""
+def _blocked_nodes(group: GroupMembers, participants: Mapping[str, Participant], seconds: float) -> str:
+    """Name the nodes of a group on which the function does not continue: the others have waited for `seconds`."""
     members = [participants[slot] for slot in group.ranks if slot in participants]
-    waiting = {member.node for member in members if member.waited >= _WAITS_LONG}
+    waiting = {member.node for member in members if member.waited >= seconds}
     blocked = group.nodes - waiting
     if not (waiting and blocked):
         return _listed(group.nodes)

@@ -59,7 +59,7 @@ class StepWatch:
     def sentence(self, seconds: float, nodes: str) -> str:
         """Describe that there has been no step for more than `seconds` on `nodes`."""
         usual = "" if self.step_seconds is None else f", and a step took {_span(self.step_seconds)}"
-        last = f"the last was step {self.step}{usual}" if self.step else "it has made none yet"
+        last = f"the last that it reported was step {self.step}{usual}" if self.step else "it has made none yet"
         return f"has made no step for more than {_span(seconds)} on {nodes}; {last}"
 
 
