@@ -7,6 +7,8 @@ The pending jobs of other users are processed in the scheduler's order, as if ou
 - A job that would not, but is planned on some of our nodes, is delayed by us only if the other nodes of its plan are
   free before its planned start; ours are then requested from that time.
 - Jobs do not overtake: nodes of a job that must wait may be used by later jobs only until its start (EASY).
+
+Last, nodes of ours on which jobs would start now are exchanged for free ones that were only kept for waiting jobs.
 """
 
 from __future__ import annotations
@@ -38,8 +40,7 @@ def find_claims(occupancy: Occupancy) -> dict[str, float]:
         for job in occupancy.queue:
             if job.job not in occupancy.out_of_reach and not job.name.startswith(OUR_JOBS):
                 walk.visit(job)
-            if not walk.mine.difference(walk.wanted):
-                break
+        walk.spare_ours()
     return walk.wanted
 
 
@@ -59,6 +60,8 @@ class _Walk:
             and occupancy.in_force(name) is None
         }
         self._taken_until: dict[str, float] = {}
+        self._started: dict[str, PendingJob] = {}  # node -> the job that would start there now
+        self._kept_for: dict[str, list[PendingJob]] = {}
         self._lasts = {name: occupancy.next_reservation(name) for name in nodes}
         self._usable: dict[tuple[str, frozenset[str]], list[str]] = {}
         self._ends: dict[tuple[str, frozenset[str]], list[float]] = {}
@@ -74,7 +77,7 @@ class _Walk:
         if job.planned_nodes:
             self._keep_planned(job, job.start)
         else:
-            self._keep(sorted(self._usable_by(job), key=self._lasts.__getitem__)[-job.node_count :], job.start)
+            self._keep(job, sorted(self._usable_by(job), key=self._lasts.__getitem__)[-job.node_count :], job.start)
 
     def _usable_by(self, job: PendingJob) -> list[str]:
         """List the suitable nodes that are free, ours or yield to a job, and are not taken by jobs before it."""
@@ -96,11 +99,19 @@ class _Walk:
             return False
         named = set(job.named_nodes)
         planned = set(job.planned_nodes)
+        # Nodes that are kept for a job before it come first if it ends in time: later jobs may not.
         usable.sort(
-            key=lambda name: (name not in named, name not in self._free, name in self.mine, name not in planned)
+            key=lambda name: (
+                name not in named,
+                self._lasts[name],
+                name not in self._free,
+                name in self.mine,
+                name not in planned,
+            )
         )
         for name in usable[: job.node_count]:
             self._taken_until[name] = end
+            self._started[name] = job
             if name in self.mine:
                 self.wanted[name] = self._now
         return True
@@ -114,7 +125,7 @@ class _Walk:
             for name in ours:
                 self.wanted[name] = min(without_us, self.wanted.get(name, math.inf))
             start = without_us
-        self._keep(job.planned_nodes, start)
+        self._keep(job, job.planned_nodes, start)
 
     def _keep_earliest(self, job: PendingJob) -> None:
         """Reserve nodes for a job without a plan, from the first time at which there are enough.
@@ -139,12 +150,43 @@ class _Walk:
         start = next(islice(heapq.merge(self._ends[key], taken), missing - 1, None), math.inf)
         if math.isfinite(start):
             in_time = bisect_right(self._ends[key], start) + bisect_right(taken, start)
-            self._keep(usable[: max(0, job.node_count - in_time)], start)
+            usable = sorted(usable, key=self._lasts.__getitem__)  # those that are kept for others already come first
+            self._keep(job, usable[: max(0, job.node_count - in_time)], start)
 
     def _free_from(self, name: str, tier: float) -> float:
         return self._taken_until.get(name, self._occupancy.free_from(name, tier))
 
-    def _keep(self, names: Iterable[str], start: float) -> None:
+    def spare_ours(self) -> None:
+        """Exchange nodes of ours on which jobs would start now for others that are only kept for waiting jobs."""
+        spare = [name for names in (self._free, self._yielding()) for name in sorted(names - self._started.keys())]
+        for name in sorted(self.mine & self._started.keys()):
+            job = self._started[name]
+            if name in job.named_nodes:
+                continue
+            tier = self._occupancy.tier_of(job)
+            for other in spare:
+                if (
+                    other in self._occupancy.suitable(job)
+                    and (other in self._free or self._occupancy.can_be_preempted(other, tier))
+                    and self._occupancy.next_reservation(other) >= self._taken_until[name]
+                    and all(
+                        other not in waiting.planned_nodes and name in self._occupancy.suitable(waiting)
+                        for waiting in self._kept_for.get(other, ())
+                    )
+                ):
+                    spare.remove(other)
+                    self._started[other] = self._started.pop(name)
+                    del self.wanted[name]
+                    break
+
+    def _yielding(self) -> set[str]:
+        """Return the nodes whose jobs yield to one that would start now."""
+        tiers = {self._occupancy.tier_of(job) for job in self._started.values()}
+        nodes = self._occupancy.state.nodes.keys() - self._free - self.mine
+        return {name for name in nodes if any(self._occupancy.can_be_preempted(name, tier) for tier in tiers)}
+
+    def _keep(self, job: PendingJob, names: Iterable[str], start: float) -> None:
         for name in names:
+            self._kept_for.setdefault(name, []).append(job)
             if start < self._lasts.get(name, -math.inf):
                 self._lasts[name] = start

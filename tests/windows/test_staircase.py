@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
@@ -433,6 +433,13 @@ class TestWantedAgainstBruteForce:
         expected = max(0, count - free) if count <= free + mine else 0
         assert len(find(state, *ours).wanted) == expected
 
+    # Which nodes are kept for the first job decides whether the later ones need ours.
+    @example(["free", "free", "ours", "other", "other"], [(4, 100.0, True), (1, 500.0, True)])
+    @example(["free", "free", "ours", "other", "other"], [(4, 100.0, True), (1, 500.0, True), (2, 100.0, True)])
+    @example(
+        ["free", "free", "ours", "ours", "free", "free"],
+        [(3, 100.0, True), (4, 500.0, True), (3, 500.0, True), (1, 100.0, True), (2, 500.0, True)],
+    )
     @given(holders, small_jobs)
     def test_claims_are_what_the_started_jobs_lack(self, held: list[str], queue: list[tuple[int, float, bool]]) -> None:
         """All jobs that EASY would start without us get their nodes, and no other jobs."""
