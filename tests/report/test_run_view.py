@@ -174,9 +174,14 @@ def test_a_damaged_journal_is_named_and_does_not_end_the_reader(journal, damage)
             broken = "{" if damage == "json" else '{"nodes": 3, "ends": "x"}'
             database.execute("UPDATE event SET detail = ? WHERE kind = 'block_started'", (broken,))
         database.close()
-    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
+    reader = RunReader("demo", lambda: [DriverJournal(journal, how="finished", ended=160.0)])
     for _ in range(2):
-        assert str(journal) in reader.refresh().since()["run"]["problem"]
+        delta = reader.refresh().since()
+        assert str(journal) in delta["run"]["problem"]
+        assert damage == "bytes" or delta["run"]["ended"] == "finished"
+    if damage == "fields":
+        assert "entry 7 has unexpected content" in delta["run"]["problem"]
+        assert len(table(delta, "fragments")) == 2, "the rest is shown"
 
 
 def test_a_run_without_a_journal_yet_is_empty_and_has_no_problem(tmp_path):
