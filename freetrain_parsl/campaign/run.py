@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.assignment import Assignment
 from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.home import check_home, open_mover
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
@@ -137,17 +138,30 @@ class CampaignRun:
     _cancelled: set[str] = field(default_factory=set)
 
     @classmethod
-    def create(cls, campaign: Campaign, site: Site, directory: Path | None = None) -> CampaignRun:
+    def create(
+        cls, campaign: Campaign, site: Site, directory: Path | None = None, *, assignment: Path | None = None
+    ) -> CampaignRun:
         """Create the run directory, private to the user; submit nothing.
+
+        Parameters
+        ----------
+        campaign, site, directory
+            What it consists of; the directory has a default name.
+        assignment
+            File with the trainings that are assigned to this site; ``None``: all are.
 
         Raises
         ------
         InvalidInput
-            The directory is in use or cannot be created.
+            The directory is in use or cannot be created, or trainings are assigned to a site without a home.
         UsageError, BatchSystemError
             See `preflight`.
         """
         _refuse_unknown_kinds(campaign, site)
+        if assignment is not None:
+            if site.globus is None:
+                raise InvalidInput(f"{site.file}: trainings are assigned to sites that have checkpoints.globus only")
+            Assignment.read(assignment)
         now = datetime.now().astimezone()
         run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
         made = not run_dir.exists()
@@ -176,6 +190,7 @@ class CampaignRun:
             "site_file": str(Path(site.file).absolute()),
             "site_text": site.text,
             "variables": {**site.variables, **campaign.variables},
+            "assignment": None if assignment is None else str(assignment.absolute()),
         }
         store = RunStore.create(run_dir, facts, [training.name for training in campaign.trainings])
         return cls(store, site, campaign)
@@ -307,7 +322,7 @@ class CampaignRun:
                     for training in self.campaign.trainings
                     if training.name in unfinished
                 }
-                self._owned = OwnedTrainings(submissions, executor.cancel, mover)
+                self._owned = OwnedTrainings(submissions, executor.cancel, mover, self._assigned())
                 run = RunState(executor.journal_path)
                 how = self._watch(driver, run, caught, report, show)
                 if how != "finished":
@@ -342,6 +357,8 @@ class CampaignRun:
                     run.refresh()
                     owned.collect(partial(self._keep, run=run))
                     self._cancel_requested()
+                    if (assigned := self._assigned()) is not None:
+                        owned.assign(assigned)
                     self._beat(driver, run)
                     if self.store.stop_requested():
                         return "stopped"
@@ -356,12 +373,17 @@ class CampaignRun:
         """Store the state of the trainings that have not ended; if its future is done, the reason is stored already."""
         names = self._owned.current
         current = [item for item in _unfinished(run) if item.name in names]
-        states = dict.fromkeys(self._owned.held, ("waiting", None, ()))
+        states = dict.fromkeys(self._owned.held | self._owned.elsewhere, ("waiting", None, ()))
         remarks = {item.name: item.remark(time.time()) for item in current}
-        for name in (*names, *self._owned.held):
+        for name in (*names, *self._owned.held, *self._owned.elsewhere):
             remarks[name] = "; ".join(filter(None, [remarks.get(name), self._owned.remark(name)]))
         running = {item.name: (item.state, item.share_done, item.nodes) for item in current}
         self.store.beat(driver, {**states, **running}, remarks)
+
+    def _assigned(self) -> tuple[str, ...] | None:
+        """Return the trainings that are assigned to this site; ``None``: all."""
+        file = self.store.fact("assignment", None)
+        return None if file is None else Assignment.read(Path(file)).trainings
 
     def _cancel_requested(self) -> None:
         """Carry out cancel requests; try again later for a training that Parsl has not submitted yet."""

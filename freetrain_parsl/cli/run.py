@@ -23,6 +23,9 @@ def run(
     ),
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files."),
     run_dir: Path | None = typer.Option(None, help="Directory for all files. Default: a new ./freetrain-run-<time>."),
+    assigned: Path | None = typer.Option(
+        None, metavar="FILE", help="Train only those that this file assigns to the site, for coordinators of sites."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
     """Run the trainings of a campaign on the idle nodes of a site."""
@@ -31,5 +34,5 @@ def run(
         site = Site.load(config, variables)
         trainings = Campaign.load(campaign, variables)
         variables.refuse_unused()
-        campaign_run = CampaignRun.create(trainings, site, run_dir)
+        campaign_run = CampaignRun.create(trainings, site, run_dir, assignment=assigned)
     drive_and_report(campaign_run, as_json=json)
