@@ -158,7 +158,7 @@ def test_a_withdrawn_training_is_saved_and_leaves_and_comes_back_only_once_it_ha
     trainings.assign(["a", "b"])
     trainings.admit()
     assert trainings.current == {"a", "b"}
-    assert mover.told == ["want a", "abandon b", "leave a", "want b", "want a"]
+    assert mover.told == ["want a", "abandon b", "want b", "leave a", "want a"]
 
 
 def test_a_training_that_finishes_while_it_is_withdrawn_has_its_result() -> None:
