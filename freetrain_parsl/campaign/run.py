@@ -46,7 +46,16 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import OnCodeChange
 
-__all__ = ["CampaignRun", "find_run", "preflight", "run_directories"]
+__all__ = [
+    "CampaignRun",
+    "find_run",
+    "make_run_directory",
+    "preflight",
+    "read_site",
+    "refuse_living_driver",
+    "run_directories",
+    "run_signals",
+]
 
 _PERIOD = 0.25  # seconds between polls of futures and signals
 _RUN_NAME = "freetrain-run-"
@@ -113,6 +122,40 @@ def find_run(directory: Path | None) -> Path:
     return max(found, key=lambda run: (RunStore(run).fact("created"), run.name))
 
 
+def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, bool]:
+    """Make the directory of a new run, private to the user.
+
+    Parameters
+    ----------
+    directory
+        ``None``: one in the current directory, named after the time.
+    now
+        The time.
+
+    Returns
+    -------
+    run_dir, made
+        Its absolute path, and whether it is new.
+
+    Raises
+    ------
+    InvalidInput
+        It is in use or cannot be created.
+    """
+    run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
+    made = not run_dir.exists()
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(run_dir.iterdir()):
+            raise InvalidInput(
+                f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
+            )
+        run_dir.chmod(0o700)
+    except OSError as error:
+        raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
+    return run_dir, made
+
+
 def run_directories() -> list[Path]:
     """List the run directories here that have default names."""
     return [file.parent for file in sorted(Path().glob(f"{_RUN_NAME}*/{DATABASE}"))]
@@ -163,17 +206,7 @@ class CampaignRun:
                 raise InvalidInput(f"{site.file}: trainings are assigned to sites that have checkpoints.globus only")
             Assignment.read(assignment)
         now = datetime.now().astimezone()
-        run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
-        made = not run_dir.exists()
-        try:
-            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if any(run_dir.iterdir()):
-                raise InvalidInput(
-                    f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
-                )
-            run_dir.chmod(0o700)
-        except OSError as error:
-            raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
+        run_dir, made = make_run_directory(directory, now)
         try:
             preflight(site, run_dir)
         except BaseException:
@@ -216,6 +249,8 @@ class CampaignRun:
             It is not a run directory, or its campaign can no longer be loaded, for example because an app is missing.
         """
         store = RunStore(directory.absolute())
+        if store.fact("sites", None) is not None:
+            raise InvalidInput(f"{directory} is a run at several sites; 'freetrain resume' continues it")
         variables = Variables(store.fact("variables"))
         file = Path(store.fact("campaign_file"))
         campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
@@ -273,7 +308,7 @@ class CampaignRun:
                 raise InvalidInput(f"{self.directory} cannot be written: {error}; free some space") from error
             how = "failed"
             try:
-                with _signals() as caught:
+                with run_signals() as caught:
                     how = self._drive(driver, caught, report, show)
             finally:
                 with self._kept(report):
@@ -419,7 +454,15 @@ class CampaignRun:
 
 
 def read_site(store: RunStore) -> Site:
-    """Return the site that a run was created with, without its campaign."""
+    """Return the site that a run was created with, without its campaign.
+
+    Raises
+    ------
+    InvalidInput
+        It is a run at several sites.
+    """
+    if store.fact("sites", None) is not None:
+        raise InvalidInput(f"{store.directory} is a run at several sites; its jobs and checkpoints are there")
     return Site.parse(store.fact("site_text"), store.fact("site_file"), Variables(store.fact("variables")))
 
 
@@ -448,7 +491,7 @@ def _unfinished(run: RunState) -> Iterator[Any]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def run_signals() -> Iterator[list[int]]:
     """Collect the signals that end a run; handlers only record them, the loop acts."""
     caught: list[int] = []
 

@@ -21,7 +21,7 @@ from freetrain_parsl.strict_yaml import read_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Preparation", "prepare"]
+__all__ = ["Preparation", "UnknownVariables", "prepare"]
 
 _NO_WORD = re.compile(r"[^A-Za-z0-9]+")
 _LONGEST_NAME = 60
@@ -53,7 +53,7 @@ class Preparation:
     request: Mapping[str, Any] = field(repr=False)
 
 
-class _VariablesOfTheSite(Variables):
+class UnknownVariables(Variables):
     """Values of a site file's variables: those without one given here are looked up at the site, not here."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
@@ -126,7 +126,7 @@ def prepare(
 
 def _site(site: str, given: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
     """Return what is sent of the site file, and the names of its variables that were looked up."""
-    variables = _VariablesOfTheSite(given)
+    variables = UnknownVariables(given)
     document = {"name": site}
     shipped = not Path(site).exists() and site in shipped_sites()
     file = shipped_sites()[site] if shipped else Path(site)

@@ -185,7 +185,9 @@ def _drive_assigned(root: Path, stored: Mapping[str, Any], assignment: Assignmen
     started = process_of(root) is not None
     if ended.issuperset(assignment.trainings) or (started and not _status(root).over):
         return
-    command = ["resume", str(run_dir)] if created else [*_first_command(root, stored), "--assigned", str(root / ASSIGNMENT)]
+    command = (
+        ["resume", str(run_dir)] if created else [*_first_command(root, stored), "--assigned", str(root / ASSIGNMENT)]
+    )
     launch(root, command, Path(stored["campaign"]).parent)
 
 
