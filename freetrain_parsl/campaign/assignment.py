@@ -49,10 +49,7 @@ class Assignment:
         """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            order, trainings = document["order"], document["trainings"]
-            if not (isinstance(order, int) and all(isinstance(name, str) for name in trainings)):
-                raise ValueError("it has values of other types")
-            return cls(order, tuple(trainings))
+            return cls(int(document["order"]), tuple(map(str, document["trainings"])))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""``freetrain run``: runs the trainings of a campaign file at the site described by a site file, or at several sites."""
+"""``freetrain run``: runs the trainings of a campaign file at the site of a site file, or at several sites."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -66,7 +66,7 @@ class SitesView:
         if self._console.is_terminal:
             ended = sum(item.ended is not None for item in coordinator.trainings.values())
             head = f"{self._title} · {elapsed:.0f} s · {ended} of {len(coordinator.trainings)} trainings done"
-            parts = [*(Text(line, style="cyan") for line in lines), Text(), _table(coordinator)]
+            parts: list[RenderableType] = [*(Text(line, style="cyan") for line in lines), Text(), _table(coordinator)]
             self._live.update(Panel(Group(*parts), title=head))
             return
         for site, line in zip(coordinator.sites, lines, strict=True):

@@ -1,4 +1,4 @@
-"""At the site: what a coordinator of several sites asks about a run and its site. Everything is read, nothing changed."""
+"""At the site: what a coordinator of several sites asks about a run and its site. Nothing is changed."""
 
 from __future__ import annotations
 

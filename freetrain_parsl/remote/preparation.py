@@ -54,13 +54,20 @@ class Preparation:
 
 
 class UnknownVariables(Variables):
-    """Values of a site file's variables: those without one given here are looked up at the site, not here."""
+    """Values of a site file's variables: those without one given here are looked up at the site, not here.
+
+    Attributes
+    ----------
+    unknown : set of str
+        Those without one.
+    """
 
     def __init__(self, given: Mapping[str, str]) -> None:
         super().__init__(given, environment={})
         self.unknown: set[str] = set()
 
     def value(self, name: str, default: str | None) -> str | None:
+        """Look up a variable, and note it if it has no value."""
         value = super().value(name, default)
         if value is None:
             self.unknown.add(name)

@@ -69,29 +69,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         The verb's answer, or ``error`` (one line) and ``usage`` (whether the caller's input is the reason).
     """
     try:
-        match request.get("verb"):
-            case "check":
-                return {"versions": Versions.installed().as_json(), "host": platform.node()}
-            case "start":
-                return _start(request)
-            case "prepare":
-                return _prepare(request)
-            case "look":
-                return _look(request)
-            case "status":
-                return _status(_root(request)).as_json()
-            case "logs":
-                return _logs(request)
-            case "results":
-                return _results(_root(request))
-            case "stop":
-                return _stop(request)
-            case "resume":
-                return _resume(request)
-            case "clean":
-                return _clean(request)
-            case other:
-                raise InvalidInput(f"this site's freetrain-parsl has no remote verb {str(other)[:40]!r}")
+        verb = request.get("verb")
+        if not (isinstance(verb, str) and verb in _VERBS):
+            raise InvalidInput(f"this site's freetrain-parsl has no remote verb {str(verb)[:40]!r}")
+        return _VERBS[verb](request)
     except FreeTrainError as error:
         return {"error": str(error), "usage": isinstance(error, UsageError)}
     except OSError as error:  # the site's file system: full, read-only, or gone
@@ -273,8 +254,12 @@ def _logs(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": data.decode(errors="replace"), "offset": start + len(data), "state": _status(root).state}
 
 
-def _results(root: Path) -> dict[str, Any]:
-    status = _status(root)
+def _check(_request: Mapping[str, Any]) -> dict[str, Any]:
+    return {"versions": Versions.installed().as_json(), "host": platform.node()}
+
+
+def _results(request: Mapping[str, Any]) -> dict[str, Any]:
+    status = _status(_root(request))
     return {"state": status.state, "trainings": [] if status.summary is None else status.summary["trainings"]}
 
 
@@ -388,3 +373,17 @@ def _texts(request: Mapping[str, Any], key: str) -> list[str]:
     if not (isinstance(value, list) and all(isinstance(item, str) and not item.startswith("-") for item in value)):
         raise InvalidInput(f"{key} must be a list of names")
     return value
+
+
+_VERBS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "check": _check,
+    "start": _start,
+    "prepare": _prepare,
+    "look": _look,
+    "status": lambda request: _status(_root(request)).as_json(),
+    "logs": _logs,
+    "results": _results,
+    "stop": _stop,
+    "resume": _resume,
+    "clean": _clean,
+}

@@ -1,4 +1,4 @@
-"""Transfer rates from measured copies. Every checkpoint travels through home, so a site has a rate to it and one from it."""
+"""Transfer rates from measured copies. Checkpoints travel through home: a site has a rate to it and one from it."""
 
 from __future__ import annotations
 

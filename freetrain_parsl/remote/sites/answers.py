@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,10 @@ class SiteFacts:
         RemoteError
             The site sent something else.
         """
-        return cls(field_of(document, "home", str), float(field_of(document, "lease", (int, float))))
+        lease = float(field_of(document, "lease", (int, float)))
+        if not (math.isfinite(lease) and lease > 0):
+            raise RemoteError(f"the site sent an unexpected answer (a lease of {lease} s)")
+        return cls(field_of(document, "home", str), lease)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class SiteAnswer:
         """
         status = RemoteStatus.parse(field_of(document, "status", dict))
         try:
-            measured = [(bool(there), float(size), float(took)) for there, size, took in document["measured"]]
+            measured = [(bool(there), _amount(size), _amount(took)) for there, size, took in document["measured"]]
             return cls(
                 facts=SiteFacts.parse(document),
                 order=field_of(document, "order", int),
@@ -130,8 +134,8 @@ class SiteAnswer:
                 held=tuple(Offer(nodes, seconds) for nodes, seconds in document["held"]),
                 planned=offers_of_plan(document["plan"]) if "plan" in document else None,
                 plan_error=str(document.get("plan_error", ""))[:500],
-                sizes={str(name): float(size) for name, size in document["sizes"].items()},
-                samples_left={str(name): float(left) for name, left in document["samples_left"].items()},
+                sizes={str(name): _amount(size) for name, size in document["sizes"].items()},
+                samples_left={str(name): _amount(left) for name, left in document["samples_left"].items()},
                 copies_to_home=tuple((size, took) for there, size, took in measured if not there),
                 copies_from_home=tuple((size, took) for there, size, took in measured if there),
                 copying=tuple(str(line)[:500] for line in document["copying"]),
@@ -140,6 +144,13 @@ class SiteAnswer:
             raise RemoteError(
                 f"the site sent an unexpected answer ({error}); is another version of freetrain-parsl there?"
             ) from None
+
+
+def _amount(value: Any) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{number} is no amount")
+    return number
 
 
 def _training(item: Mapping[str, Any]) -> TrainingAtSite:

@@ -1,8 +1,8 @@
 """Which site is asked what, and which training is assigned where. Pure: `run` owns the calls, the clock and the files.
 
-Every `look`, all sites are asked for their state and for what they offer. Once each has answered, or is silent, the
-planner over sites decides, and each site whose trainings have changed gets an *order*: the numbered list of all trainings
-that are assigned to it. An order is repeated in every call until the site has taken it in.
+At every look, all sites are asked for their state and for what they offer. Once each has answered, or is silent, the
+planner over sites decides, and each site whose trainings have changed gets an *order*: the numbered list of all
+trainings that are assigned to it. An order is repeated in every call until the site has taken it in.
 
 A training is added to an order only when no other site may still have it: each site that had it has taken in an order
 without it, or is silent and its lease has ended. From then on, the home on Globus guarantees that one site at a time
@@ -14,6 +14,7 @@ makes a decision early or late, not wrong: leases are enforced by the home.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.planning.sites.model import SiteChoice, SitesPlanner
+    from freetrain_parsl.planning.sites.model import SitesPlanner
     from freetrain_parsl.remote.sites.answers import SiteAnswer
 
 __all__ = ["Ask", "Coordinator", "Pace", "SiteCall", "SiteState", "TrainingPlace"]
@@ -237,7 +238,7 @@ class Coordinator:
         return not self._open()
 
     def due(self, now: float) -> list[SiteCall]:
-        """Return the calls to make now; each is answered by `on_answer`, `on_prepared`, `on_stopped` or `on_silence`."""
+        """Return the calls to make now; one of `on_prepared`, `on_answer`, `on_stopped`, `on_silence` ends each."""
         if not self.stopping:
             self._begin_look(now)
         calls = [call for site in self.sites.values() if (call := self._call(site, now)) is not None]
@@ -284,8 +285,8 @@ class Coordinator:
         for other in self.sites.values():
             if other.facts is not None and other.facts != facts:
                 raise InvalidInput(
-                    f"site {name}: its home is {facts.home} with a lease of {facts.lease:.0f} s, that of {other.name} is "
-                    f"{other.facts.home} with {other.facts.lease:.0f} s; all sites need the same"
+                    f"site {name}: its home is {facts.home} with a lease of {facts.lease:.0f} s, that of {other.name} "
+                    f"is {other.facts.home} with {other.facts.lease:.0f} s; all sites need the same"
                 )
         site.facts, site.seen, site.asking, site.owes_look = facts, now, None, True
         self._heard(site)
@@ -313,7 +314,7 @@ class Coordinator:
             self._next_look = min(self._next_look, max(now, self._looked + _EARLY * self._pace.look))
         self._settle(now)
 
-    def on_stopped(self, name: str, over: bool, now: float) -> None:
+    def on_stopped(self, name: str, *, over: bool, now: float) -> None:
         """Take in the answer to a stop: whether its driver has ended."""
         site = self.sites[name]
         site.asking, site.stopped, site.next_stop = None, over, now + _FIRST_RETRY
@@ -378,8 +379,15 @@ class Coordinator:
             tuple(self._question(training) for training in open_trainings.values()),
             rates_between({name: site.rates() for name, site in self.sites.items()}),
         )
-        for choice in self._planner(question).choices:
-            self._carry_out(open_trainings[choice.training], choice)
+        choices = self._planner(question).choices
+        for choice in choices:
+            if choice.site is not None:
+                self._place(open_trainings[choice.training], choice.site, choice.reason)
+        for choice in choices:
+            if choice.site is None and (queue := self._shortest_queue()) is not None:
+                self._place(open_trainings[choice.training], queue, f"{choice.reason}; queued at {queue}")
+            elif choice.site is None:
+                open_trainings[choice.training].reason = choice.reason
 
     def _view(self, site: SiteState) -> SiteView:
         held = () if site.answer is None else site.answer.held
@@ -404,14 +412,25 @@ class Coordinator:
         )
 
     @staticmethod
-    def _carry_out(training: TrainingPlace, choice: SiteChoice) -> None:
-        training.reason = choice.reason
-        if choice.site is not None and choice.site != training.site:
+    def _place(training: TrainingPlace, site: str, reason: str) -> None:
+        training.reason = reason
+        if site != training.site:
             training.moves += training.site is not None
-            training.site = choice.site
+            training.site = site
+
+    def _shortest_queue(self) -> str | None:
+        """Return the answering site with the most nodes per training; ``None`` if none answers.
+
+        A training that waits at no site gets no nodes before the next look. There it does, and its state is fetched
+        in the meantime.
+        """
+        trainings = Counter(training.site for training in self._open().values())
+        nodes = {site.name: site.held + sum(offer.nodes for offer in site.offers) for site in self.sites.values()}
+        answering = [site.name for site in self.sites.values() if site.answers]
+        return max(answering, key=lambda name: (nodes[name] / (1 + trainings[name]), -trainings[name]), default=None)
 
     def _order(self, now: float) -> None:
-        """Number a new order for each site whose trainings have changed."""
+        """Make a new order for each site whose trainings have changed."""
         if self.stopping:
             return
         for site in self.sites.values():

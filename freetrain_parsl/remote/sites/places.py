@@ -42,7 +42,7 @@ class Place(Protocol):
 
 
 class LocalPlace:
-    """This machine as a site: each call is a short process of its own, as at an endpoint.
+    """A site on this machine: each call is a short process of its own, as at an endpoint.
 
     Parameters
     ----------

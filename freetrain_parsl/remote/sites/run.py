@@ -95,7 +95,7 @@ class _Caller:
             except FreeTrainError as error:
                 outcome = _Outcome(call, None, error)
             # The SDK's errors of tokens and sockets are many; none of them may end the campaign.
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - see above
                 outcome = _Outcome(call, None, RemoteError(f"{type(error).__name__}: {error}"))
             self._outcomes.put((self, outcome))
 
@@ -406,7 +406,7 @@ class _Loop:
                 case Ask.PREPARE:
                     coordinator.on_prepared(call.site, SiteFacts.parse(outcome.answer), now)
                 case Ask.STOP:
-                    coordinator.on_stopped(call.site, RemoteStatus.parse(outcome.answer).over, now)
+                    coordinator.on_stopped(call.site, over=RemoteStatus.parse(outcome.answer).over, now=now)
                 case _:
                     coordinator.on_answer(call.site, SiteAnswer.parse(outcome.answer), now)
         except UsageError as error:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.campaign.site import Site, shipped_sites
@@ -18,6 +17,7 @@ from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 __all__ = ["SiteEntry", "SitesFile"]
 
@@ -102,8 +102,12 @@ class SitesFile:
         top = Section.parse(text, file, variables)
         look, status = top.duration("look", positive=True), top.duration("status", positive=True)
         hysteresis = top.number("hysteresis")
-        given = {"look": look, "hysteresis": hysteresis}
-        planned = top.checked(SitesSettings, **{key: value for key, value in given.items() if value is not None})
+        default = SitesSettings()
+        planned = top.checked(
+            SitesSettings,
+            default.look if look is None else look,
+            default.hysteresis if hysteresis is None else hysteresis,
+        )
         period = planned.look.total_seconds()
         status_period = min(_STATUS, period) if status is None else status.total_seconds()
         for key, seconds in (("look", period), ("status", status_period)):
@@ -132,16 +136,11 @@ class SitesFile:
             if len(homes) > 1:
                 (home, lease), (other, other_lease) = homes
                 raise section.refusal(
-                    f"its home is {other} with a lease of {other_lease:.0f} s, that of {homes[home, lease]!r} is {home} "
-                    f"with {lease:.0f} s; all sites need the same",
+                    f"its home is {other} with a lease of {other_lease:.0f} s, that of {homes[home, lease]!r} is "
+                    f"{home} with {lease:.0f} s; all sites need the same",
                     "config",
                 )
         return cls(file, text, dict(variables.used), tuple(entries.values()), planned, status_period)
-
-    def replaced(self, configs: Mapping[str, str]) -> SitesFile:
-        """Return the list with other site files."""
-        sites = tuple(replace(entry, config=configs.get(entry.name, entry.config)) for entry in self.sites)
-        return replace(self, sites=sites)
 
 
 def _read_entry(section: Section, directory: Path) -> SiteEntry:

@@ -57,7 +57,7 @@ class Site:
         return self.answer(call.ask is Ask.LOOK)
 
     def answer(self, looked: bool) -> SiteAnswer:
-        states = {name: "running" for name in self.running} | {name: "finished" for name in self.finished}
+        states = dict.fromkeys(self.running, "running") | dict.fromkeys(self.finished, "finished")
         return SiteAnswer(
             facts=FACTS,
             order=self.order,
@@ -68,7 +68,7 @@ class Site:
             },
             held=(Offer(len(self.running), 1000.0),),
             planned=(Offer(max(0, self.nodes - len(self.running)), 1000.0),) if looked else None,
-            sizes={name: 1e6 for name in states},
+            sizes=dict.fromkeys(states, 1000000.0),
         )
 
 
@@ -162,7 +162,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, phases=[__import__("hypothesis").Phase.generate])
+@settings(max_examples=100)
 @given(STEPS, st.integers(0, 1000))
 def test_no_training_is_given_to_two_sites_and_none_is_lost(steps, seed) -> None:
     chance = random.Random(seed)
@@ -226,7 +226,11 @@ def settle(coordinator: Coordinator, sites: dict[str, Site], now: float) -> list
 
 def test_a_training_is_given_to_the_next_site_only_when_the_first_has_taken_in_that_it_is_not_its_own() -> None:
     target = {"site": "a"}
-    coordinator = make(lambda question: put(target["site"])(question), 1)
+
+    def moving(question: SitesQuestion) -> SitePlan:
+        return put(target["site"])(question)
+
+    coordinator = make(moving, 1)
     sites = {"a": Site("a", 1), "b": Site("b", 1)}
     settle(coordinator, sites, 0.0)
     assert (sites["a"].assigned, sites["b"].assigned) == (("t0",), ())
@@ -294,9 +298,21 @@ def test_all_sites_that_are_ready_are_stopped_and_one_that_does_not_answer_is_tr
     coordinator.stop()
     calls = coordinator.due(1.0)
     assert {(call.site, call.ask) for call in calls} == {("a", Ask.STOP), ("b", Ask.STOP)}
-    coordinator.on_stopped("a", True, 1.0)
+    coordinator.on_stopped("a", over=True, now=1.0)
     for attempt in range(3):
         assert not coordinator.is_done
         coordinator.on_silence("b", "is offline", 10.0 * attempt)
         coordinator.due(10.0 * attempt + 9.0)
     assert coordinator.is_done
+
+
+def test_a_training_whose_site_is_gone_is_queued_at_another_one_although_all_nodes_there_are_taken() -> None:
+    coordinator, sites = make(planner, 4), {"a": Site("a", 2), "b": Site("b", 2)}
+    settle(coordinator, sites, 0.0)
+    for site in sites.values():
+        site.running = dict.fromkeys(site.assigned, 0.0)
+    settle(coordinator, sites, STATUS)
+    sites["a"].dead = True
+    settle(coordinator, sites, STATUS + LEASE + 1.0)
+    assert sorted(sites["b"].assigned) == ["t0", "t1", "t2", "t3"]
+    assert "queued at b" in coordinator.trainings[sites["a"].assigned[0]].reason
