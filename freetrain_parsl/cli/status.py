@@ -25,9 +25,9 @@ def status(
     """Show the trainings of a run, and whether its driver is alive."""
     with errors_in_one_line("status"):
         store = RunStore(find_run(run_dir).absolute())
-        sites = site_lines(store.directory) if store.fact("sites", None) is not None else []
+        sites = None if store.fact("sites", None) is None else site_lines(store.directory)
         if json:
-            typer.echo(json_format.dumps({**summary(store), **({"sites": sites} if sites else {})}, indent=2))
+            typer.echo(json_format.dumps({**summary(store), **({} if sites is None else {"sites": sites})}, indent=2))
             return
         trainings = trainings_of(store)
         console = Console()
@@ -40,7 +40,7 @@ def status(
         console.print(driver_line(store), highlight=False, soft_wrap=True)
         if (failed := failed_starts_of(store)) is not None:
             console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
-        for line in sites:
+        for line in sites or ():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         print_trainings(console, trainings)
         for line in home_lines(store):
