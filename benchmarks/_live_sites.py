@@ -179,6 +179,8 @@ class Stand:
 
     def _crowd(self, name: str, begin: float) -> None:
         for job in self._neighbours[name]:
+            if job.begins > self._options.seconds:
+                return
             time.sleep(max(0.0, begin + job.begins - time.monotonic()))
             self.clusters[name].client.submit(
                 ["sleep", f"{job.seconds:.1f}"], nodes=1, walltime=timedelta(seconds=job.seconds + 1), preemptible=False

@@ -17,16 +17,14 @@ from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import DamagedCheckpoint, InvalidInput
-from freetrain_parsl.executor.journal import read_journal
-from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.remote.environment import scrubbed
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-__all__ = ["held_nodes", "planned_blocks", "run_facts", "site_facts"]
+__all__ = ["planned_blocks", "run_facts", "site_facts"]
 
 _COMMAND = "from freetrain_parsl.cli import main; main()"
 _PLAN_TIMEOUT = 90.0  # seconds
@@ -106,43 +104,16 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
     facts["sizes"] = {
         item.name: size for item in store.trainings() if (size := _newest_size(CheckpointDirectory(root, item.name)))
     }
-    driver = store.last_driver()
-    if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
+    if driver_state(store.last_driver()) is not DriverState.ALIVE:
         return facts
     facts["copying"] = list(mover.lines)
-    journal = Path(driver.journal)
-    if journal.exists():
-        facts["held"] = held_nodes(((entry.time, entry.record) for _, entry in read_journal(journal, 0)), time.time())
     if (run := journal_state_of(store)) is not None:
+        facts["held"] = run.held_nodes(time.time())
         for name, training in run.trainings.items():
             total, done = training.progress.get("samples_total"), training.progress.get("samples")
             if total and done is not None:
                 facts["samples_left"][name] = max(0, total - done)
     return facts
-
-
-def held_nodes(entries: Iterable[tuple[float, record.Record | None]], now: float) -> list[tuple[int, float]]:
-    """Return the nodes of the blocks that are requested and have not ended, and for how many seconds they last.
-
-    Parameters
-    ----------
-    entries
-        Time and record of each entry of the journal.
-    now
-        Seconds since the epoch, as those times.
-    """
-    blocks: dict[str, tuple[int, float]] = {}
-    for at, entry in entries:
-        match entry:
-            case record.BlockRequested(subject=block):
-                blocks[block] = len(entry.nodes), at + entry.seconds
-            case record.BlockStarted(subject=block) if block in blocks and entry.ends is not None:
-                blocks[block] = len(entry.nodes), entry.ends
-            case record.BlockYields(subject=block) if block in blocks:
-                blocks[block] = blocks[block][0], entry.closes
-            case record.BlockReleased(subject=block) | record.BlockEnded(subject=block):
-                blocks.pop(block, None)
-    return [(nodes, ends - now) for nodes, ends in blocks.values() if ends > now]
 
 
 def _newest_size(directory: CheckpointDirectory) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.sites.model import SitesPlanner
     from freetrain_parsl.remote.sites.answers import SiteAnswer
 
-__all__ = ["Ask", "Coordinator", "Pace", "SiteCall", "SiteState", "TrainingPlace"]
+__all__ = ["Ask", "CallPace", "Coordinator", "SiteCall", "SiteState", "TrainingPlace"]
 
 _FORMAT = 1
 _FIRST_RETRY = 5.0  # seconds until a silent site is asked again; doubled each time, up to the status period
@@ -76,7 +76,7 @@ class SiteCall:
 
 
 @dataclass(frozen=True)
-class Pace:
+class CallPace:
     """How often sites are asked.
 
     Parameters
@@ -215,7 +215,7 @@ class Coordinator:
         self,
         trainers: Sequence[Trainer],
         rates: Mapping[str, SiteRates],
-        pace: Pace,
+        pace: CallPace,
         planner: SitesPlanner,
     ) -> None:
         self.sites = {name: SiteState(name, stated) for name, stated in rates.items()}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["LocalPlace", "Place"]
+__all__ = ["LocalPlace", "SitePlace"]
 
 _ANSWER = (
     "import json, sys\n"
@@ -26,7 +26,7 @@ _ANSWER = (
 )
 
 
-class Place(Protocol):
+class SitePlace(Protocol):
     """Something that answers the verbs of `freetrain_parsl.remote.verbs`, such as a `ComputeEndpoint`."""
 
     def call(self, request: Mapping[str, Any], timeout: float = ...) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class LocalPlace:
         self._directory = directory
 
     def call(self, request: Mapping[str, Any], timeout: float = 120.0) -> dict[str, Any]:
-        """Call a verb; see `Place.call`."""
+        """Call a verb; see `SitePlace.call`."""
         # The mover of the driver logs in with them; it removes the secret before it starts jobs.
         kept = [CLIENT_SECRET, *(name for name in os.environ if name.startswith("GLOBUS_SDK_"))]
         environment = {

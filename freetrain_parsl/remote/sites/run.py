@@ -35,12 +35,11 @@ from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import RequestBudget
 from freetrain_parsl.remote.preparation import prepare
 from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
-from freetrain_parsl.remote.sites.coordinator import Ask, Coordinator, Pace
+from freetrain_parsl.remote.sites.coordinator import Ask, CallPace, Coordinator
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile
 from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.sites_file import SitesFile
 from freetrain_parsl.storage.staging import write_text
-from freetrain_parsl.training.checkpoints.code_identity import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.sites.model import SitePlan, SitesQuestion
     from freetrain_parsl.remote.sites.coordinator import SiteCall
-    from freetrain_parsl.remote.sites.places import Place
+    from freetrain_parsl.remote.sites.places import SitePlace
 
     Show = Callable[[Coordinator, float], None]
 
@@ -75,7 +74,7 @@ class _Outcome:
 class _Caller:
     """Makes the calls to one site, one after the other, in a thread that does not keep the process alive."""
 
-    def __init__(self, name: str, place: Place, outcomes: SimpleQueue[tuple[_Caller, _Outcome]]) -> None:
+    def __init__(self, name: str, place: SitePlace, outcomes: SimpleQueue[tuple[_Caller, _Outcome]]) -> None:
         self.busy: SiteCall | None = None
         self.since = 0.0
         self._place = place
@@ -125,7 +124,7 @@ class SitesRun:
     sites: SitesFile
     requests: Mapping[str, Mapping[str, Any]]
     left_out: tuple[str, ...] = ()
-    place_of: Callable[[SitesRun, str], Place] = field(default=lambda run, name: run.make_place(name))
+    place_of: Callable[[SitesRun, str], SitePlace] = field(default=lambda run, name: run.make_place(name))
     clock: Callable[[], float] = time.time
     budgets: dict[str, RequestBudget] = field(default_factory=dict)
 
@@ -227,7 +226,7 @@ class SitesRun:
         """The run directory, absolute."""
         return self.store.directory
 
-    def make_place(self, name: str) -> Place:
+    def make_place(self, name: str) -> SitePlace:
         """Return where a site's calls go."""
         entry = next(entry for entry in self.sites.sites if entry.name == name)
         if not entry.endpoint:
@@ -284,7 +283,7 @@ class SitesRun:
         coordinator = Coordinator(
             list(self._trainers()),
             {entry.name: entry.rates for entry in self.sites.sites},
-            Pace(settings.look.total_seconds(), self.sites.status_period),
+            CallPace(settings.look.total_seconds(), self.sites.status_period),
             planner,
         )
         if (kept := CoordinatorFile.read(self.directory)) is not None:
@@ -302,8 +301,7 @@ class SitesRun:
     def _trainers(self) -> Iterator[Trainer]:
         costs = DEFAULT_COSTS.in_seconds()
         for number, training in enumerate(self.campaign.trainings):
-            request = training.app.request(training.name, code_of(training.app.func))
-            yield request.trainer(costs, float(number))
+            yield training.app.request(training.name).trainer(costs, float(number))
 
 
 @dataclass

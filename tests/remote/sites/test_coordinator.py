@@ -17,7 +17,7 @@ from freetrain_parsl.planning.sites.model import Offer, SiteChoice, SitePlan, Si
 from freetrain_parsl.planning.sites.planner import plan_sites
 from freetrain_parsl.planning.sites.rates import SiteRates
 from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
-from freetrain_parsl.remote.sites.coordinator import Ask, Coordinator, Pace, SiteCall
+from freetrain_parsl.remote.sites.coordinator import Ask, CallPace, Coordinator, SiteCall
 
 LEASE, LOOK, STATUS = 100.0, 60.0, 20.0
 FACTS = SiteFacts("home", LEASE)
@@ -30,7 +30,7 @@ def trainers(number: int) -> list[Trainer]:
 
 
 def make(planner, number: int = 3, sites: tuple[str, ...] = ("a", "b")) -> Coordinator:
-    return Coordinator(trainers(number), {name: SiteRates() for name in sites}, Pace(LOOK, STATUS), planner)
+    return Coordinator(trainers(number), {name: SiteRates() for name in sites}, CallPace(LOOK, STATUS), planner)
 
 
 def planner(question: SitesQuestion) -> SitePlan:
