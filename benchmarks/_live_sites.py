@@ -239,9 +239,11 @@ def way(seed: int, where: tuple[str, ...], options: argparse.Namespace) -> dict[
 
 def live_row(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run one pair of sites: each alone, at the same time, then both together."""
-    with ThreadPoolExecutor(len(NAMES)) as pool:
-        alone = list(pool.map(lambda name: way(seed, ("--config", f"{name}.yaml"), options), NAMES))
-    together = way(seed, ("--sites", "sites.yaml"), options)
+    with tempfile.TemporaryDirectory(prefix="ft-") as runtime, patch.dict(os.environ, {"XDG_RUNTIME_DIR": runtime}):
+        # The endpoints are other users by number, with other default places for the registry of clusters.
+        with ThreadPoolExecutor(len(NAMES)) as pool:
+            alone = list(pool.map(lambda name: way(seed, ("--config", f"{name}.yaml"), options), NAMES))
+        together = way(seed, ("--sites", "sites.yaml"), options)
     best = max(one["node_seconds"] for one in alone)
     return {
         "seed": seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import signal
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     Show = Callable[[RunState, float, Sequence[str]], None]
 
     from freetrain_parsl.protocol.options import OnCodeChange
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "CampaignRun",
@@ -178,6 +181,7 @@ class CampaignRun:
     campaign: Campaign
     _owned: OwnedTrainings = field(default_factory=OwnedTrainings)
     _unwritable: bool = False
+    _assignment: tuple[str, ...] | None = None
     _cancelled: set[str] = field(default_factory=set)
 
     @classmethod
@@ -416,9 +420,19 @@ class CampaignRun:
         self.store.beat(driver, {**states, **running}, remarks)
 
     def _assigned(self) -> tuple[str, ...] | None:
-        """Return the trainings that are assigned to this site; ``None``: all."""
+        """Return the trainings that are assigned to this site; ``None``: all.
+
+        A file that cannot be read for now changes nothing.
+        """
         file = self.store.fact("assignment", None)
-        return None if file is None else Assignment.read(Path(file)).trainings
+        if file is not None:
+            try:
+                self._assignment = Assignment.read(Path(file)).trainings
+            except InvalidInput as error:
+                if self._assignment is None:
+                    raise
+                logger.warning("%s; the trainings assigned before stay", error)
+        return self._assignment
 
     def _cancel_requested(self) -> None:
         """Carry out cancel requests; try again later for a training that Parsl has not submitted yet."""
