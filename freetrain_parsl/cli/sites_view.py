@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from freetrain_parsl.campaign.store import RunStore
-    from freetrain_parsl.remote.sites.coordinator import Coordinator, TrainingPlace
+    from freetrain_parsl.remote.sites.coordinator import Coordinator
     from freetrain_parsl.remote.sites.run import SitesRun
+    from freetrain_parsl.remote.sites.state import TrainingPlace
 
 __all__ = ["coordinate_and_report", "sites_summary"]
 

@@ -265,6 +265,7 @@ def _results(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stop(request: Mapping[str, Any]) -> dict[str, Any]:
     root = _root(request)
+    _wait(root, request, lambda status: status.state != "starting")
     status = _status(root)
     if status.state == "starting":
         raise InvalidInput(f"{root.name} is starting; stop it when it runs")

@@ -14,186 +14,31 @@ makes a decision early or late, not wrong: leases are enforced by the home.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.planning.sites.model import Offer, SitesQuestion, SiteTraining, SiteView
-from freetrain_parsl.planning.sites.rates import HOME, SiteRates, fit_rate, rates_between
+from freetrain_parsl.planning.sites.model import SitesQuestion, SiteTraining, SiteView
+from freetrain_parsl.planning.sites.rates import HOME, rates_between
 from freetrain_parsl.remote.sites.answers import SiteFacts, TrainingAtSite
+from freetrain_parsl.remote.sites.state import Ask, CallPace, SiteCall, SiteState, TrainingPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.sites.model import SitesPlanner
+    from freetrain_parsl.planning.sites.rates import SiteRates
     from freetrain_parsl.remote.sites.answers import SiteAnswer
 
-__all__ = ["Ask", "CallPace", "Coordinator", "SiteCall", "SiteState", "TrainingPlace"]
+__all__ = ["Coordinator"]
 
 _FORMAT = 1
 _FIRST_RETRY = 5.0  # seconds until a silent site is asked again; doubled each time, up to the status period
 _STOP_ATTEMPTS = 3
 _EARLY = 0.25  # of a look: the least time between two decisions, if something has changed
-
-
-class Ask(Enum):
-    """What a site is asked."""
-
-    PREPARE = "prepare"
-    """To unpack the campaign."""
-    LOOK = "look"
-    """For its state and its offers."""
-    STATUS = "status"
-    """For its state; it takes in the current order, too."""
-    STOP = "stop"
-    """To save all trainings and end its driver."""
-
-
-@dataclass(frozen=True)
-class SiteCall:
-    """A call to make now.
-
-    Parameters
-    ----------
-    site
-        Name of the site.
-    ask
-        What is asked.
-    order, trainings
-        The order that the call carries.
-    start
-        Whether a driver is started for it, if none runs.
-    """
-
-    site: str
-    ask: Ask
-    order: int = 0
-    trainings: tuple[str, ...] = ()
-    start: bool = False
-
-
-@dataclass(frozen=True)
-class CallPace:
-    """How often sites are asked.
-
-    Parameters
-    ----------
-    look
-        Seconds between decisions.
-    status
-        Seconds between questions for the progress.
-    """
-
-    look: float
-    status: float
-
-
-@dataclass
-class SiteState:
-    """What is known of a site.
-
-    Parameters
-    ----------
-    name
-        Its name.
-    stated
-        Transfer rates until copies are measured.
-    facts
-        ``None`` until it has unpacked the campaign.
-    order, wanted
-        The last order, and its trainings.
-    possible
-        Trainings of all orders that it may have taken in since the last one that it has confirmed.
-    seen
-        When it answered last.
-    answer
-        Its last answer.
-    offers
-        Nodes that could be obtained, as of the last look.
-    silent
-        Why it does not answer; empty if it does.
-    """
-
-    name: str
-    stated: SiteRates = field(default_factory=SiteRates)
-    facts: SiteFacts | None = None
-    order: int = 0
-    wanted: tuple[str, ...] = ()
-    possible: set[str] = field(default_factory=set)
-    confirmed: int = 0
-    seen: float | None = None
-    answer: SiteAnswer | None = None
-    offers: tuple[Offer, ...] = ()
-    silent: str = ""
-    failures: int = 0
-    asking: Ask | None = None
-    owes_look: bool = True
-    stopped: bool = False
-    next_call: float = 0.0
-    next_stop: float = 0.0
-    trainings: Mapping[str, TrainingAtSite] = field(default_factory=dict)
-
-    @property
-    def answers(self) -> bool:
-        """Whether it is ready and its last call was answered."""
-        return self.facts is not None and not self.silent and self.seen is not None
-
-    def lease_until(self) -> float:
-        """Return when its trainings may go on elsewhere if it stays silent."""
-        if self.seen is None or self.facts is None:
-            return 0.0
-        return self.seen + self.facts.lease
-
-    def rates(self) -> SiteRates:
-        """Return its measured rates, or those assumed."""
-        if self.answer is None:
-            return self.stated
-        return SiteRates(
-            fit_rate(self.answer.copies_to_home, self.stated.to_home),
-            fit_rate(self.answer.copies_from_home, self.stated.from_home),
-        )
-
-    @property
-    def held(self) -> float:
-        """Number of nodes that our blocks have there."""
-        return 0.0 if self.answer is None else sum(offer.nodes for offer in self.answer.held)
-
-
-@dataclass
-class TrainingPlace:
-    """Where a training is.
-
-    Parameters
-    ----------
-    trainer
-        As the planner sees it.
-    site
-        The site to which it is assigned.
-    reason
-        Why, in the planner's words.
-    size
-        Bytes of its newest known checkpoint.
-    samples_left
-        ``None`` if not known.
-    ended
-        Its last state, once it has ended.
-    ended_at
-        The site where it has ended.
-    moves
-        How often it has been assigned to another site.
-    """
-
-    trainer: Trainer
-    site: str | None = None
-    reason: str = ""
-    size: float = 0.0
-    samples_left: float | None = None
-    ended: TrainingAtSite | None = None
-    ended_at: str = ""
-    moves: int = 0
 
 
 class Coordinator:
@@ -227,6 +72,7 @@ class Coordinator:
         self._looked = 0.0
         self._next_look = 0.0
         self._deciding = False
+        self._now = -math.inf
 
     # What is to be done.
 
@@ -239,12 +85,22 @@ class Coordinator:
 
     def due(self, now: float) -> list[SiteCall]:
         """Return the calls to make now; one of `on_prepared`, `on_answer`, `on_stopped`, `on_silence` ends each."""
+        self._follow_clock(now)
         if not self.stopping:
             self._begin_look(now)
         calls = [call for site in self.sites.values() if (call := self._call(site, now)) is not None]
         for call in calls:
             self.sites[call.site].asking = call.ask
         return calls
+
+    def _follow_clock(self, now: float) -> None:
+        """Shift all times if the clock was set back: otherwise nothing would be due for as long."""
+        if (step := self._now - now) > 0:
+            self._looked, self._next_look = self._looked - step, self._next_look - step
+            for site in self.sites.values():
+                site.next_call, site.next_stop = site.next_call - step, site.next_stop - step
+                site.seen = None if site.seen is None else site.seen - step
+        self._now = now
 
     def _begin_look(self, now: float) -> None:
         ending = [
@@ -348,6 +204,9 @@ class Coordinator:
         if item.ended is not None:
             return
         item.ended = TrainingAtSite(training, "cancelled", None, ())
+        self._withdraw(training)
+
+    def _withdraw(self, training: str) -> None:
         for site in self.sites.values():
             if training in site.wanted:
                 site.order += 1
@@ -521,6 +380,8 @@ class Coordinator:
             training.ended_at = str(item["ended_at"])
         for name, at_site in ended.items():
             self.trainings[name].ended = at_site
+            if at_site.state == "cancelled":  # perhaps while there was no coordinator
+                self._withdraw(name)
 
     def lines(self, now: float) -> Iterator[str]:
         """Describe the sites, one line each."""

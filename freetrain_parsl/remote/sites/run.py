@@ -35,10 +35,11 @@ from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import RequestBudget
 from freetrain_parsl.remote.preparation import prepare
 from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
-from freetrain_parsl.remote.sites.coordinator import Ask, CallPace, Coordinator
+from freetrain_parsl.remote.sites.coordinator import Coordinator
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile
 from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.sites_file import SitesFile
+from freetrain_parsl.remote.sites.state import Ask, CallPace
 from freetrain_parsl.storage.staging import write_text
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.sites.model import SitePlan, SitesQuestion
-    from freetrain_parsl.remote.sites.coordinator import SiteCall
     from freetrain_parsl.remote.sites.places import SitePlace
+    from freetrain_parsl.remote.sites.state import SiteCall
 
     Show = Callable[[Coordinator, float], None]
 
@@ -347,6 +348,7 @@ class _Loop:
                     self._stop()
             self.show(coordinator, time.monotonic() - begin)
             if coordinator.is_done:
+                self._report_not_stopped()
                 self._save()
                 self._beat()
                 return how
@@ -362,6 +364,11 @@ class _Loop:
             "stopping: the sites save their trainings and end their drivers; Ctrl-C again leaves them as they are"
         )
         self.coordinator.stop()
+
+    def _report_not_stopped(self) -> None:
+        for site in self.coordinator.sites.values():
+            if self.coordinator.stopping and site.silent and site.facts is not None:
+                self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
 
     # Calls.
 

@@ -17,7 +17,8 @@ from freetrain_parsl.planning.sites.model import Offer, SiteChoice, SitePlan, Si
 from freetrain_parsl.planning.sites.planner import plan_sites
 from freetrain_parsl.planning.sites.rates import SiteRates
 from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
-from freetrain_parsl.remote.sites.coordinator import Ask, CallPace, Coordinator, SiteCall
+from freetrain_parsl.remote.sites.coordinator import Coordinator
+from freetrain_parsl.remote.sites.state import Ask, CallPace, SiteCall
 
 LEASE, LOOK, STATUS = 100.0, 60.0, 20.0
 FACTS = SiteFacts("home", LEASE)
@@ -316,3 +317,19 @@ def test_a_training_whose_site_is_gone_is_queued_at_another_one_although_all_nod
     settle(coordinator, sites, STATUS + LEASE + 1.0)
     assert sorted(sites["b"].assigned) == ["t0", "t1", "t2", "t3"]
     assert "queued at b" in coordinator.trainings[sites["a"].assigned[0]].reason
+
+
+def test_a_training_that_was_cancelled_without_a_coordinator_is_withdrawn_by_the_next_one() -> None:
+    coordinator, sites = make(put("a"), 2), {"a": Site("a", 2), "b": Site("b", 2)}
+    settle(coordinator, sites, 0.0)
+    again = make(put("a"), 2)
+    again.restore(coordinator.as_json(), {"t1": TrainingAtSite("t1", "cancelled", None, ())})
+    settle(again, sites, 1.0)
+    assert sites["a"].assigned == ("t0",)
+
+
+def test_a_clock_that_is_set_back_stops_nothing() -> None:
+    coordinator, sites = make(planner, 1), {"a": Site("a", 2), "b": Site("b", 2)}
+    settle(coordinator, sites, 1e9)
+    assert settle(coordinator, sites, 1e6) == []
+    assert {call.ask for call in settle(coordinator, sites, 1e6 + LOOK)} == {Ask.LOOK}
