@@ -16,6 +16,7 @@ import signal
 import sqlite3
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -319,6 +320,8 @@ class _Loop:
     def __post_init__(self) -> None:
         self._outcomes: SimpleQueue[tuple[_Caller, _Outcome]] = SimpleQueue()
         self._callers = {name: self._caller(name) for name in self.coordinator.sites}
+        self._calls: list[SiteCall] = []  # to be made once the state is stored
+        self._unwritable = False
         self._saved: dict[str, Any] = {}
         self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
 
@@ -334,30 +337,46 @@ class _Loop:
             coordinator.stop()
         while True:
             self._take_outcomes()
-            calls = coordinator.due(self.owner.clock())
-            self._save()
-            for call in calls:
-                self._callers[call.site].submit(call, self._request(call))
-            if time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + BEAT
-                self._beat()
-                for name in store.cancellations():
-                    coordinator.cancel(name)
-                if store.stop_requested() and not coordinator.stopping:
-                    how = "stopped"
-                    self._stop()
-            self.show(coordinator, time.monotonic() - begin)
-            if coordinator.is_done:
-                self._report_not_stopped()
+            self._calls += coordinator.due(self.owner.clock())
+            with self._writing():
                 self._save()
-                self._beat()
-                return how
+                for call in self._calls:
+                    self._callers[call.site].submit(call, self._request(call))
+                self._calls.clear()
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + BEAT
+                    self._beat()
+                    for name in store.cancellations():
+                        coordinator.cancel(name)
+                    if store.stop_requested() and not coordinator.stopping:
+                        how = "stopped"
+                        self._stop()
+            self.show(coordinator, time.monotonic() - begin)
+            if coordinator.is_done and not self._unwritable:
+                self._report_not_stopped()
+                with self._writing():
+                    self._save()
+                    self._beat()
+                if not self._unwritable:
+                    return how
             if len(self.caught) > heard:
                 if signal.SIGHUP in self.caught or coordinator.stopping:
                     return "detached"
                 heard, how = len(self.caught), "interrupted"
                 self._stop()
             time.sleep(_PERIOD)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Go on if the run directory cannot be written for now, e.g. because the disk is full; nothing is sent then."""
+        try:
+            yield
+        except (OSError, sqlite3.OperationalError) as error:
+            if not self._unwritable:
+                self.report(f"the state of the run cannot be written to {self.owner.directory}: {error}; retrying")
+            self._unwritable = True
+        else:
+            self._unwritable = False
 
     def _stop(self) -> None:
         self.report(

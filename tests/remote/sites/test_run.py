@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from freetrain_parsl.cli.verbs import app_of
 from freetrain_parsl.errors import InvalidInput, RemoteError
 from freetrain_parsl.remote.sites import run as run_module
-from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, site_lines
+from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
 from freetrain_parsl.remote.sites.run import SitesRun
 
 if TYPE_CHECKING:
@@ -168,6 +168,25 @@ def test_a_site_that_is_offline_at_the_start_is_tried_again_and_one_that_refuses
     refused.place_of = lambda _run, _name: ScriptedSite(error=InvalidInput("login1 has other versions"))
     with pytest.raises(InvalidInput, match=r"site [ab]: login1 has other versions"):
         refused.drive(report=ignore, show=ignore)
+
+
+def test_while_nothing_can_be_stored_nothing_is_sent_and_the_run_goes_on_later(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, said, failures = {"a": ScriptedSite(), "b": ScriptedSite()}, [], iter(range(20))
+    run = create(project, sites)
+    write = CoordinatorFile.write
+
+    def full(self: CoordinatorFile, run_dir: Path) -> None:
+        if next(failures, None) is not None:
+            assert not sites["a"].verbs
+            raise OSError(28, "No space left on device")
+        write(self, run_dir)
+
+    monkeypatch.setattr(CoordinatorFile, "write", full)
+    assert run.drive(report=said.append, show=ignore) == "finished"
+    assert len(said) == 1
+    assert "No space left on device; retrying" in said[0]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"coordinator": {"format": 7}, "lines": []}', '{"lines": []}'])
