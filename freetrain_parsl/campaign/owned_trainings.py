@@ -124,6 +124,7 @@ class OwnedTrainings:
             self._withdrawn.discard(name)
             if isinstance(future.exception(), TrainingCancelled):
                 del self._futures[name]
+                self._leaving.discard(name)  # if it was lost, too
                 self._leave(name)
                 return False
         verdict = ResultStatus.LOST if name in self._leaving else self._mover.finished(name)

@@ -178,3 +178,20 @@ def test_a_run_to_which_nothing_is_assigned_is_done() -> None:
     trainings.assign([])
     assert trainings.is_done
     assert mover.told[-1] == "leave a"
+
+
+def test_a_training_that_is_withdrawn_and_lost_has_a_result_when_it_comes_back() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    mover.ready = {"a"}
+    trainings = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover, assigned=["a"])
+    trainings.admit()
+    trainings.assign([])
+    mover.losses = {"a": "home could not be reached"}
+    trainings.admit()
+    assert collected(trainings) == []
+    mover.losses = {}
+    trainings.assign(["a"])
+    trainings.admit()
+    mover.verdicts = {"a": ResultStatus.CONFIRMED}
+    kernel.futures[1].set_result(1)
+    assert collected(trainings) == ["a"]

@@ -66,7 +66,6 @@ class Coordinator:
         self.sites = {name: SiteState(name, stated) for name, stated in rates.items()}
         self.trainings = {trainer.name: TrainingPlace(trainer) for trainer in trainers}
         self.stopping = False
-        self.decisions = 0
         self._pace = pace
         self._planner = planner
         self._looked = 0.0
@@ -229,7 +228,6 @@ class Coordinator:
         self._order(now)
 
     def _decide(self, now: float) -> None:
-        self.decisions += 1
         open_trainings = self._open()
         question = SitesQuestion(
             now,

@@ -179,7 +179,8 @@ class Mover:
         with self._lock:
             item = self._carried[self._names[training]]
             item.leaving = True
-            if item.stage is _Stage.READY and self._lost.pop(item.name, None) is None:
+            lost = self._lost.pop(item.name, None)
+            if item.stage is _Stage.READY and lost is None:
                 item.stage, item.finished, item.confirmed = _Stage.FINISHED, self._clock(), True
                 self._next_scan = 0.0
             elif item.stage is not _Stage.OVER:
