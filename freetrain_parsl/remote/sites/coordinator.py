@@ -38,6 +38,7 @@ __all__ = ["Coordinator"]
 _FORMAT = 1
 _FIRST_RETRY = 5.0  # seconds until a silent site is asked again; doubled each time, up to the status period
 _STOP_ATTEMPTS = 3
+_READY = 60.0  # seconds in which a driver starts and gets its first nodes
 _EARLY = 0.25  # of a look: the least time between two decisions, if something has changed
 
 
@@ -99,6 +100,8 @@ class Coordinator:
             for site in self.sites.values():
                 site.next_call, site.next_stop = site.next_call - step, site.next_stop - step
                 site.seen = None if site.seen is None else site.seen - step
+            for training in self.trainings.values():
+                training.arrives -= step
         self._now = now
 
     def _begin_look(self, now: float) -> None:
@@ -239,7 +242,7 @@ class Coordinator:
         choices = self._planner(question).choices
         for choice in choices:
             if choice.site is not None:
-                self._place(open_trainings[choice.training], choice.site, choice.reason)
+                self._place(open_trainings[choice.training], choice.site, choice.reason, choice.transfer_seconds)
         for choice in choices:
             if choice.site is None and (queue := self._shortest_queue()) is not None:
                 self._place(open_trainings[choice.training], queue, f"{choice.reason}; queued at {queue}")
@@ -266,14 +269,14 @@ class Coordinator:
             site.name,
             0 if at_site is None else len(at_site.nodes),
             site.lease_until(),
+            training.arrives,
         )
 
-    @staticmethod
-    def _place(training: TrainingPlace, site: str, reason: str) -> None:
+    def _place(self, training: TrainingPlace, site: str, reason: str, transfer: float = 0.0) -> None:
         training.reason = reason
         if site != training.site:
             training.moves += training.site is not None
-            training.site = site
+            training.site, training.arrives = site, self._now + transfer + _READY
 
     def _shortest_queue(self) -> str | None:
         """Return the answering site with the most nodes per training; ``None`` if none answers.
@@ -339,6 +342,7 @@ class Coordinator:
                     "size": item.size,
                     "samples_left": item.samples_left,
                     "moves": item.moves,
+                    "arrives": item.arrives,
                     "ended": None if item.ended is None else item.ended.state,
                     "ended_at": item.ended_at,
                 }
@@ -375,7 +379,7 @@ class Coordinator:
                 raise ValueError(f"unknown site {item['site']!r}")
             training.site, training.reason, training.moves = item["site"], str(item["reason"]), int(item["moves"])
             training.size, training.samples_left = float(item["size"]), item["samples_left"]
-            training.ended_at = str(item["ended_at"])
+            training.ended_at, training.arrives = str(item["ended_at"]), float(item["arrives"])
         for name, at_site in ended.items():
             self.trainings[name].ended = at_site
             if at_site.state == "cancelled":  # perhaps while there was no coordinator

@@ -163,6 +163,8 @@ class TrainingPlace:
         The site where it has ended.
     moves
         How often it has been assigned to another site.
+    arrives
+        When its state is expected there, and its driver ready; until then it is not assigned elsewhere.
     """
 
     trainer: Trainer
@@ -173,3 +175,4 @@ class TrainingPlace:
     ended: TrainingAtSite | None = None
     ended_at: str = ""
     moves: int = 0
+    arrives: float = 0.0

@@ -333,3 +333,16 @@ def test_a_clock_that_is_set_back_stops_nothing() -> None:
     settle(coordinator, sites, 1e9)
     assert settle(coordinator, sites, 1e6) == []
     assert {call.ask for call in settle(coordinator, sites, 1e6 + LOOK)} == {Ask.LOOK}
+
+
+def test_a_training_that_is_on_its_way_is_not_sent_elsewhere_before_it_can_have_nodes() -> None:
+    coordinator = Coordinator(trainers(1), {"a": SiteRates(), "b": SiteRates()}, CallPace(10.0, 5.0), planner)
+    sites = {"a": Site("a", 2), "b": Site("b", 0)}
+    settle(coordinator, sites, 0.0)
+    assert sites["a"].assigned == ("t0",)
+    sites["a"].nodes, sites["b"].nodes = 0, 2
+    for now in range(10, 60, 10):
+        settle(coordinator, sites, float(now))
+        assert sites["a"].assigned == ("t0",)
+    settle(coordinator, sites, 70.0)
+    assert sites["b"].assigned == ("t0",)
