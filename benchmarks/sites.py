@@ -5,7 +5,9 @@ replays the same trainings at each site alone, at both without moves, and at bot
 those held by trainings less those that changes have cost. `samples_lost` and `duplicate_samples` are gaps and overlaps
 between what a training had done when it left a site and what it began with at the next one.
 
-This is the replay; transfers are not carried out, and requests to services are not counted.
+With ``--live``, two embedded clusters with real endpoints and drivers, and stand-ins of Globus' services: the same
+campaign at each site alone and at both, for as many seconds, while neighbours take the nodes. Useful node-seconds are
+then the training steps that were done, times their duration. Fetches are the moves' copies from home.
 """
 
 from __future__ import annotations
@@ -135,7 +137,19 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100.0, help="MB/s between the sites")
     parser.add_argument("--look", type=float, default=600.0, help="seconds between decisions")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--live", action="store_true", help="two embedded clusters instead of the replay")
+    parser.add_argument("--seconds", type=float, default=300.0, help="live: length of each run")
+    parser.add_argument("--live-phase", type=float, default=75.0, help="live: seconds of each phase")
+    parser.add_argument("--live-look", type=float, default=15.0, help="live: seconds between decisions")
+    parser.add_argument("--parameters", type=int, default=1_000_000, help="live: of each training's model")
     options = parser.parse_args()
+    if options.live:
+        from _live_sites import live_row
+
+        rows = [live_row(seed, options) for seed in range(options.seeds)]
+        packages = ("freetrain-parsl", "globus-sdk", "globus-compute-endpoint")
+        report("two live sites with complementary holes", rows, packages, options.json)
+        return
     rows = [row(seed, options) for seed in range(options.seeds)]
     report("two sites with complementary holes, by replay", rows, ("freetrain-parsl", "highspy"), options.json)
 

@@ -2,6 +2,9 @@
 
 A training whose ownership is lost is ended at a boundary between steps, with its state saved, and waits until this
 site owns it again. A result counts once the mover has confirmed the ownership.
+
+With a coordinator of several sites, only the trainings that are assigned to this site are wanted. One that is withdrawn
+is ended in the same way; the mover copies its last checkpoint to home and releases it.
 """
 
 from __future__ import annotations
@@ -9,11 +12,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import TrainingInterrupted
+from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.storage.globus.mover import ResultStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
     from concurrent.futures import Future
 
     from freetrain_parsl.storage.globus.mover import Mover
@@ -35,6 +38,8 @@ class OwnedTrainings:
         Ends a training, with its state saved.
     mover
         ``None``: all trainings may start at once.
+    assigned
+        The trainings that are assigned to this site, with a mover; `assign` changes them. ``None``: all, always.
     """
 
     def __init__(
@@ -42,15 +47,19 @@ class OwnedTrainings:
         submissions: Mapping[str, Callable[[], Future[Any]]] | None = None,
         cancel: Callable[[Future[Any]], bool] = lambda _: False,
         mover: Mover | None = None,
+        assigned: Collection[str] | None = None,
     ) -> None:
         self._submissions = dict(submissions or {})
         self._cancel = cancel
         self._mover = mover
         self._futures: dict[str, Future[Any]] = {}
         self._leaving: set[str] = set()  # those that another site has taken over
-        self.held = set(self._submissions)
+        self._withdrawn: set[str] = set()  # those that end because they are not assigned any more
+        self.elsewhere = set() if assigned is None else set(self._submissions) - set(assigned)
+        self.held = set(self._submissions) - self.elsewhere
         if mover is not None:
-            mover.want(self._submissions)
+            mover.want(name for name in self._submissions if name in self.held)
+            mover.abandon(self.elsewhere)
 
     @property
     def current(self) -> set[str]:
@@ -78,6 +87,26 @@ class OwnedTrainings:
                 if self._mover.lost(name) and (self._futures[name].done() or self._cancel(self._futures[name])):
                     self._leaving.add(name)
 
+    def assign(self, assigned: Collection[str]) -> None:
+        """Want the trainings that are assigned to this site now, and give up the others."""
+        assert self._mover is not None, "trainings are assigned to sites with a home"
+        for name in sorted(self.held.difference(assigned)):
+            self.held.discard(name)
+            self._leave(name)
+        for name in sorted(self.current - self._leaving - self._withdrawn - set(assigned)):
+            if not self._futures[name].done() and self._cancel(self._futures[name]):
+                self._withdrawn.add(name)
+        for name in sorted(self.elsewhere.intersection(assigned)):
+            if self._mover.has_left(name):
+                self.elsewhere.discard(name)
+                self.held.add(name)
+                self._mover.want([name])
+
+    def _leave(self, name: str) -> None:
+        assert self._mover is not None, "trainings are assigned to sites with a home"
+        self.elsewhere.add(name)
+        self._mover.leave(name)
+
     def collect(self, keep: Callable[[str, Future[Any]], None]) -> None:
         """Pass on the futures of trainings that have ended, and whose result counts."""
         for name, future in list(self._futures.items()):
@@ -91,6 +120,13 @@ class OwnedTrainings:
         """Return whether the outcome of a training counts; if it never will, hold the training again."""
         if self._mover is None or isinstance(future.exception(), TrainingInterrupted):
             return True
+        if name in self._withdrawn:
+            self._withdrawn.discard(name)
+            if isinstance(future.exception(), TrainingCancelled):
+                del self._futures[name]
+                self._leaving.discard(name)  # if it was lost, too
+                self._leave(name)
+                return False
         verdict = ResultStatus.LOST if name in self._leaving else self._mover.finished(name)
         if verdict is ResultStatus.LOST:
             del self._futures[name]
@@ -101,8 +137,9 @@ class OwnedTrainings:
 
     def cancel(self, name: str) -> bool:
         """Cancel a training at the user's request; return whether it is being cancelled."""
-        if name in self.held:
+        if name in self.held or name in self.elsewhere:
             self.held.discard(name)
+            self.elsewhere.discard(name)
             return True
         return name in self._futures and self._cancel(self._futures[name])
 
@@ -127,7 +164,7 @@ class OwnedTrainings:
 
     def remark(self, name: str) -> str:
         """Return what the user should know about a training and its home."""
-        return "" if self._mover is None else self._mover.remark(name)
+        return "" if self._mover is None or name in self.elsewhere else self._mover.remark(name)
 
     def notes(self) -> list[str]:
         """Describe what the mover does, and which trainings wait for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import signal
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.assignment import Assignment
 from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.home import check_home, open_mover
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
@@ -44,7 +46,18 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import OnCodeChange
 
-__all__ = ["CampaignRun", "find_run", "preflight", "run_directories"]
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "CampaignRun",
+    "find_run",
+    "make_run_directory",
+    "preflight",
+    "read_site",
+    "refuse_living_driver",
+    "run_directories",
+    "run_signals",
+]
 
 _PERIOD = 0.25  # seconds between polls of futures and signals
 _RUN_NAME = "freetrain-run-"
@@ -97,6 +110,40 @@ def find_run(directory: Path | None) -> Path:
     return max(found, key=lambda run: (RunStore(run).fact("created"), run.name))
 
 
+def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, bool]:
+    """Make the directory of a new run, private to the user.
+
+    Parameters
+    ----------
+    directory
+        ``None``: one in the current directory, named after the time.
+    now
+        The time.
+
+    Returns
+    -------
+    run_dir, made
+        Its absolute path, and whether it is new.
+
+    Raises
+    ------
+    InvalidInput
+        It is in use or cannot be created.
+    """
+    run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
+    made = not run_dir.exists()
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(run_dir.iterdir()):
+            raise InvalidInput(
+                f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
+            )
+        run_dir.chmod(0o700)
+    except OSError as error:
+        raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
+    return run_dir, made
+
+
 def run_directories() -> list[Path]:
     """List the run directories here that have default names."""
     return [file.parent for file in sorted(Path().glob(f"{_RUN_NAME}*/{DATABASE}"))]
@@ -119,32 +166,37 @@ class CampaignRun:
     campaign: Campaign
     _owned: OwnedTrainings = field(default_factory=OwnedTrainings)
     _unwritable: bool = False
+    _assignment: tuple[str, ...] | None = None
     _cancelled: set[str] = field(default_factory=set)
 
     @classmethod
-    def create(cls, campaign: Campaign, site: Site, directory: Path | None = None) -> CampaignRun:
+    def create(
+        cls, campaign: Campaign, site: Site, directory: Path | None = None, *, assignment: Path | None = None
+    ) -> CampaignRun:
         """Create the run directory, private to the user; submit nothing.
+
+        Parameters
+        ----------
+        campaign, site, directory
+            What it consists of; the directory has a default name.
+        assignment
+            File with the trainings that are assigned to this site; ``None``: all are.
 
         Raises
         ------
         InvalidInput
-            The directory is in use or cannot be created, or a training needs nodes that the site does not have.
+            The directory is in use or cannot be created, a training needs nodes that the site does not have, or
+            trainings are assigned to a site without a home.
         UsageError, BatchSystemError
             See `preflight`.
         """
         refuse_impossible(campaign, site)
+        if assignment is not None:
+            if site.globus is None:
+                raise InvalidInput(f"{site.file}: trainings are assigned to sites that have checkpoints.globus only")
+            Assignment.read(assignment)
         now = datetime.now().astimezone()
-        run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
-        made = not run_dir.exists()
-        try:
-            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if any(run_dir.iterdir()):
-                raise InvalidInput(
-                    f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
-                )
-            run_dir.chmod(0o700)
-        except OSError as error:
-            raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
+        run_dir, made = make_run_directory(directory, now)
         try:
             preflight(site, run_dir)
             if site.outlives_driver:
@@ -163,6 +215,7 @@ class CampaignRun:
             "site_file": str(Path(site.file).absolute()),
             "site_text": site.text,
             "variables": {**site.variables, **campaign.variables},
+            "assignment": None if assignment is None else str(assignment.absolute()),
         }
         store = RunStore.create(run_dir, facts, [training.name for training in campaign.trainings])
         return cls(store, site, campaign)
@@ -188,6 +241,8 @@ class CampaignRun:
             It is not a run directory, or its campaign can no longer be loaded, for example because an app is missing.
         """
         store = RunStore(directory.absolute())
+        if store.fact("sites", None) is not None:
+            raise InvalidInput(f"{directory} is a run at several sites; 'freetrain resume' continues it")
         variables = Variables(store.fact("variables"))
         file = Path(store.fact("campaign_file"))
         campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
@@ -245,7 +300,7 @@ class CampaignRun:
                 raise InvalidInput(f"{self.directory} cannot be written: {error}; free some space") from error
             how = "failed"
             try:
-                with _signals() as caught:
+                with run_signals() as caught:
                     how = self._drive(driver, caught, report, show)
             finally:
                 with self._kept(report):
@@ -294,7 +349,7 @@ class CampaignRun:
                     for training in self.campaign.trainings
                     if training.name in unfinished
                 }
-                self._owned = OwnedTrainings(submissions, executor.cancel, mover)
+                self._owned = OwnedTrainings(submissions, executor.cancel, mover, self._assigned())
                 run = RunState(executor.journal_path)
                 how = self._watch(driver, run, caught, report, show)
                 if how != "finished":
@@ -329,6 +384,8 @@ class CampaignRun:
                     run.refresh()
                     owned.collect(partial(self._keep, run=run))
                     self._cancel_requested()
+                    if (assigned := self._assigned()) is not None:
+                        owned.assign(assigned)
                     self._beat(driver, run)
                     if self.store.stop_requested():
                         return "stopped"
@@ -343,12 +400,27 @@ class CampaignRun:
         """Store the state of the trainings that have not ended; if its future is done, the reason is stored already."""
         names = self._owned.current
         current = [item for item in _unfinished(run) if item.name in names]
-        states = dict.fromkeys(self._owned.held, ("waiting", None, ()))
+        states = dict.fromkeys(self._owned.held | self._owned.elsewhere, ("waiting", None, ()))
         remarks = {item.name: item.remark(time.time()) for item in current}
-        for name in (*names, *self._owned.held):
+        for name in (*names, *self._owned.held, *self._owned.elsewhere):
             remarks[name] = "; ".join(filter(None, [remarks.get(name), self._owned.remark(name)]))
         running = {item.name: (item.state, item.share_done, item.nodes) for item in current}
         self.store.beat(driver, {**states, **running}, remarks)
+
+    def _assigned(self) -> tuple[str, ...] | None:
+        """Return the trainings that are assigned to this site; ``None``: all.
+
+        A file that cannot be read for now changes nothing.
+        """
+        file = self.store.fact("assignment", None)
+        if file is not None:
+            try:
+                self._assignment = Assignment.read(Path(file)).trainings
+            except InvalidInput as error:
+                if self._assignment is None:
+                    raise
+                logger.warning("%s; the trainings assigned before stay", error)
+        return self._assignment
 
     def _cancel_requested(self) -> None:
         """Carry out cancel requests; try again later for a training that Parsl has not submitted yet."""
@@ -382,7 +454,15 @@ class CampaignRun:
 
 
 def read_site(store: RunStore) -> Site:
-    """Return the site that a run was created with, without its campaign."""
+    """Return the site that a run was created with, without its campaign.
+
+    Raises
+    ------
+    InvalidInput
+        It is a run at several sites.
+    """
+    if store.fact("sites", None) is not None:
+        raise InvalidInput(f"{store.directory} is a run at several sites; its jobs and checkpoints are there")
     return Site.parse(store.fact("site_text"), store.fact("site_file"), Variables(store.fact("variables")))
 
 
@@ -411,7 +491,7 @@ def _unfinished(run: RunState) -> Iterator[Any]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def run_signals() -> Iterator[list[int]]:
     """Collect the signals that end a run; handlers only record them, the loop acts."""
     caught: list[int] = []
 

@@ -158,9 +158,10 @@ class RunStore:
 
     # Constants of the run.
 
-    def fact(self, key: str) -> Any:
-        """Return one of the constants with which the run was created."""
-        return json.loads(self._one("SELECT value FROM fact WHERE key = ?", key)[0])
+    def fact(self, key: str, *default: Any) -> Any:
+        """Return one of the constants with which the run was created; if it has none, the default, if there is one."""
+        rows = self._rows("SELECT value FROM fact WHERE key = ?", key)
+        return default[0] if default and not rows else json.loads(rows[0][0])
 
     # Drivers.
 

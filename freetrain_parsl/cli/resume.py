@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 from freetrain_parsl.campaign.run import CampaignRun, find_run, refuse_living_driver
+from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.campaign_view import RunDirectory, drive_and_report
 from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import check_on_code_change
 
 if TYPE_CHECKING:
@@ -39,10 +41,28 @@ def resume(
     with errors_in_one_line("resume"):
         if on_code_change is not None:
             check_on_code_change(on_code_change)
-        campaign_run = CampaignRun.reopen(find_run(run_dir), config, cast("OnCodeChange | None", on_code_change))
+        directory = find_run(run_dir)
+        if RunStore(directory.absolute()).fact("sites", None) is not None:
+            if config is not None or retry_failed or retry or on_code_change is not None:
+                raise UsageError(
+                    f"{directory} is a run at several sites: it continues without options; retry trainings at a site "
+                    "with 'freetrain remote resume'"
+                )
+            _coordinate_again(directory, json)
+        campaign_run = CampaignRun.reopen(directory, config, cast("OnCodeChange | None", on_code_change))
         refuse_living_driver(campaign_run.store)
         if retry_failed:
             campaign_run.store.retry_failed()
         for name in retry:
             campaign_run.store.retry(name)
     drive_and_report(campaign_run, as_json=json, resuming=True)
+
+
+def _coordinate_again(directory: Path, json: bool) -> None:
+    """Continue to coordinate several sites; exits."""
+    from freetrain_parsl.cli.sites_view import coordinate_and_report
+    from freetrain_parsl.remote.sites.run import SitesRun
+
+    run = SitesRun.reopen(directory)
+    refuse_living_driver(run.store)
+    coordinate_and_report(run, verb="resume", as_json=json)

@@ -1,4 +1,4 @@
-"""``freetrain run``: runs the trainings of a campaign file at the site described by a site file."""
+"""``freetrain run``: runs the trainings of a campaign file at the site of a site file, or at several sites."""
 
 from __future__ import annotations
 
@@ -12,24 +12,60 @@ from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.cli.campaign_view import drive_and_report
 from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.errors import UsageError
 
 __all__ = ["run"]
 
 
 def run(
     campaign: Path = typer.Argument(help="Campaign file: the trainings."),
-    config: str = typer.Option(
-        "local", metavar="SITE", help="Site file, or the name of a shipped one, such as polaris."
+    config: str | None = typer.Option(
+        None, metavar="SITE", help="Site file, or the name of a shipped one, such as polaris. Default: local."
     ),
+    sites: Path | None = typer.Option(None, metavar="FILE", help="Run at the sites of this list instead."),
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files."),
     run_dir: Path | None = typer.Option(None, help="Directory for all files. Default: a new ./freetrain-run-<time>."),
+    assigned: Path | None = typer.Option(
+        None, metavar="FILE", help="Train only those that this file assigns to the site, for coordinators of sites."
+    ),
+    include: list[Path] = typer.Option([], metavar="FILE", help="With --sites: send this file, too."),
+    any_versions: bool = typer.Option(
+        False, "--any-versions", help="With --sites: accept other versions of Python, freetrain-parsl and torch there."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
-    """Run the trainings of a campaign on the idle nodes of a site."""
+    """Run the trainings of a campaign on the idle nodes of a site, or of several sites."""
+    if sites is not None:
+        _run_at_sites(campaign, sites, config, settings, run_dir, assigned, include, any_versions, json)
     with errors_in_one_line("run"):
+        if include or any_versions:
+            raise UsageError("--include and --any-versions are for --sites")
         variables = Variables.parse(settings)
-        site = Site.load(config, variables)
+        site = Site.load(config or "local", variables)
         trainings = Campaign.load(campaign, variables)
         variables.refuse_unused()
-        campaign_run = CampaignRun.create(trainings, site, run_dir)
+        campaign_run = CampaignRun.create(trainings, site, run_dir, assignment=assigned)
     drive_and_report(campaign_run, as_json=json)
+
+
+def _run_at_sites(
+    campaign: Path,
+    sites: Path,
+    config: str | None,
+    settings: list[str],
+    run_dir: Path | None,
+    assigned: Path | None,
+    include: list[Path],
+    any_versions: bool,
+    json: bool,
+) -> None:
+    """Coordinate several sites; exits."""
+    # Imported here: the other runs need nothing of it.
+    from freetrain_parsl.cli.sites_view import coordinate_and_report
+    from freetrain_parsl.remote.sites.run import SitesRun
+
+    with errors_in_one_line("run"):
+        if config is not None or assigned is not None:
+            raise UsageError("--sites: the list names the site files and assigns the trainings; give only --sites")
+        run = SitesRun.create(campaign, sites, run_dir, settings=settings, include=include, any_versions=any_versions)
+    coordinate_and_report(run, verb="run", as_json=json)

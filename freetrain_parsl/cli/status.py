@@ -13,6 +13,7 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line, failed_starts_of, home_lines, summary, trainings_of
 from freetrain_parsl.cli.campaign_view import RunDirectory, print_trainings
 from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.remote.sites.coordinator_file import site_lines
 
 __all__ = ["status"]
 
@@ -24,8 +25,9 @@ def status(
     """Show the trainings of a run, and whether its driver is alive."""
     with errors_in_one_line("status"):
         store = RunStore(find_run(run_dir).absolute())
+        sites = None if store.fact("sites", None) is None else site_lines(store.directory)
         if json:
-            typer.echo(json_format.dumps(summary(store), indent=2))
+            typer.echo(json_format.dumps({**summary(store), **({} if sites is None else {"sites": sites})}, indent=2))
             return
         trainings = trainings_of(store)
         console = Console()
@@ -38,6 +40,8 @@ def status(
         console.print(driver_line(store), highlight=False, soft_wrap=True)
         if (failed := failed_starts_of(store)) is not None:
             console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
+        for line in sites or ():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         print_trainings(console, trainings)
         for line in home_lines(store):
             console.print(line, highlight=False, markup=False, soft_wrap=True)

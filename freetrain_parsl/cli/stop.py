@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -13,6 +14,9 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line
 from freetrain_parsl.cli.campaign_view import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["stop"]
 
@@ -36,7 +40,17 @@ def stop(
                         console.print(f"the driver did not stop within {timeout:g} s", highlight=False)
                         raise typer.Exit(1)
                     time.sleep(_PERIOD)
+        elif store.fact("sites", None) is not None:
+            _stop_sites(store.directory)
         console.print(driver_line(store), highlight=False, soft_wrap=True)
         if driver_state(store.last_driver()) is DriverState.DEAD:
             console.print(f"to cancel jobs that it may have left: freetrain clean {store.directory}", highlight=False)
             raise typer.Exit(1)
+
+
+def _stop_sites(directory: Path) -> None:
+    """Stop the sites of a run without a coordinator; exits."""
+    from freetrain_parsl.cli.sites_view import coordinate_and_report
+    from freetrain_parsl.remote.sites.run import SitesRun
+
+    coordinate_and_report(SitesRun.reopen(directory), verb="stop", as_json=False, stop=True)

@@ -25,6 +25,7 @@ _ENVIRONMENT = "pyvenv.cfg"  # marks a virtual environment
 _OTHER_DIRECTORIES = re.compile(r"\..*|__pycache__|node_modules|site-packages|.*\.egg-info|freetrain-run-.*")
 _SECRET_FILES = re.compile(
     r"\..*|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx|jks|kdbx|gpg|asc|keytab)"
+    r"|(.*[_.-])?token(\.[a-z0-9]+)?"  # but not tokens.py or token_stream.py, which prepare texts
     r"|_?netrc|(.*[_.-])?(secrets?|credentials?|passwords?|passwd|api_?keys?)([_.-].*)?",
     re.IGNORECASE,
 )

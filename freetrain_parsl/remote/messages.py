@@ -93,7 +93,7 @@ class RemoteStatus:
         return cls(run, state, host, directory, message, summary)
 
 
-def field_of(answer: Mapping[str, Any], name: str, kind: type[T]) -> T:
+def field_of(answer: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...]) -> T:
     """Return a field of a site's answer.
 
     Raises

@@ -20,11 +20,17 @@ class RequestBudget:
     ----------
     per_minute
         Number of requests.
+
+    Attributes
+    ----------
+    taken : int
+        All requests so far.
     """
 
     def __init__(self, per_minute: int) -> None:
         self._most = per_minute
         self._times: deque[float] = deque()
+        self.taken = 0
 
     def take(self, now: float) -> float:
         """Return the seconds to wait before the next request, which is then counted.
@@ -38,6 +44,7 @@ class RequestBudget:
             self._times.popleft()
         start = now if len(self._times) < self._most else self._times[-self._most] + _MINUTE
         self._times.append(start)
+        self.taken += 1
         return start - now
 
 

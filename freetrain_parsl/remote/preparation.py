@@ -21,7 +21,7 @@ from freetrain_parsl.strict_yaml import read_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Preparation", "prepare"]
+__all__ = ["Preparation", "UnknownVariables", "prepare"]
 
 _NO_WORD = re.compile(r"[^A-Za-z0-9]+")
 _LONGEST_NAME = 60
@@ -53,14 +53,21 @@ class Preparation:
     request: Mapping[str, Any] = field(repr=False)
 
 
-class _VariablesOfTheSite(Variables):
-    """Values of a site file's variables: those without one given here are looked up at the site, not here."""
+class UnknownVariables(Variables):
+    """Values of a site file's variables: those without one given here are looked up at the site, not here.
+
+    Attributes
+    ----------
+    unknown : set of str
+        Those without one.
+    """
 
     def __init__(self, given: Mapping[str, str]) -> None:
         super().__init__(given, environment={})
         self.unknown: set[str] = set()
 
     def value(self, name: str, default: str | None) -> str | None:
+        """Look up a variable, and note it if it has no value."""
         value = super().value(name, default)
         if value is None:
             self.unknown.add(name)
@@ -126,7 +133,7 @@ def prepare(
 
 def _site(site: str, given: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
     """Return what is sent of the site file, and the names of its variables that were looked up."""
-    variables = _VariablesOfTheSite(given)
+    variables = UnknownVariables(given)
     document = {"name": site}
     shipped = not Path(site).exists() and site in shipped_sites()
     file = shipped_sites()[site] if shipped else Path(site)

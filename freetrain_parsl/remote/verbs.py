@@ -3,6 +3,7 @@
 A run has a directory ``RUN`` below ``$FREETRAIN_REMOTE_DIR`` (default ``~/.freetrain/remote``)::
 
     request.json      what was asked for
+    assignment.json   the trainings that a coordinator of several sites has assigned to this one
     campaign/         the unpacked files
     site/             the site file, if it is not a shipped one
     run/              the run directory, as of ``freetrain run``
@@ -24,12 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.assignment import ASSIGNMENT, Assignment
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
 from freetrain_parsl.remote.archive import unpack
 from freetrain_parsl.remote.launch import LOG, launch, process_of, read_document
+from freetrain_parsl.remote.look import planned_blocks, run_facts, site_facts
 from freetrain_parsl.remote.messages import LOG_BYTES, RemoteStatus, check_run_name
 from freetrain_parsl.remote.versions import Versions
 from freetrain_parsl.report.output import write_output
@@ -49,6 +52,7 @@ _PERIOD = 0.1  # seconds between looks at a process
 _LONGEST_WAIT = 60.0  # seconds
 _LONGEST_START = 900.0  # seconds until a driver has registered
 _LAST_LINE = 500  # characters
+_OPEN = ("waiting", "running")  # states of trainings that have not ended
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,25 +69,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         The verb's answer, or ``error`` (one line) and ``usage`` (whether the caller's input is the reason).
     """
     try:
-        match request.get("verb"):
-            case "check":
-                return {"versions": Versions.installed().as_json(), "host": platform.node()}
-            case "start":
-                return _start(request)
-            case "status":
-                return _status(_root(request)).as_json()
-            case "logs":
-                return _logs(request)
-            case "results":
-                return _results(_root(request))
-            case "stop":
-                return _stop(request)
-            case "resume":
-                return _resume(request)
-            case "clean":
-                return _clean(request)
-            case other:
-                raise InvalidInput(f"this site's freetrain-parsl has no remote verb {str(other)[:40]!r}")
+        verb = request.get("verb")
+        if not (isinstance(verb, str) and verb in _VERBS):
+            raise InvalidInput(f"this site's freetrain-parsl has no remote verb {str(verb)[:40]!r}")
+        return _VERBS[verb](request)
     except FreeTrainError as error:
         return {"error": str(error), "usage": isinstance(error, UsageError)}
     except OSError as error:  # the site's file system: full, read-only, or gone
@@ -137,6 +126,61 @@ def status_of(
 
 def _start(request: Mapping[str, Any]) -> dict[str, Any]:
     """Unpack a campaign and start its driver; a repeated call changes nothing."""
+    root, stored = _unpacked(request)
+    with _exclusive(root):
+        if process_of(root) is None:
+            launch(root, _first_command(root, stored), Path(stored["campaign"]).parent)
+    return _wait(root, request, lambda status: status.state != "starting")
+
+
+def _prepare(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Unpack a campaign for a coordinator of several sites, and describe the site; a repeated call changes nothing."""
+    _root_directory, stored = _unpacked(request)
+    return {**site_facts(stored), "host": platform.node()}
+
+
+def _look(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Take in an assignment, start a driver if there is none for it, and describe the run and what the site offers."""
+    root = _root(request)
+    stored = read_document(root / _REQUEST, "campaign", "config", "settings") or {}
+    order, trainings = request.get("order"), _texts(request, "trainings")
+    if not isinstance(order, int):
+        raise InvalidInput("order must be a whole number")
+    with _exclusive(root):
+        assignment = Assignment.read(root / ASSIGNMENT)
+        if order > assignment.order:
+            assignment = Assignment(order, tuple(trainings))
+            assignment.write(root / ASSIGNMENT)
+        if request.get("start") and assignment.order == order:
+            _drive_assigned(root, stored, assignment)
+    plan = planned_blocks(stored) if request.get("plan") else {}
+    document = _status(root).as_json()
+    return {**site_facts(stored), **run_facts(root / "run"), **plan, "order": assignment.order, "status": document}
+
+
+def _drive_assigned(root: Path, stored: Mapping[str, Any], assignment: Assignment) -> None:
+    """Start a driver, unless one runs or nothing is to be done."""
+    run_dir = root / "run"
+    created = (run_dir / DATABASE).is_file()
+    ended = {item.name for item in RunStore(run_dir).trainings() if item.state not in _OPEN} if created else set()
+    started = process_of(root) is not None
+    if ended.issuperset(assignment.trainings) or (started and not _status(root).over):
+        return
+    command = (
+        ["resume", str(run_dir)] if created else [*_first_command(root, stored), "--assigned", str(root / ASSIGNMENT)]
+    )
+    launch(root, command, Path(stored["campaign"]).parent)
+
+
+def _first_command(root: Path, stored: Mapping[str, Any]) -> list[str]:
+    command = ["run", stored["campaign"], "--config", stored["config"], "--run-dir", str(root / "run")]
+    for setting in stored["settings"]:
+        command += ["--set", setting]
+    return command
+
+
+def _unpacked(request: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Unpack a campaign, unless it is there; return its directory, and what was asked for."""
     run = check_run_name(request.get("run"))
     here, there = Versions.installed(), Versions.parse(_mapping(request, "versions"))
     mismatch = there.mismatch(here)
@@ -154,13 +198,7 @@ def _start(request: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidInput(f"{root} is not the directory of a run; start this one under another name")
     if {key: stored.get(key) for key in wanted} != wanted:
         raise InvalidInput(f"{root} is another run; start this one under another name")
-    with _exclusive(root):
-        if process_of(root) is None:
-            command = ["run", stored["campaign"], "--config", stored["config"], "--run-dir", str(root / "run")]
-            for setting in stored["settings"]:
-                command += ["--set", setting]
-            launch(root, command, Path(stored["campaign"]).parent)
-    return _wait(root, request, lambda status: status.state != "starting")
+    return root, stored
 
 
 def _unpack_request(base: Path, root: Path, request: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -216,13 +254,18 @@ def _logs(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": data.decode(errors="replace"), "offset": start + len(data), "state": _status(root).state}
 
 
-def _results(root: Path) -> dict[str, Any]:
-    status = _status(root)
+def _check(_request: Mapping[str, Any]) -> dict[str, Any]:
+    return {"versions": Versions.installed().as_json(), "host": platform.node()}
+
+
+def _results(request: Mapping[str, Any]) -> dict[str, Any]:
+    status = _status(_root(request))
     return {"state": status.state, "trainings": [] if status.summary is None else status.summary["trainings"]}
 
 
 def _stop(request: Mapping[str, Any]) -> dict[str, Any]:
     root = _root(request)
+    _wait(root, request, lambda status: status.state != "starting")
     status = _status(root)
     if status.state == "starting":
         raise InvalidInput(f"{root.name} is starting; stop it when it runs")
@@ -331,3 +374,17 @@ def _texts(request: Mapping[str, Any], key: str) -> list[str]:
     if not (isinstance(value, list) and all(isinstance(item, str) and not item.startswith("-") for item in value)):
         raise InvalidInput(f"{key} must be a list of names")
     return value
+
+
+_VERBS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "check": _check,
+    "start": _start,
+    "prepare": _prepare,
+    "look": _look,
+    "status": lambda request: _status(_root(request)).as_json(),
+    "logs": _logs,
+    "results": _results,
+    "stop": _stop,
+    "resume": _resume,
+    "clean": _clean,
+}

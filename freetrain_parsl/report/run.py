@@ -202,6 +202,7 @@ class RunState:
         """Cohort -> why none of its trainings runs."""
         self.node_kinds: dict[str, str] = {}
         """Node -> its kind, where there are several kinds."""
+        self._blocks: dict[str, tuple[int, float]] = {}  # those that have not ended: nodes, and when they end
         self.blocks_requested = 0
         self.blocks_ended: list[str] = []
         self.failed_starts: FailedStarts | None = None
@@ -258,6 +259,16 @@ class RunState:
             else:
                 training.waits_with_cohort = self.stalled_cohorts.get(training.cohort, "")
 
+    def held_nodes(self, now: float) -> list[tuple[int, float]]:
+        """Return the nodes of the blocks that are requested and have not ended, and for how many seconds each lasts.
+
+        Parameters
+        ----------
+        now
+            Seconds since the epoch.
+        """
+        return [(nodes, ends - now) for nodes, ends in self._blocks.values() if ends > now]
+
     @property
     def completed(self) -> int:
         """Number of finished trainings."""
@@ -269,13 +280,17 @@ class RunState:
                 self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
             case record.PlannerStep(events=events):
                 self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
-            case record.BlockRequested():
-                self.blocks_requested += 1
+            case (
+                record.BlockRequested()
+                | record.BlockStarted()
+                | record.BlockYields()
+                | record.BlockReleased()
+                | record.BlockEnded()
+            ):
+                self._on_block_record(time, entry)
             case record.NodeJoined(subject=node):
                 if entry.node_kind:
                     self.node_kinds[node] = entry.node_kind
-            case record.BlockEnded():
-                self.blocks_ended.append(entry.reason)
             case record.StartsFailed():
                 failed = FailedStarts(entry.count, entry.most, entry.next_attempt, entry.reason)
                 self.failed_starts = failed if entry.count else None
@@ -298,6 +313,27 @@ class RunState:
             case record.ArrayMeasured():
                 if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
                     self.gains[cohort] = (entry.members, entry.gain)
+
+    def _on_block_record(
+        self,
+        time: float,
+        entry: record.BlockRequested
+        | record.BlockStarted
+        | record.BlockYields
+        | record.BlockReleased
+        | record.BlockEnded,
+    ) -> None:
+        nodes, ends = self._blocks.pop(entry.subject, (0, 0.0))
+        match entry:
+            case record.BlockRequested():
+                self.blocks_requested += 1
+                self._blocks[entry.subject] = len(entry.nodes), time + entry.seconds
+            case record.BlockStarted():
+                self._blocks[entry.subject] = len(entry.nodes), ends if entry.ends is None else entry.ends
+            case record.BlockYields():
+                self._blocks[entry.subject] = nodes, entry.closes
+            case record.BlockEnded():
+                self.blocks_ended.append(entry.reason)
 
     def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
         match entry:

@@ -19,9 +19,19 @@ class ScriptedMover:
         self.verdicts: dict[str, ResultStatus] = {}
         self.told: list[str] = []
         self.settled = True
+        self.copying: set[str] = set()
 
     def want(self, trainings: Any) -> None:
         self.told.append(f"want {', '.join(trainings)}")
+
+    def abandon(self, trainings: Any) -> None:
+        self.told += [f"abandon {name}" for name in sorted(trainings)]
+
+    def leave(self, training: str) -> None:
+        self.told.append(f"leave {training}")
+
+    def has_left(self, training: str) -> bool:
+        return training not in self.copying
 
     def is_ready(self, training: str) -> bool:
         return training in self.ready
@@ -128,3 +138,60 @@ def test_the_run_waits_for_the_last_copies_and_a_held_training_can_be_cancelled(
     assert not admission.is_done
     mover.settled = True
     assert admission.is_done
+
+
+def test_a_withdrawn_training_is_saved_and_leaves_and_comes_back_only_once_it_has_left() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    mover.ready = {"a", "b"}
+    trainings = OwnedTrainings({"a": kernel.submit, "b": kernel.submit}, kernel.cancel, mover, assigned=["a"])
+    trainings.admit()
+    assert (trainings.current, trainings.elsewhere) == ({"a"}, {"b"})
+    mover.copying = {"a"}
+    trainings.assign(["b"])
+    assert collected(trainings) == []  # its cancellation is no outcome
+    trainings.admit()
+    assert (trainings.current, trainings.elsewhere) == ({"b"}, {"a"})
+    trainings.assign(["a", "b"])  # its last checkpoint is still being copied
+    trainings.admit()
+    assert trainings.current == {"b"}
+    mover.copying.clear()
+    trainings.assign(["a", "b"])
+    trainings.admit()
+    assert trainings.current == {"a", "b"}
+    assert mover.told == ["want a", "abandon b", "want b", "leave a", "want a"]
+
+
+def test_a_training_that_finishes_while_it_is_withdrawn_has_its_result() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    mover.ready, mover.verdicts = {"a"}, {"a": ResultStatus.CONFIRMED}
+    slow = OwnedTrainings({"a": kernel.submit}, lambda _: True, mover, assigned=["a"])
+    slow.admit()
+    slow.assign([])
+    kernel.futures[0].set_result(1)
+    assert collected(slow) == ["a"]
+    assert slow.is_done
+
+
+def test_a_run_to_which_nothing_is_assigned_is_done() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    trainings = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover, assigned=["a"])
+    trainings.assign([])
+    assert trainings.is_done
+    assert mover.told[-1] == "leave a"
+
+
+def test_a_training_that_is_withdrawn_and_lost_has_a_result_when_it_comes_back() -> None:
+    kernel, mover = Kernel(), ScriptedMover()
+    mover.ready = {"a"}
+    trainings = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover, assigned=["a"])
+    trainings.admit()
+    trainings.assign([])
+    mover.losses = {"a": "home could not be reached"}
+    trainings.admit()
+    assert collected(trainings) == []
+    mover.losses = {}
+    trainings.assign(["a"])
+    trainings.admit()
+    mover.verdicts = {"a": ResultStatus.CONFIRMED}
+    kernel.futures[1].set_result(1)
+    assert collected(trainings) == ["a"]

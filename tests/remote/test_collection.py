@@ -60,14 +60,17 @@ def test_further_files_travel_if_asked(project):
     assert found.files["words.txt"] == project / "words.txt"
 
 
-@pytest.mark.parametrize("name", [".env", "id_ed25519", "server.pem", "credentials.json", "my_secret.txt", ".netrc"])
+@pytest.mark.parametrize(
+    "name",
+    [".env", "id_ed25519", "server.pem", "credentials.json", "my_secret.txt", "hf_token.txt", "token.py", ".netrc"],
+)
 def test_what_looks_like_a_secret_is_refused_even_if_asked_for(project, name):
     (project / name).write_text("x")
     with pytest.raises(InvalidInput, match="looks like a secret"):
         collect(project / "campaigns" / "c.yaml", Variables(), [project / name])
 
 
-@pytest.mark.parametrize("name", ["tokens.py", "tokenizer.py", "keyboard.py", "environment.py"])
+@pytest.mark.parametrize("name", ["tokens.py", "tokenizer.py", "token_stream.py", "keyboard.py", "environment.py"])
 def test_ordinary_modules_do_not_look_like_secrets(project, name):
     (project / "apps" / name).write_text("")
     assert f"apps/{name}" in collect(project / "campaigns" / "c.yaml", Variables()).files

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from freetrain_parsl.storage.globus.collections import CopyItem
 from freetrain_parsl.storage.globus.home_listing import list_home
 from freetrain_parsl.storage.globus.mover_directory import EXCHANGE, MoverDirectory
 from freetrain_parsl.storage.globus.mover_pace import MoverPace
-from freetrain_parsl.storage.globus.mover_state import MoverState
+from freetrain_parsl.storage.globus.mover_state import MOST_MEASURED, MeasuredCopy, MoverState
 from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS
 from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Ownership, RequestOutcome
 from freetrain_parsl.storage.posix import directory_name
@@ -84,6 +85,8 @@ class _Carried:
         Whether its result counts.
     scanned
         Whether its last checkpoint has been looked for.
+    leaving
+        Whether it goes on at another site; its last checkpoint is then copied however often that fails.
     """
 
     name: str
@@ -95,6 +98,7 @@ class _Carried:
     finished: float = 0.0
     confirmed: bool = False
     scanned: bool = False
+    leaving: bool = False
 
 
 class Mover:
@@ -138,6 +142,8 @@ class Mover:
         self._exchange = MoverDirectory(root)
         self._ownership = Ownership(driver, lease)
         self._carrier = Carrier(self._pace.retry, self._pace.longest)
+        before = MoverState.read(run_dir)
+        self._measured = deque(before.measured, MOST_MEASURED)
         self._lock = threading.RLock()
         self._names: dict[str, str] = {}  # of trainings -> of directories
         self._carried: dict[str, _Carried] = {}  # by directory name
@@ -150,7 +156,7 @@ class Mover:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freetrain-mover", daemon=True)
         self._arrivals: list[Parcel] = []
-        self._abandoned = [job.task for job in self._carrier.restore(MoverState.read(run_dir).jobs) if job.task]
+        self._abandoned = [job.task for job in self._carrier.restore(before.jobs) if job.task]
         self._exchange.keep_only(self._carrier.leaving())
         self._exchange.forget_arrivals()
 
@@ -167,6 +173,30 @@ class Mover:
                 name = self._names[training] = directory_name(training)
                 self._carried[name] = _Carried(name)
                 self._ownership.want(name)
+
+    def leave(self, training: str) -> None:
+        """Give up a training that does not run here: its last checkpoint is copied to home, then it is released."""
+        with self._lock:
+            item = self._carried[self._names[training]]
+            item.leaving = True
+            lost = self._lost.pop(item.name, None)
+            if item.stage is _Stage.READY and lost is None:
+                item.stage, item.finished, item.confirmed = _Stage.FINISHED, self._clock(), True
+                self._next_scan = 0.0
+            elif item.stage is not _Stage.OVER:
+                self._drop(item)
+
+    def has_left(self, training: str) -> bool:
+        """Return whether a training was never wanted here, or has left and is released."""
+        with self._lock:
+            item = self._carried.get(self._names.get(training, ""))
+            return item is None or (item.stage is _Stage.OVER and not self._ownership.wants(item.name))
+
+    def abandon(self, trainings: Iterable[str]) -> None:
+        """Release trainings that are not wanted here, if an earlier driver of this run has not."""
+        with self._lock:
+            for training in trainings:
+                self._ownership.abandon(directory_name(training))
 
     def is_ready(self, training: str) -> bool:
         """Return whether a training may start, or go on, here."""
@@ -425,10 +455,15 @@ class Mover:
         elif item.scanned and not self._carrier.busy(item.name):
             item.stage = _Stage.OVER
             self._ownership.release(item.name)
-        elif self._carrier.failures(item.name) >= GIVE_UP:
+        elif self._carrier.failures(item.name) >= GIVE_UP and not item.leaving:
             trouble = self._carrier.trouble(item.name, now)
             logger.warning("training %s: its last checkpoint is not at home: %s", item.name, trouble)
             item.stage = _Stage.OVER
+
+    def _drop(self, item: _Carried) -> None:
+        item.stage = _Stage.OVER
+        self._ownership.release(item.name)
+        self._carrier.forget(item.name)
 
     # Copies.
 
@@ -475,7 +510,7 @@ class Mover:
         if not job.submission:
             job.submission = self._collections.submission_id()
             try:
-                MoverState(self._carrier.jobs, self.lines()).write(self._run_dir)
+                self._state().write(self._run_dir)
             except OSError as error:
                 job.submission = ""
                 raise storage_error(f"cannot write in {self._run_dir}", self._run_dir, error) from error
@@ -511,6 +546,9 @@ class Mover:
         now = self._clock()
         with self._lock:
             self._arrivals += self._carrier.on_state(job, state, now)
+            if state.status == "SUCCEEDED" and job.kind in (CopyKind.DATA, CopyKind.FETCH):
+                size = max(job.size, state.bytes_done)
+                self._measured.append(MeasuredCopy(job.kind is CopyKind.FETCH, size, now - job.begun))
             self._exchange.keep_only(self._carrier.leaving())
         job.poll_at = now + min(self._pace.poll_most, max(self._pace.poll_least, (now - job.begun) / 10))
         self._spare()
@@ -520,7 +558,7 @@ class Mover:
     def _keep(self) -> None:
         """Write the state if it has changed; the jobs that are submitted are on disk already."""
         with self._lock:
-            state = MoverState(self._carrier.jobs, self.lines())
+            state = self._state()
             document = state.document()
         if document != self._written:
             try:
@@ -528,6 +566,9 @@ class Mover:
                 self._written = document
             except OSError as error:
                 logger.warning("cannot write the state of the mover in %s: %s", self._run_dir, error)
+
+    def _state(self) -> MoverState:
+        return MoverState(self._carrier.jobs, self.lines(), tuple(self._measured))
 
     def _spare(self) -> None:
         """Keep requests apart."""

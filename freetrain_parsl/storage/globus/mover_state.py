@@ -14,11 +14,33 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["STATE_FILE", "MoverState"]
+__all__ = ["MOST_MEASURED", "STATE_FILE", "MeasuredCopy", "MoverState"]
 
 STATE_FILE = "globus.json"
 
+MOST_MEASURED = 50
+"""Copies whose duration is kept."""
+
 _VERSION = 1
+
+
+@dataclass(frozen=True)
+class MeasuredCopy:
+    """A copy that has succeeded.
+
+    Parameters
+    ----------
+    from_home
+        Whether it came from home; otherwise it went there.
+    size
+        Bytes.
+    seconds
+        From its submission until its end was noticed.
+    """
+
+    from_home: bool
+    size: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -31,14 +53,22 @@ class MoverState:
         Active ones.
     lines
         What it is doing, for the user.
+    measured
+        The last copies that have succeeded, the newest last.
     """
 
     jobs: Sequence[CopyJob] = ()
     lines: Sequence[str] = field(default_factory=tuple)
+    measured: Sequence[MeasuredCopy] = ()
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file."""
-        return {"version": _VERSION, "jobs": [job.as_json() for job in self.jobs], "lines": list(self.lines)}
+        return {
+            "version": _VERSION,
+            "jobs": [job.as_json() for job in self.jobs],
+            "lines": list(self.lines),
+            "measured": [[copy.from_home, copy.size, copy.seconds] for copy in self.measured],
+        }
 
     def write(self, run_dir: Path) -> None:
         """Replace the file durably.
@@ -66,7 +96,12 @@ class MoverState:
             document: Any = json.loads(path.read_text(encoding="utf-8"))
             if document["version"] != _VERSION:
                 raise InvalidInput(f"{path} is of another version of FreeTrain")
-            return cls(tuple(CopyJob.from_json(job) for job in document["jobs"]), tuple(map(str, document["lines"])))
+            measured = (
+                MeasuredCopy(bool(fetched), int(size), float(seconds))
+                for fetched, size, seconds in document.get("measured", [])
+            )
+            jobs = (CopyJob.from_json(job) for job in document["jobs"])
+            return cls(tuple(jobs), tuple(map(str, document["lines"])), tuple(measured))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:

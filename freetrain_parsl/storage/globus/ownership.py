@@ -115,6 +115,7 @@ class Ownership:
         self._driver = driver
         self._lease = lease
         self._wanted: dict[str, _Wanted] = {}
+        self._abandoned: set[str] = set()  # not wanted, but perhaps claimed by an earlier process
         self._listing: OwnersListing | None = None
         self._listed = 0.0  # when the listing was requested
         self._unsure = False  # it must be listed again, to know what a request has done
@@ -127,7 +128,20 @@ class Ownership:
 
     def want(self, training: str) -> None:
         """Claim a training as soon as no other driver owns it."""
+        self._abandoned.discard(training)
         self._wanted.setdefault(training, _Wanted())
+
+    def abandon(self, training: str) -> None:
+        """Release a training that is not wanted, if an earlier process with this identity has left a claim on it.
+
+        Otherwise the heartbeats of this one would keep that claim alive.
+        """
+        if training not in self._wanted:
+            self._abandoned.add(training)
+
+    def wants(self, training: str) -> bool:
+        """Return whether a training is wanted or owned, or its release is not confirmed yet."""
+        return training in self._wanted
 
     def release(self, training: str) -> None:
         """Give up a training that no longer runs, so that others need not wait for the lease."""
@@ -167,7 +181,7 @@ class Ownership:
     @property
     def releasing(self) -> bool:
         """Whether releases are still to be sent."""
-        return any(item.over for item in self._wanted.values())
+        return bool(self._abandoned) or any(item.over for item in self._wanted.values())
 
     def confirmed_since(self, training: str, since: float, now: float) -> bool:
         """Whether a listing requested after `since` showed that this driver owns the training."""
@@ -185,7 +199,7 @@ class Ownership:
         confirm
             List again unless the last listing was requested after this time.
         """
-        if not self._wanted:
+        if not (self._wanted or self._abandoned):
             return None
         if self._listing is None or (confirm is not None and self._listed < confirm):
             return ListOwners()
@@ -200,6 +214,8 @@ class Ownership:
                     return request
         if self._unsure or any(item.claimed is not None for item in self._wanted.values()):
             return ListOwners()
+        if (release := self._release_of_abandoned()) is not None:
+            return release
         waits = any(item.owned is None for item in self._wanted.values())
         return ListOwners() if now - self._listed >= self._lease * (WATCH if waits else RENEW) else None
 
@@ -225,6 +241,8 @@ class Ownership:
     def on_answer(self, request: MakeEntry | RenameEntry, outcome: RequestOutcome, asked: float) -> None:
         """Take in the answer to a request of `asked`."""
         done = outcome is RequestOutcome.DONE
+        if outcome is not RequestOutcome.UNKNOWN:
+            self._abandoned -= {name for name in self._abandoned if request.name == self._release_name(name)}
         if self._sent is not None and request in self._renewals(self._sent[0]):
             if done:
                 self._number, self._renewed, self._sent = self._sent[0], asked, None
@@ -247,6 +265,21 @@ class Ownership:
 
     def _holds(self, now: float) -> bool:
         return self._renewed is not None and now - self._renewed < HOLD * self._lease
+
+    def _release_of_abandoned(self) -> MakeEntry | None:
+        """Return the request that releases a claim of an earlier process; forget trainings that have none."""
+        assert self._listing is not None
+        claims = self._listing.claims
+        self._abandoned = {
+            name
+            for name in self._abandoned
+            if name in claims and not claims[name].released and claims[name].drivers == {self._driver}
+        }
+        return MakeEntry(self._release_name(min(self._abandoned))) if self._abandoned else None
+
+    def _release_name(self, training: str) -> str:
+        claim = None if self._listing is None else self._listing.claims.get(training)
+        return claim_name(training, 0 if claim is None else claim.generation, "released")
 
     def _own_name(self, training: str, generation: int) -> str:
         return claim_name(training, generation, f"by-{self._driver}")

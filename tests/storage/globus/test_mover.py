@@ -8,6 +8,7 @@ import pytest
 
 from freetrain_parsl.errors import GlobusRefused
 from freetrain_parsl.storage.globus.mover import ResultStatus
+from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.testing.globus.loopback_service import Cut, Reply
 from tests.storage.globus.conftest import HOME, LEASE, A
 
@@ -278,3 +279,71 @@ def test_requests_of_an_idle_mover_are_few(world):
         one.turn()
         world.clock.now += LEASE / 100
     assert len(world.services["a"].requests) - before <= 2 * 6
+
+
+def test_a_training_that_leaves_has_its_last_checkpoint_at_home_before_another_site_gets_it_and_may_come_back(world):
+    one, other = world.mover("a"), world.mover("b")
+    ready(world, one, "net")
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    world.save("a", "net", 20, b"twenty")
+    world.machine.next_task("hold")
+    one.leave("net")
+    other.want(["net"])
+    for mover in (one, other) * 20:
+        mover.turn()
+    assert not other.is_ready("net")
+    assert not one.has_left("net")
+    world.machine.go_on()
+    world.run(one, until=lambda: one.has_left("net"))
+    world.run(other, until=lambda: other.is_ready("net"))
+    assert world.content("b", "net") == b"twenty"
+    world.save("b", "net", 30, b"thirty")
+    other.leave("net")
+    world.run(other, until=lambda: other.has_left("net"))
+    ready(world, one, "net")
+    assert world.content("a", "net") == b"thirty"
+
+
+def test_a_training_does_not_leave_before_its_last_checkpoint_is_at_home_however_often_the_copy_fails(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10)
+    world.machine.next_task("quota", 6)
+    one.leave("net")
+    world.run(one, until=lambda: one._carrier.failures("net") > 4, seconds=5.0)
+    assert not one.has_left("net")
+    world.run(one, until=lambda: one.has_left("net"), seconds=5.0)
+    assert world.at_home("net") == ["1:10"]
+
+
+def test_a_training_that_waits_leaves_at_once(world):
+    one, other = world.mover("a"), world.mover("b")
+    ready(world, one, "net")
+    other.want(["net"])
+    world.run(other, until=lambda: "another site owns it" in other.remark("net"))
+    other.leave("net")
+    assert other.has_left("net")
+    assert other.has_left("never")
+
+
+def test_the_next_driver_of_a_run_releases_what_the_one_before_has_left(world):
+    one = world.mover("a")
+    ready(world, one, "net", "more")
+    again, other = world.mover("a"), world.mover("b")  # the first one is dead from now on
+    ready(world, again, "more")
+    again.abandon(["net"])
+    world.run(again, until=lambda: not again._ownership.releasing)
+    ready(world, other, "net")
+
+
+def test_copies_are_measured_and_the_next_driver_knows_them(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10, b"ten")
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    (copy,) = MoverState.read(world.path / "run-a").measured
+    assert (copy.from_home, copy.size) == (False, 3)
+    assert copy.seconds >= 0
+    world.mover("a").turn()
+    assert MoverState.read(world.path / "run-a").measured == (copy,)

@@ -287,3 +287,21 @@ def test_of_two_that_believe_after_stale_listings_the_later_generation_goes_on(d
         driver.next_request(now, confirm=now + 1)
         driver.on_listing(home.names, now + 1, now + 1)
     assert sum(driver.generation("net", now + 1) is not None for driver in drivers.values()) <= 1
+
+
+def test_a_claim_that_an_earlier_process_has_left_is_released_although_this_one_does_not_want_it() -> None:
+    home, one = Home(), Ownership("a1", LEASE)
+    for name in ("net", "gone"):
+        one.want(name)
+    settle(home, one, 0.0)
+    again, other = Ownership("a1", LEASE), Ownership("b2", LEASE)
+    again.want("net")
+    for name in ("gone", "never", "net"):
+        again.abandon(name)
+    settle(home, again, 1.0)
+    assert not again.releasing
+    for name in ("net", "gone"):
+        other.want(name)
+    settle(home, other, 2.0)
+    assert (other.generation("gone", 2.0), other.generation("net", 2.0)) == (2, None)
+    assert again.generation("net", 2.0) == 2

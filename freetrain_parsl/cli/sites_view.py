@@ -1,0 +1,142 @@
+"""Code shared by the verbs that coordinate several sites: the live view, the final table, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from freetrain_parsl.campaign.summary import summary
+from freetrain_parsl.cli.campaign_view import print_trainings
+from freetrain_parsl.errors import FreeTrainError
+from freetrain_parsl.remote.sites.coordinator_file import site_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.remote.sites.coordinator import Coordinator
+    from freetrain_parsl.remote.sites.run import SitesRun
+    from freetrain_parsl.remote.sites.state import TrainingPlace
+
+__all__ = ["coordinate_and_report", "sites_summary"]
+
+_SECONDS = re.compile(r"\d+ s\b")
+_EXIT = {"interrupted": 130, "detached": 130}
+
+
+class SitesView:
+    """Shows all sites and trainings in one view: redrawn in a terminal, otherwise one line per change.
+
+    Parameters
+    ----------
+    console
+        Output console.
+    title
+        Heading.
+    """
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._live = Live(console=console, refresh_per_second=4, transient=True)
+        self._printed: dict[str, str] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[SitesView]:
+        """Take over the terminal, and release it at the end."""
+        with self._live:
+            yield self
+
+    def report(self, line: str) -> None:
+        """Print a line."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self, coordinator: Coordinator, elapsed: float) -> None:
+        """Show the state of the sites and of the trainings."""
+        lines = list(coordinator.lines(time.time()))
+        if self._console.is_terminal:
+            ended = sum(item.ended is not None for item in coordinator.trainings.values())
+            head = f"{self._title} · {elapsed:.0f} s · {ended} of {len(coordinator.trainings)} trainings done"
+            parts: list[RenderableType] = [*(Text(line, style="cyan") for line in lines), Text(), _table(coordinator)]
+            self._live.update(Panel(Group(*parts), title=head))
+            return
+        for site, line in zip(coordinator.sites, lines, strict=True):
+            self._print_change(f"site {site}", _SECONDS.sub("", line), f"{elapsed:7.1f} s  {line}")
+        for name, item in coordinator.trainings.items():
+            place, state, share = _row(coordinator, name, item)
+            done = f", {share} done" if share else ""
+            reason = f": {item.reason}" if item.ended is None and item.reason else ""
+            self._print_change(name, f"{place} {state}", f"{elapsed:7.1f} s  {name:14} {state} {place}{done}{reason}")
+
+    def _print_change(self, key: str, what: str, line: str) -> None:
+        if self._printed.get(key) != what:
+            self._printed[key] = what
+            self.report(line)
+
+
+def _row(coordinator: Coordinator, name: str, item: TrainingPlace) -> tuple[str, str, str]:
+    """Return place, state and share done of a training."""
+    if item.ended is not None:
+        return (f"at {item.ended_at}" if item.ended_at else ""), item.ended.state, ""
+    if item.site is None:
+        return "at no site yet", "waiting", ""
+    at_site = coordinator.sites[item.site].trainings.get(name)
+    if at_site is None:
+        return f"at {item.site}", "waiting", ""
+    nodes = f" on {', '.join(at_site.nodes)}" if at_site.nodes else ""
+    return f"at {item.site}{nodes}", at_site.state, "" if at_site.share is None else f"{at_site.share:.0%}"
+
+
+def _table(coordinator: Coordinator) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("training", "state", "where", "done", "why"):
+        table.add_column(column, header_style="dim", overflow="fold")
+    for name, item in coordinator.trainings.items():
+        place, state, share = _row(coordinator, name, item)
+        table.add_row(name, state, place, share, item.reason if item.ended is None else "")
+    return table
+
+
+def sites_summary(store: RunStore) -> dict[str, Any]:
+    """Describe a run at several sites for ``--json``."""
+    return {**summary(store), "sites": site_lines(store.directory)}
+
+
+def coordinate_and_report(run: SitesRun, *, verb: str, as_json: bool, stop: bool = False) -> None:
+    """Coordinate the sites, then print the trainings; exit with 0 if all have finished or were cancelled."""
+    console = Console(stderr=as_json)
+    console.print(f"run directory: {run.directory}", highlight=False, soft_wrap=True)
+    if run.left_out:
+        console.print(f"left out, as their names look like secrets: {', '.join(run.left_out)}", soft_wrap=True)
+    view = SitesView(console, run.campaign.name)
+    try:
+        with view.opened():
+            how = run.drive(report=view.report, show=view.show, stop=stop)
+    except FreeTrainError as error:
+        typer.echo(f"freetrain {verb}: {error}", err=True)
+        raise typer.Exit(2) from None
+    trainings = run.store.trainings()
+    if as_json:
+        typer.echo(json.dumps(sites_summary(run.store), indent=2))
+    else:
+        print_trainings(console, trainings)
+    if how in ("interrupted", "stopped"):
+        view.report(
+            f"freetrain: {how}; the sites have saved and stopped. To continue: freetrain resume {run.directory}"
+        )
+    elif how == "detached":
+        view.report(
+            f"freetrain: the trainings go on where they are. To coordinate them again: freetrain resume {run.directory}"
+        )
+    left = sum(item.state not in ("finished", "cancelled") for item in trainings)
+    raise typer.Exit(_EXIT.get(how, 1 if left else 0))

@@ -1,0 +1,489 @@
+"""Drive a campaign at several sites: the loop around the coordinator, and its run directory.
+
+The run directory is that of a campaign (`freetrain_parsl.campaign.store`), without jobs of its own, and has also::
+
+    coordinator.json     what a later coordinator must know, replaced after each change, before it is acted upon
+    requests/SITE.json   the campaign as it is sent to a site
+    SITE/                runs of a site that is this machine
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import signal
+import sqlite3
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.campaign.campaign import Campaign
+from freetrain_parsl.campaign.lock import BEAT, driver_lock, own_identity
+from freetrain_parsl.campaign.run import make_run_directory, refuse_living_driver, run_signals
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.errors import FreeTrainError, InvalidInput, PlanningError, RemoteError, UsageError
+from freetrain_parsl.planning.settings import DEFAULT_COSTS
+from freetrain_parsl.planning.sites.planner import plan_sites
+from freetrain_parsl.remote.compute import ComputeEndpoint
+from freetrain_parsl.remote.messages import RemoteStatus
+from freetrain_parsl.remote.pacing import RequestBudget
+from freetrain_parsl.remote.preparation import prepare
+from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
+from freetrain_parsl.remote.sites.coordinator import Coordinator
+from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile
+from freetrain_parsl.remote.sites.places import LocalPlace
+from freetrain_parsl.remote.sites.sites_file import SitesFile
+from freetrain_parsl.remote.sites.state import Ask, CallPace
+from freetrain_parsl.storage.staging import write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.sites.model import SitePlan, SitesQuestion
+    from freetrain_parsl.remote.sites.places import SitePlace
+    from freetrain_parsl.remote.sites.state import SiteCall
+
+    Show = Callable[[Coordinator, float], None]
+
+__all__ = ["SitesRun"]
+
+_REQUESTS = "requests"
+_PERIOD = 0.25  # seconds between polls of answers and signals
+_CALL_TIMEOUT = 120.0  # seconds
+_HUNG = 300.0  # seconds after which a call is given up; its timeout does not cover a connection that hangs
+_STOP_WAIT = 45.0  # seconds for which a site waits for its driver to end
+_REQUESTS_PER_MINUTE = 100  # of ours to Globus Compute, at all endpoints; it permits 20 in ten seconds
+_LEAST_REQUESTS = 6
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a call."""
+
+    call: SiteCall
+    answer: Mapping[str, Any] | None
+    error: FreeTrainError | None
+
+
+class _Caller:
+    """Makes the calls to one site, one after the other, in a thread that does not keep the process alive."""
+
+    def __init__(self, name: str, place: SitePlace, outcomes: SimpleQueue[tuple[_Caller, _Outcome]]) -> None:
+        self.busy: SiteCall | None = None
+        self.since = 0.0
+        self._place = place
+        self._outcomes = outcomes
+        self._calls: SimpleQueue[tuple[SiteCall, Mapping[str, Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, name=f"freetrain-site-{name}", daemon=True).start()
+
+    def submit(self, call: SiteCall, request: Mapping[str, Any]) -> None:
+        self.busy, self.since = call, time.monotonic()
+        self._calls.put((call, request))
+
+    def _run(self) -> None:
+        while True:
+            call, request = self._calls.get()
+            try:
+                outcome = _Outcome(call, self._place.call(request, _CALL_TIMEOUT), None)
+            except FreeTrainError as error:
+                outcome = _Outcome(call, None, error)
+            # The SDK's errors of tokens and sockets are many; none of them may end the campaign.
+            except Exception as error:  # noqa: BLE001 - see above
+                outcome = _Outcome(call, None, RemoteError(f"{type(error).__name__}: {error}"))
+            self._outcomes.put((self, outcome))
+
+
+@dataclass
+class SitesRun:
+    """A run directory with its campaign and its sites.
+
+    Parameters
+    ----------
+    store
+        Its state.
+    campaign, sites
+        As they were when the run was created.
+    requests
+        Site -> the campaign, as it is sent there.
+    left_out
+        Files that stay here because of their names.
+    place_of
+        Makes the place of a site; default: an endpoint, or this machine.
+    clock
+        Seconds since the epoch.
+    """
+
+    store: RunStore
+    campaign: Campaign
+    sites: SitesFile
+    requests: Mapping[str, Mapping[str, Any]]
+    left_out: tuple[str, ...] = ()
+    place_of: Callable[[SitesRun, str], SitePlace] = field(default=lambda run, name: run.make_place(name))
+    clock: Callable[[], float] = time.time
+    budgets: dict[str, RequestBudget] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        campaign: Path,
+        sites: Path,
+        directory: Path | None = None,
+        *,
+        settings: Sequence[str] = (),
+        include: Sequence[Path] = (),
+        any_versions: bool = False,
+    ) -> SitesRun:
+        """Check all files, pack the campaign, and create the run directory, private to the user; send nothing.
+
+        Parameters
+        ----------
+        campaign, sites
+            The campaign file and the list of sites.
+        directory
+            The run directory; default: a new one in the current directory.
+        settings
+            Values of ``${NAME}`` in the files, each ``name=value``.
+        include
+            Further files that travel.
+        any_versions
+            Whether other versions of the software at the sites are accepted.
+
+        Raises
+        ------
+        InvalidInput
+            A file is invalid or cannot travel, or the directory is in use.
+        """
+        given = dict(setting.partition("=")[::2] for setting in settings)
+        listed = SitesFile.load(sites, given)
+        run_id = secrets.token_hex(4)
+        preparations = {}
+        for entry in listed.sites:
+            preparations[entry.name] = prepare(
+                campaign,
+                entry.config,
+                settings=settings,
+                include=include,
+                any_versions=any_versions,
+                run=f"{run_id}-{entry.name}",
+            )
+        loaded = Campaign.load(campaign, Variables(given, environment={}))
+        now = datetime.now().astimezone()
+        run_dir, made = make_run_directory(directory, now)
+        requests = {name: {**one.request, "verb": "prepare"} for name, one in preparations.items()}
+        facts = {
+            "name": loaded.name,
+            "run_id": run_id,
+            "created": now.timestamp(),
+            "campaign_file": str(Path(loaded.file).absolute()),
+            "campaign_text": loaded.text,
+            "site_file": str(sites.absolute()),
+            "site_text": "",
+            "variables": {**listed.variables, **loaded.variables},
+            "assignment": None,
+            "sites": {"text": listed.text, "settings": given},
+        }
+        try:
+            (run_dir / _REQUESTS).mkdir(mode=0o700)
+            for name, request in requests.items():
+                write_text(run_dir / _REQUESTS / f"{name}.json", json.dumps(request))
+            store = RunStore.create(run_dir, facts, [training.name for training in loaded.trainings])
+        except OSError as error:
+            shutil.rmtree(run_dir if made else run_dir / _REQUESTS, ignore_errors=True)
+            raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
+        left_out = next(iter(preparations.values())).left_out
+        return cls(store, loaded, listed, requests, left_out)
+
+    @classmethod
+    def reopen(cls, directory: Path) -> SitesRun:
+        """Open a run directory, with the campaign and the sites of its creation.
+
+        Raises
+        ------
+        InvalidInput
+            It is not that of a run at several sites, or is damaged.
+        """
+        store = RunStore(directory.absolute())
+        described = store.fact("sites", None)
+        if described is None:
+            raise InvalidInput(f"{directory} is not a run at several sites")
+        file, place = Path(store.fact("campaign_file")), Path(store.fact("site_file"))
+        variables = Variables(store.fact("variables"), environment={})
+        campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
+        if {training.name for training in campaign.trainings} != {item.name for item in store.trainings()}:
+            raise InvalidInput(f"{directory}: its trainings do not match its campaign; it was tampered with")
+        listed = SitesFile.parse(described["text"], str(place), place.parent, described["settings"])
+        requests = {entry.name: _read_request(store.directory, entry.name) for entry in listed.sites}
+        return cls(store, campaign, listed, requests)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, absolute."""
+        return self.store.directory
+
+    def make_place(self, name: str) -> SitePlace:
+        """Return where a site's calls go."""
+        entry = next(entry for entry in self.sites.sites if entry.name == name)
+        if not entry.endpoint:
+            return LocalPlace(self.directory / name)
+        shared = sum(bool(one.endpoint) for one in self.sites.sites)
+        budget = self.budgets.setdefault(name, RequestBudget(max(_LEAST_REQUESTS, _REQUESTS_PER_MINUTE // shared)))
+        return ComputeEndpoint(entry.endpoint, budget=budget)
+
+    def drive(self, *, report: Callable[[str], None], show: Show, stop: bool = False) -> str:
+        """Coordinate the sites until all trainings have ended, or until the run is stopped.
+
+        SIGINT (Ctrl-C), SIGTERM and a stop request stop the sites: trainings save, drivers end. A second signal, or
+        SIGHUP, ends the coordinator only: trainings go on where they are.
+
+        Parameters
+        ----------
+        report
+            Called with lines of output.
+        show
+            Called several times per second with the coordinator and the seconds since the start.
+        stop
+            Stop the sites at once.
+
+        Returns
+        -------
+        str
+            ``finished``, ``stopped``, ``interrupted``, or ``detached``: trainings go on.
+
+        Raises
+        ------
+        InvalidInput
+            Another coordinator is running; a site refuses the campaign before any training is assigned.
+        """
+        refuse_living_driver(self.store)
+        with driver_lock(self.directory):
+            coordinator = self._coordinator()
+            try:
+                driver = self.store.begin_driver(*own_identity())
+            except sqlite3.OperationalError as error:
+                raise InvalidInput(f"{self.directory} cannot be written: {error}; free some space") from error
+            how = "failed"
+            try:
+                with run_signals() as caught:
+                    how = _Loop(self, coordinator, driver, caught, report, show).run(stop=stop)
+            finally:
+                self.store.end_driver(driver, how)
+        return how
+
+    def _coordinator(self) -> Coordinator:
+        def planner(question: SitesQuestion) -> SitePlan:
+            return plan_sites(question, self.sites.settings)
+
+        settings = self.sites.settings
+        coordinator = Coordinator(
+            list(self._trainers()),
+            {entry.name: entry.rates for entry in self.sites.sites},
+            CallPace(settings.look.total_seconds(), self.sites.status_period),
+            planner,
+        )
+        if (kept := CoordinatorFile.read(self.directory)) is not None:
+            ended = {
+                item.name: TrainingAtSite(item.name, item.state, item.share, (), item.result, item.error)
+                for item in self.store.trainings()
+                if item.state in ("finished", "failed", "cancelled")
+            }
+            try:
+                coordinator.restore(kept.document, ended)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise InvalidInput(f"{self.directory / COORDINATOR} is damaged: {error}") from None
+        return coordinator
+
+    def _trainers(self) -> Iterator[Trainer]:
+        costs = DEFAULT_COSTS.in_seconds()
+        for number, training in enumerate(self.campaign.trainings):
+            yield training.app.request(training.name).trainer(costs, float(number))
+
+
+@dataclass
+class _Loop:
+    """One process's loop."""
+
+    owner: SitesRun
+    coordinator: Coordinator
+    driver: int
+    caught: list[int]
+    report: Callable[[str], None]
+    show: Show
+
+    def __post_init__(self) -> None:
+        self._outcomes: SimpleQueue[tuple[_Caller, _Outcome]] = SimpleQueue()
+        self._callers = {name: self._caller(name) for name in self.coordinator.sites}
+        self._calls: list[SiteCall] = []  # to be made once the state is stored
+        self._unwritable = False
+        self._saved: dict[str, Any] = {}
+        self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
+
+    def _caller(self, name: str) -> _Caller:
+        return _Caller(name, self.owner.place_of(self.owner, name), self._outcomes)
+
+    def run(self, *, stop: bool) -> str:
+        coordinator, store = self.coordinator, self.owner.store
+        begin = time.monotonic()
+        next_beat, how, heard = begin, "finished", 0
+        if stop:
+            how = "stopped"
+            coordinator.stop()
+        while True:
+            self._take_outcomes()
+            self._calls += coordinator.due(self.owner.clock())
+            with self._writing():
+                self._save()
+                for call in self._calls:
+                    self._callers[call.site].submit(call, self._request(call))
+                self._calls.clear()
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + BEAT
+                    self._beat()
+                    for name in store.cancellations():
+                        coordinator.cancel(name)
+                    if store.stop_requested() and not coordinator.stopping:
+                        how = "stopped"
+                        self._stop()
+            self.show(coordinator, time.monotonic() - begin)
+            if coordinator.is_done and not self._unwritable:
+                self._report_not_stopped()
+                with self._writing():
+                    self._save()
+                    self._beat()
+                if not self._unwritable:
+                    return how
+            if len(self.caught) > heard:
+                if signal.SIGHUP in self.caught or coordinator.stopping:
+                    return "detached"
+                heard, how = len(self.caught), "interrupted"
+                self._stop()
+            time.sleep(_PERIOD)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Go on if the run directory cannot be written for now, e.g. because the disk is full; nothing is sent then."""
+        try:
+            yield
+        except (OSError, sqlite3.OperationalError) as error:
+            if not self._unwritable:
+                self.report(f"the state of the run cannot be written to {self.owner.directory}: {error}; retrying")
+            self._unwritable = True
+        else:
+            self._unwritable = False
+
+    def _stop(self) -> None:
+        self.report(
+            "stopping: the sites save their trainings and end their drivers; Ctrl-C again leaves them as they are"
+        )
+        self.coordinator.stop()
+
+    def _report_not_stopped(self) -> None:
+        for site in self.coordinator.sites.values():
+            if self.coordinator.stopping and site.silent and site.facts is not None:
+                self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
+
+    # Calls.
+
+    def _request(self, call: SiteCall) -> Mapping[str, Any]:
+        prepared = self.owner.requests[call.site]
+        match call.ask:
+            case Ask.PREPARE:
+                return prepared
+            case Ask.STOP:
+                return {"verb": "stop", "run": prepared["run"], "wait": _STOP_WAIT}
+        return {
+            "verb": "look",
+            "run": prepared["run"],
+            "order": call.order,
+            "trainings": list(call.trainings),
+            "plan": call.ask is Ask.LOOK,
+            "start": call.start,
+        }
+
+    def _take_outcomes(self) -> None:
+        while True:
+            try:
+                caller, outcome = self._outcomes.get_nowait()
+            except Empty:
+                break
+            if self._callers[outcome.call.site] is caller:  # otherwise it was given up
+                caller.busy = None
+                self._take(outcome)
+        for name, caller in self._callers.items():
+            if caller.busy is not None and time.monotonic() - caller.since > _HUNG:
+                self._callers[name] = self._caller(name)
+                self.coordinator.on_silence(name, f"no answer within {_HUNG:.0f} s", self.owner.clock())
+
+    def _take(self, outcome: _Outcome) -> None:
+        call, coordinator, now = outcome.call, self.coordinator, self.owner.clock()
+        try:
+            if outcome.answer is None:
+                raise outcome.error or RemoteError("no answer")
+            match call.ask:
+                case Ask.PREPARE:
+                    coordinator.on_prepared(call.site, SiteFacts.parse(outcome.answer), now)
+                case Ask.STOP:
+                    coordinator.on_stopped(call.site, over=RemoteStatus.parse(outcome.answer).over, now=now)
+                case _:
+                    coordinator.on_answer(call.site, SiteAnswer.parse(outcome.answer), now)
+        except UsageError as error:
+            if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
+                raise type(error)(f"site {call.site}: {error}") from None
+            coordinator.on_silence(call.site, str(error), now)
+        except RemoteError as error:
+            coordinator.on_silence(call.site, str(error), now)
+        except PlanningError as error:
+            self.report(f"no decision this time: {error}")
+
+    # State.
+
+    def _save(self) -> None:
+        """Store what a later coordinator must know, and the results; before it is acted upon."""
+        store, coordinator = self.owner.store, self.coordinator
+        for name, item in coordinator.trainings.items():
+            if item.ended is None or name in self._stored:
+                continue
+            match item.ended.state:
+                case "finished":
+                    remark = "; ".join(filter(None, [f"at {item.ended_at}", item.ended.remark]))
+                    store.finish(name, item.ended.result, remark)
+                case "failed":
+                    store.fail(name, f"at {item.ended_at}: {item.ended.error}", final=True)
+                case _:
+                    store.cancel(name)
+            self._stored.add(name)
+        document = coordinator.as_json()
+        if document != self._saved:
+            lines = list(coordinator.lines(self.owner.clock()))
+            CoordinatorFile(document, lines).write(self.owner.directory)
+            self._saved = document
+
+    def _beat(self) -> None:
+        states: dict[str, tuple[str, float | None, Sequence[str]]] = {}
+        remarks = {}
+        for name, item in self.coordinator.trainings.items():
+            if item.ended is not None:
+                continue
+            site = None if item.site is None else self.coordinator.sites[item.site]
+            at_site = None if site is None else site.trainings.get(name)
+            states[name] = ("waiting", None, ()) if at_site is None else (at_site.state, at_site.share, at_site.nodes)
+            remarks[name] = "; ".join(
+                filter(None, [f"at {item.site}" if item.site else "", at_site.remark if at_site else "", item.reason])
+            )
+        self.owner.store.beat(self.driver, states, remarks)
+
+
+def _read_request(directory: Path, name: str) -> dict[str, Any]:
+    path = directory / _REQUESTS / f"{name}.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {**document, "run": str(document["run"])}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}") from None

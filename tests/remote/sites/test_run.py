@@ -1,0 +1,214 @@
+"""The loop around the coordinator: run directory, resume, stop, and sites that hang; with places of this process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from freetrain_parsl.cli.verbs import app_of
+from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.remote.sites import run as run_module
+from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
+from freetrain_parsl.remote.sites.run import SitesRun
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+APP = "from freetrain_parsl import training_app\n\n@training_app\ndef train(session, *, lr=0.1):\n    pass\n"
+CAMPAIGN = "name: two\ntrainings:\n  - {app: sites_app.py:train, name: 't{lr}', grid: {lr: [1, 2]}}\n"
+SITE = """\
+system: local
+checkpoints:
+  directory: /scratch/ft
+  globus:
+    collection: aaaaaaaa-0000-4000-8000-000000000000
+    path: /ft
+    home: {collection: cccccccc-0000-4000-8000-000000000000, path: /home/ft}
+"""
+SITES = "look: 1 s\nstatus: 1 s\nsites:\n  - {name: a, config: a.yaml}\n  - {name: b, config: a.yaml}\n"
+
+
+class ScriptedSite:
+    """A site that finishes what it is given at once, hangs, or refuses."""
+
+    def __init__(self, *, nodes: int = 2, finishes: bool = True, error: Exception | None = None) -> None:
+        self.nodes = nodes
+        self.finishes = finishes
+        self.error = error
+        self.hangs: threading.Event | None = None
+        self.order, self.assigned = 0, []
+        self.verbs: list[str] = []
+
+    def call(self, request: Mapping[str, Any], timeout: float = 120.0) -> dict[str, Any]:
+        self.verbs.append(request["verb"])
+        if self.hangs is not None:
+            self.hangs.wait(20)
+        if self.error is not None:
+            raise self.error
+        facts = {"home": "h", "lease": 900.0}
+        match request["verb"]:
+            case "prepare":
+                return {**facts, "host": "x"}
+            case "stop":
+                return self.status("stopped")
+        if request["order"] > self.order:
+            self.order, self.assigned = request["order"], request["trainings"]
+        measured: list[Any] = []
+        blocks = [{"nodes": self.nodes, "walltime": 600}]
+        plan = {"plan": {"blocks": blocks}} if request["plan"] else {}
+        more = {"held": [], "sizes": {}, "samples_left": {}, "measured": measured, "copying": []}
+        return {**facts, **more, **plan, "order": self.order, "status": self.status("running")}
+
+    def status(self, state: str) -> dict[str, Any]:
+        trainings = [
+            {"name": name, "state": "finished" if self.finishes else "running", "share": 0.5, "nodes": [],
+             "result": {"loss": 1.5}, "error": None, "remark": None}
+            for name in self.assigned
+        ]  # fmt: skip
+        document = {"run": "r", "state": state, "host": "x", "directory": "/r", "message": ""}
+        return {**document, "summary": {"trainings": trainings}}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    module = tmp_path.name.replace("-", "_")  # modules of one process need names of their own
+    (tmp_path / f"{module}.py").write_text(APP)
+    (tmp_path / "campaign.yaml").write_text(CAMPAIGN.replace("sites_app", module))
+    (tmp_path / "a.yaml").write_text(SITE)
+    (tmp_path / "sites.yaml").write_text(SITES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_module, "_PERIOD", 0.01)
+    return tmp_path
+
+
+def create(project: Path, sites: Mapping[str, ScriptedSite]) -> SitesRun:
+    run = SitesRun.create(project / "campaign.yaml", project / "sites.yaml", project / "run")
+    run.place_of = lambda _run, name: sites[name]
+    return run
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def test_a_campaign_is_done_once_and_its_results_are_in_the_run_directory(project: Path) -> None:
+    run = create(project, {"a": ScriptedSite(), "b": ScriptedSite()})
+    assert run.drive(report=ignore, show=ignore) == "finished"
+    trainings = {item.name: item for item in run.store.trainings()}
+    assert {name: (item.state, item.result) for name, item in trainings.items()} == {
+        "t1": ("finished", {"loss": 1.5}),
+        "t2": ("finished", {"loss": 1.5}),
+    }
+    assert str(trainings["t1"].remark).startswith("at ")
+    assert len(site_lines(project / "run")) == 2
+    assert (project / "run" / "requests" / "a.json").stat().st_mode & 0o777 == 0o600
+    again = SitesRun.reopen(project / "run")
+    again.place_of = lambda _run, _name: ScriptedSite(error=AssertionError("nothing is left to ask"))
+    assert again.drive(report=ignore, show=ignore) == "finished"
+
+
+def test_a_new_coordinator_goes_on_with_the_numbers_of_the_old_one(project: Path) -> None:
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False)}
+    run = create(project, sites)
+
+    def leave(coordinator: Any, _elapsed: float) -> None:
+        if all(site.confirmed for site in coordinator.sites.values()):
+            signal.raise_signal(signal.SIGHUP)
+
+    assert run.drive(report=ignore, show=leave) == "detached"
+    before = {name: site.order for name, site in sites.items()}
+    assert "stop" not in sites["a"].verbs
+    assert set(before.values()) == {1}
+    for site in sites.values():
+        site.finishes = True
+        site.verbs.clear()
+    again = SitesRun.reopen(project / "run")
+    again.place_of = lambda _run, name: sites[name]
+    assert again.drive(report=ignore, show=ignore) == "finished"
+    assert "prepare" not in sites["a"].verbs
+    assert {name: site.order for name, site in sites.items()} == before
+
+
+def test_ctrl_c_stops_the_sites_and_a_second_one_leaves_them(project: Path) -> None:
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False)}
+    run, said = create(project, sites), []
+
+    def interrupt(coordinator: Any, _elapsed: float) -> None:
+        if all(site.confirmed for site in coordinator.sites.values()) and not said:
+            signal.raise_signal(signal.SIGINT)
+
+    assert run.drive(report=said.append, show=interrupt) == "interrupted"
+    assert "Ctrl-C again leaves them" in said[0]
+    assert all("stop" in site.verbs for site in sites.values())
+    assert {item.state for item in run.store.trainings()} == {"waiting"}
+
+
+def test_a_site_that_hangs_delays_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "_HUNG", 0.3)
+    sites = {"a": ScriptedSite(), "b": ScriptedSite()}
+    sites["b"].hangs = threading.Event()
+    run = create(project, sites)
+    assert run.drive(report=ignore, show=ignore) == "finished"
+    assert {item.state for item in run.store.trainings()} == {"finished"}
+    assert any("site b does not answer: no answer within 0 s" in line for line in site_lines(project / "run"))
+    sites["b"].hangs.set()
+
+
+def test_a_site_that_is_offline_at_the_start_is_tried_again_and_one_that_refuses_ends_the_run(project: Path) -> None:
+    offline = {"a": ScriptedSite(), "b": ScriptedSite(error=RemoteError("the endpoint is offline"))}
+    assert create(project, offline).drive(report=ignore, show=ignore) == "finished"
+    assert offline["b"].verbs[0] == "prepare"
+    refused = SitesRun.create(project / "campaign.yaml", project / "sites.yaml", project / "other")
+    refused.place_of = lambda _run, _name: ScriptedSite(error=InvalidInput("login1 has other versions"))
+    with pytest.raises(InvalidInput, match=r"site [ab]: login1 has other versions"):
+        refused.drive(report=ignore, show=ignore)
+
+
+def test_while_nothing_can_be_stored_nothing_is_sent_and_the_run_goes_on_later(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites, said, failures = {"a": ScriptedSite(), "b": ScriptedSite()}, [], iter(range(20))
+    run = create(project, sites)
+    write = CoordinatorFile.write
+
+    def full(self: CoordinatorFile, run_dir: Path) -> None:
+        if next(failures, None) is not None:
+            assert not sites["a"].verbs
+            raise OSError(28, "No space left on device")
+        write(self, run_dir)
+
+    monkeypatch.setattr(CoordinatorFile, "write", full)
+    assert run.drive(report=said.append, show=ignore) == "finished"
+    assert len(said) == 1
+    assert "No space left on device; retrying" in said[0]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"coordinator": {"format": 7}, "lines": []}', '{"lines": []}'])
+def test_a_damaged_state_is_refused_by_name(project: Path, content: str) -> None:
+    run = create(project, {"a": ScriptedSite(), "b": ScriptedSite()})
+    (project / "run" / COORDINATOR).write_text(content)
+    with pytest.raises(InvalidInput, match=COORDINATOR):
+        run.drive(report=ignore, show=ignore)
+
+
+def test_other_verbs_name_what_a_run_at_several_sites_is(project: Path) -> None:
+    create(project, {})
+    runner = CliRunner()
+    assert "sites" in json.loads(runner.invoke(app_of(), ["status", "run", "--json"]).stdout)
+    for command, message in (
+        (["clean", "run"], "is a run at several sites"),
+        (["resume", "run", "--retry", "t1"], "continues without options"),
+        (["run", "campaign.yaml", "--sites", "sites.yaml", "--config", "local"], "give only --sites"),
+        (["run", "campaign.yaml", "--any-versions"], "are for --sites"),
+        (["run", "campaign.yaml", "--sites", "none.yaml"], "cannot read the list of sites"),
+    ):
+        result = runner.invoke(app_of(), command)
+        assert result.exit_code == 2, result.output
+        assert message in result.output
+        assert "Traceback" not in result.output
