@@ -50,13 +50,14 @@ _OWN_LOOP = (
     "_run_epoch",
     "_maybe_log_save_evaluate",
     "_evaluate",
-    "_save_checkpoint",
     "_load_best_model",
     "_finalize_training",
     "_clip_grad_norm",
 )
 """Methods of the Trainer's own loop, which are not called; overriding them would have no effect."""
 
+_OF_THE_MACHINE = ("epoch", "_runtime", "_time", "_per_second")
+"""Ends of names that are not in the history, because that does not depend on the nodes."""
 _PLAIN = (bool, int, float, str, type(None))
 _OF_THIS_PROCESS = ("is_world_process_zero", "is_local_process_zero")
 
@@ -64,10 +65,11 @@ _OF_THIS_PROCESS = ("is_world_process_zero", "is_local_process_zero")
 def fit(session: TrainingSession, trainer: Trainer, *, batch_size: int | None = None) -> TrainOutput:
     """Train as ``trainer.train()`` would, on whatever processes the training has.
 
-    Callbacks, overridden methods, evaluation, early stopping, ``load_best_model_at_end``, gradient accumulation, clipping
-    and mixed precision are those of the Trainer. The session saves, so that the Trainer's checkpoints are not written;
-    its logs and evaluations go to the session's trackers, too. Each process evaluates on all of the data. State that a
-    callback has to keep is that of its ``state`` (``ExportableState``) or of a ``state_dict`` and ``load_state_dict``.
+    Callbacks, overridden methods, evaluation, early stopping, ``load_best_model_at_end``, gradient accumulation,
+    clipping and mixed precision are those of the Trainer. The session saves, so that the Trainer's checkpoints are not
+    written; its logs and evaluations go to the session's trackers, too. Each process evaluates on all of the data. The
+    state that a callback has to keep is that of ``state`` (``ExportableState``) or of ``state_dict`` and
+    ``load_state_dict``.
 
     Parameters
     ----------
@@ -103,7 +105,7 @@ def fit(session: TrainingSession, trainer: Trainer, *, batch_size: int | None = 
             args.__dict__[name] = value
         loop = partial(_train, session, trainer, batch_size, restore)
         _replace(trainer, "_inner_training_loop", loop, restore)
-        return trainer.train()  # type: ignore[no-any-return]
+        return trainer.train()
 
 
 def _check(trainer: Trainer) -> None:
@@ -227,15 +229,14 @@ class _Loop:
         self._complete = False  # whether the last backward pass completed its batch
         self._items: torch.Tensor | int | None = None
         self._grad_norm: float | None = None
-        self._rate: float | None = None
+        self._rate = 0.0  # of the last step
         args = trainer.args
         source = trainer.get_train_dataloader()
         piece = args.per_device_train_batch_size
         self._size = size or piece * args.gradient_accumulation_steps
         if not hasattr(source.dataset, "__len__"):
-            raise UsageError(
-                f"the Trainer's train_dataset is a {type(source.dataset).__name__} without a length; use a map-style dataset"
-            )
+            kind = type(source.dataset).__name__
+            raise UsageError(f"the Trainer's train_dataset is a {kind} without a length; use a map-style dataset")
         samples = len(source.batch_sampler.sampler) if source.batch_sampler is not None else len(source.dataset)
         self._steps_an_epoch = samples // self._size if args.dataloader_drop_last else -(-samples // self._size)
         if not self._steps_an_epoch:
@@ -267,7 +268,8 @@ class _Loop:
         self._scaler = torch.amp.GradScaler(self._session.device.type) if args.fp16 else None
         others = [trainer.lr_scheduler, self._progress, *([] if self._scaler is None else [self._scaler])]
         self._session.prepare(trainer.model, trainer.optimizer, *others)
-        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)  # autocast, in training and evaluation
+        # It casts automatically, in training and evaluation.
+        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
 
     def _replace_in_trainer(self, restore: ExitStack) -> None:
@@ -371,7 +373,7 @@ class _Loop:
             logs = {"loss": self._progress.take_log(state.global_step)}
             if self._grad_norm is not None:
                 logs["grad_norm"] = float(self._grad_norm)
-            logs["learning_rate"] = trainer._get_learning_rate() if self._rate is None else self._rate  # noqa: SLF001 - see above
+            logs["learning_rate"] = self._rate
             trainer.log(logs)
             session.log(every=1, **logs)
         if trainer.control.should_evaluate:
@@ -407,7 +409,7 @@ class _Loop:
             if is_best:
                 trainer.state.best_global_step = trainer.state.global_step
         session.log(every=1, **numbers)
-        session.log(**{name: value for name, value in numbers.items() if name != "epoch"})
+        session.log(**{name: value for name, value in numbers.items() if not name.endswith(_OF_THE_MACHINE)})
 
     def _end(self) -> TrainOutput:
         trainer, progress, state = self._trainer, self._progress, self._trainer.state

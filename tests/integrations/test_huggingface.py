@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import hf_trainings
 import pytest
 import torch
-from disturbances import alone, assert_weights, distance, killed, regrouped, restarted
+from disturbances import ROUNDING, alone, assert_weights, distance, killed, regrouped, restarted
 from hf_trainings import InOrder, in_session, make, summary
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.integrations.huggingface import fit
@@ -163,9 +164,9 @@ def test_a_checkpoint_given_to_train_is_refused(tmp_path: Path) -> None:
 
 def test_a_loop_of_the_users_own_is_refused(tmp_path: Path) -> None:
     class OwnLoop(InOrder):
-        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None: ...
+        def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None: ...
 
-    assert "OwnLoop overrides _save_checkpoint" in refused(tmp_path, kind=OwnLoop)
+    assert "OwnLoop overrides _maybe_log_save_evaluate" in refused(tmp_path, kind=OwnLoop)
 
 
 def test_a_stream_is_refused(tmp_path: Path) -> None:
@@ -178,20 +179,22 @@ def test_a_stream_is_refused(tmp_path: Path) -> None:
 
 def test_samples_of_similar_length_share_a_batch(tmp_path: Path) -> None:
     """The Trainer's own sampler, in the session's order."""
-    grouped = {"train_sampling_strategy": "group_by_length"}
-    if not hasattr(hf_trainings.TrainingArguments, "train_sampling_strategy"):
-        grouped = {"group_by_length": True}  # type: ignore[dict-item]  # in earlier versions
     seen: list[int] = []
 
     class Recording(Trainer):
+        def _get_train_sampler(self, *_args: Any) -> Any:
+            """Return what group_by_length means for rows that are not padded yet."""
+            lengths = self.train_dataset.lengths.tolist()  # type: ignore[union-attr]  # ours
+            return LengthGroupedSampler(4, lengths=lengths)
+
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             seen.extend(inputs["attention_mask"].sum(1).tolist())
             return super().training_step(model, inputs, *args, **kwargs)
 
-    audit = run_alone(in_session, kind=Recording, num_train_epochs=1, **grouped)["audit"]
+    audit = run_alone(in_session, kind=Recording, num_train_epochs=1, per_device_train_batch_size=4)["audit"]
     assert audit.samples_seen == hf_trainings.SAMPLES
-    assert seen[0] == max(seen)
-    assert sorted(seen[:16], reverse=True)[1] - min(seen[:16]) <= 4
+    ranges = [max(seen[begin : begin + 4]) - min(seen[begin : begin + 4]) for begin in range(0, 72, 4)]
+    assert sum(ranges) / len(ranges) < 3, "at random: 5"
 
 
 @pytest.mark.parametrize("kind", ["dataset", "sft"])
@@ -202,7 +205,7 @@ def test_datasets_and_trl_work_unchanged(crew: Crew, tmp_path: Path, kind: str) 
         pytest.importorskip("trl")
     function = {"dataset": hf_trainings.with_dataset, "sft": hf_trainings.with_sft}[kind]
     expected = hf_trainings.plain_of(kind, tmp_path / "plain")
-    assert_weights(alone(function, tmp_path / "alone"), expected, 0.0)
+    assert_weights(alone(function, tmp_path / "alone"), expected, 0.0 if kind == "dataset" else ROUNDING)
     for value in regrouped(crew, function, tmp_path / "cut", (2, 1, 2)):
         assert_weights(value, expected)
         assert value["steps"] == expected["steps"]

@@ -285,8 +285,8 @@ def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
     if type(batches) is not BatchSampler:
         kind = "none" if batches is None else f"a {type(batches).__name__}"
         raise UsageError(
-            f"session.loader: the DataLoader has a batch_sampler of its own ({kind}), which cannot be divided; pass the "
-            "dataset, batch_size=… and sampler=… for the order of single samples"
+            f"session.loader: the DataLoader has a batch_sampler of its own ({kind}), which cannot be divided; pass "
+            "the dataset, batch_size=… and sampler=… for the order of single samples"
         )
     sampler = batches.sampler
     options: dict[str, Any] = {
@@ -300,9 +300,7 @@ def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
     if loader.num_workers and workers:
         options["worker_options"] = workers
     plain = isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
     )
     if not plain:
         options["sampler"] = sampler
