@@ -6,13 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
 from freetrain_parsl.training.data.shared_batches import DataSource
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.loader_options import WORKER_OPTIONS
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import SessionState
@@ -51,6 +60,7 @@ class SessionLoader:
         collate_fn: Callable[[list[Any]], Any] | None,
         seed_samples: bool,
         sampler: IndexSampler | None = None,
+        worker_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.order = order
         self._sampler = sampler
@@ -70,10 +80,10 @@ class SessionLoader:
             pin_memory=runtime.device.type == "cuda",
             persistent_workers=num_workers > 0,
             generator=self._generator,
+            **(worker_options or {}),
         )
-        self._shared = runtime.shared_batches(
-            DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
-        )
+        source = DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
+        self._shared = None if worker_options else runtime.shared_batches(source)
 
     def __len__(self) -> int:
         size = self._runtime.state.batch_size
@@ -271,25 +281,29 @@ def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
             "session.loader: the DataLoader reads an IterableDataset; use "
             "session.loader(session.stream(source, samples=…), batch_size=…, shuffle=False)"
         )
-    if loader.batch_size is None:
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        kind = "none" if batches is None else f"a {type(batches).__name__}"
         raise UsageError(
-            "session.loader: the DataLoader has a batch_sampler of its own, or none; pass the dataset, batch_size=… "
-            "and sampler=… for the order of single samples"
+            f"session.loader: the DataLoader has a batch_sampler of its own ({kind}), which cannot be divided; pass "
+            "the dataset, batch_size=… and sampler=… for the order of single samples"
         )
+    sampler = batches.sampler
     options: dict[str, Any] = {
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
+        "batch_size": batches.batch_size,
+        "drop_last": batches.drop_last,
         "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "shuffle": isinstance(loader.sampler, RandomSampler),
+        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "shuffle": isinstance(sampler, RandomSampler),
     }
-    plain = isinstance(loader.sampler, SequentialSampler) or (
-        isinstance(loader.sampler, RandomSampler)
-        and not loader.sampler.replacement
-        and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
+    workers = {name: value for name in WORKER_OPTIONS if (value := getattr(loader, name, None))}
+    if loader.num_workers and workers:
+        options["worker_options"] = workers
+    plain = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
     )
     if not plain:
-        options["sampler"] = loader.sampler
+        options["sampler"] = sampler
     return loader.dataset, options  # type: ignore[return-value]  # map-style
 
 

@@ -1,0 +1,1 @@
+"""Trainers that people have, inside a session: Hugging Face's Trainer and Accelerate."""
