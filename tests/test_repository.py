@@ -36,6 +36,7 @@ ROOMS = {
     "storage": {"globus_sdk"},
     "cluster": {"planning", "windows"},
     "executor": {"protocol", "planning", "windows", "training", "storage", "cluster", "trackers"},
+    "integrations": {"cluster", "executor", "trackers", "training"},
     "sweeps": set(),
     "trackers": set(),
     "campaign": {

@@ -450,7 +450,7 @@ class TrainingSession:
             metrics.log(values)
         else:
             check_whole("session.log: every", every, least=1)
-            metrics.log_step(self._runtime.state.cursor.epoch, every, values)
+            metrics.log_step(every, values)
 
     def _epochs(self, count: int) -> Iterator[int]:
         while self._runtime.state.cursor.epoch < count:

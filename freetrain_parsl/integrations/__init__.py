@@ -1,0 +1,1 @@
+"""Trainers and searches that people have, with trainings of this package."""
