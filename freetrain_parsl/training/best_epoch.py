@@ -1,0 +1,129 @@
+"""The best epoch of a training so far, by a value that it logs: for `keep_best`, and for early stopping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.loader_options import check_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BestEpoch", "EpochValue", "Mode"]
+
+Mode: TypeAlias = Literal["min", "max"]
+"""Whether the best value is the smallest or the largest."""
+
+
+@dataclass(frozen=True)
+class EpochValue:
+    """The value of an epoch.
+
+    Parameters
+    ----------
+    epoch
+        Its number, from 0.
+    value
+        The value.
+    """
+
+    epoch: int
+    value: float
+
+
+@dataclass
+class BestEpoch:
+    """The epoch with the best value; the same on all members, as all judge the same values.
+
+    Parameters
+    ----------
+    verb
+        The session's verb that it is for; begins the messages of errors.
+    metric
+        Name of the value in the rows of the history.
+    mode
+        Which value is the best.
+    min_delta
+        How much better than the best a value must be.
+    patience
+        Epochs without a better value after which the training ends; ``None``: it does not.
+
+    Raises
+    ------
+    UsageError
+        A parameter is out of range.
+    """
+
+    verb: str
+    metric: str
+    mode: Mode
+    min_delta: float = 0.0
+    patience: int | None = None
+    best: EpochValue | None = field(default=None, init=False)
+    judged: int = field(default=-1, init=False)
+    """The last epoch that was judged."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise UsageError(
+                f"session.{self.verb}: give the name of a logged value, such as 'loss', got {self.metric!r}"
+            )
+        if self.mode not in get_args(Mode):
+            raise UsageError(f"session.{self.verb}: mode must be 'min' or 'max', got {self.mode!r}")
+        number = isinstance(self.min_delta, (int, float)) and not isinstance(self.min_delta, bool)
+        if not number or not 0 <= self.min_delta < math.inf:
+            raise UsageError(
+                f"session.{self.verb}: min_delta must be a number that is not negative, got {self.min_delta!r}"
+            )
+        if self.patience is not None:
+            check_whole(f"session.{self.verb}: patience", self.patience, least=1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `patience` epochs in a row were not better than the best."""
+        if self.patience is None:
+            return False
+        return self.judged - (-1 if self.best is None else self.best.epoch) >= self.patience
+
+    def value_in(self, row: Mapping[str, Any]) -> float:
+        """Return the value in a row of the history.
+
+        Raises
+        ------
+        UsageError
+            It has none.
+        """
+        value = row.get(self.metric)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            known = ", ".join(name for name in row if name != "epoch")
+            raise UsageError(
+                f"session.{self.verb}: epoch {row['epoch']} has no number {self.metric!r}; call "
+                f"session.log({self.metric}=…) in each epoch, on all processes (it has {known})"
+            )
+        return float(value)
+
+    def judge(self, epoch: int, value: float) -> bool:
+        """Return whether an epoch is better than all before; NaN never is."""
+        self.judged = epoch
+        if math.isnan(value):
+            return False
+        if self.best is not None:
+            gain = self.best.value - value if self.mode == "min" else value - self.best.value
+            if not gain > self.min_delta:
+                return False
+        self.best = EpochValue(epoch, value)
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return the result so far as plain values."""
+        best = None if self.best is None else [self.best.epoch, self.best.value]
+        return {"metric": self.metric, "mode": self.mode, "best": best, "judged": self.judged}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state; that of another metric or mode says nothing, and is ignored."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            self.best = None if state["best"] is None else EpochValue(*state["best"])
+            self.judged = state["judged"]
