@@ -122,7 +122,7 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         """
         if not self._objects or self._training is None:
             raise UsageError(
-                "SessionFabric.epochs: first call fabric.setup(model, optimizer) and fabric.setup_dataloaders"
+                "SessionFabric.epochs: call fabric.setup(model, optimizer) and setup_dataloaders before it"
             )
         model, optimizer, *more = self._objects
         known = [*more, *(other for other in others if not any(other is one for one in more))]
@@ -138,9 +138,7 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
     def no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[None]:  # noqa: FBT001, FBT002 - as in Fabric
         """Refuse an accumulation by hand: the session divides batches."""
         if enabled:
-            raise UsageError(
-                "SessionFabric divides batches itself: SessionFabric(session, accumulate=…), and no accumulation"
-            )
+            raise UsageError("SessionFabric divides batches itself: give SessionFabric(session, accumulate=…) instead")
         context: AbstractContextManager[None] = super().no_backward_sync(module, enabled)
         return context
 
@@ -200,7 +198,7 @@ class _FabricStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # as above
             raise UsageError(f"SessionFabric.all_reduce: reduce_op is 'sum' or 'mean', got {reduce_op!r}")
         values = tensor.detach().double().flatten()
         # With the number of processes: the group may change before the sum.
-        total = self._session.sum(torch.cat([values, values.new_ones(1)]))
+        total: torch.Tensor = self._session.sum(torch.cat([values, values.new_ones(1)]))
         result = total[:-1] / (1 if str(reduce_op).lower() == "sum" else total[-1])
         return result.reshape(tensor.shape).to(tensor.dtype)
 

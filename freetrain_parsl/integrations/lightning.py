@@ -134,9 +134,7 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
         if not isinstance(dataloader, torch.utils.data.DataLoader):
             raise UsageError(f"SessionStrategy needs one training DataLoader, got {type(dataloader).__name__}")
         if dataloader.batch_size is None:
-            raise UsageError(
-                "SessionStrategy: the training DataLoader has a batch_sampler of its own, or no batch_size"
-            )
+            raise UsageError("SessionStrategy: the training DataLoader has no batch_size, or its own batch_sampler")
         self._batches = _Batches(self._session, trainer, dataloader, self._accumulated, self._follow_rank)
         return self._batches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.loader_options import check_whole
@@ -12,10 +12,7 @@ from freetrain_parsl.training.loader_options import check_whole
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BestEpoch", "EpochValue", "Mode"]
-
-Mode: TypeAlias = Literal["min", "max"]
-"""Whether the best value is the smallest or the largest."""
+__all__ = ["BestEpoch", "EpochValue"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class BestEpoch:
 
     verb: str
     metric: str
-    mode: Mode
+    mode: Literal["min", "max"]
     min_delta: float = 0.0
     patience: int | None = None
     best: EpochValue | None = field(default=None, init=False)
@@ -67,19 +64,16 @@ class BestEpoch:
     """The last epoch that was judged."""
 
     def __post_init__(self) -> None:
+        what = f"session.{self.verb}"
         if not isinstance(self.metric, str) or not self.metric:
-            raise UsageError(
-                f"session.{self.verb}: give the name of a logged value, such as 'loss', got {self.metric!r}"
-            )
-        if self.mode not in get_args(Mode):
-            raise UsageError(f"session.{self.verb}: mode must be 'min' or 'max', got {self.mode!r}")
-        number = isinstance(self.min_delta, (int, float)) and not isinstance(self.min_delta, bool)
-        if not number or not 0 <= self.min_delta < math.inf:
-            raise UsageError(
-                f"session.{self.verb}: min_delta must be a number that is not negative, got {self.min_delta!r}"
-            )
+            raise UsageError(f"{what}: give the name of a logged value, such as 'loss', got {self.metric!r}")
+        if self.mode not in ("min", "max"):
+            raise UsageError(f"{what}: mode must be 'min' or 'max', got {self.mode!r}")
+        is_number = isinstance(self.min_delta, (int, float)) and not isinstance(self.min_delta, bool)
+        if not is_number or not 0 <= self.min_delta < math.inf:
+            raise UsageError(f"{what}: min_delta must be a number that is not negative, got {self.min_delta!r}")
         if self.patience is not None:
-            check_whole(f"session.{self.verb}: patience", self.patience, least=1)
+            check_whole(f"{what}: patience", self.patience, least=1)
 
     @property
     def is_over(self) -> bool:
