@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.step.learning_rate import check_lr_scaling
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
-__all__ = ["check_batch_range", "check_fixed_size", "check_whole", "chosen_lr_scaling"]
+__all__ = ["check_batch_range", "check_fixed_size", "check_whole", "check_worker_options", "chosen_lr_scaling"]
+
+WORKER_OPTIONS = ("worker_init_fn", "timeout", "prefetch_factor", "multiprocessing_context")
+"""Arguments of torch's DataLoader that are passed on as they are."""
 
 _WHY_NOT = {
     "deterministic": "the results would depend on when the batch size changes",
@@ -34,6 +39,20 @@ def check_whole(what: str, value: object, *, least: int) -> None:
         raise UsageError(f"{what} must be a whole number, got {value!r}") from None
     if number < least:
         raise UsageError(f"{what} must be at least {least}, got {number}")
+
+
+def check_worker_options(options: Mapping[str, Any], num_workers: int) -> None:
+    """Reject what is not an option of workers, and options without workers.
+
+    Raises
+    ------
+    UsageError
+        There are such options.
+    """
+    if unknown := [name for name in options if name not in WORKER_OPTIONS]:
+        raise UsageError(f"session.loader: worker_options are {', '.join(WORKER_OPTIONS)}; got {', '.join(unknown)}")
+    if options and not num_workers:
+        raise UsageError(f"session.loader: {', '.join(options)} need workers: num_workers=…")
 
 
 def check_batch_range(value: object, batch_size: int) -> tuple[int, int]:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """Losses, sample counts and checksum of one step, in one tensor that is summed with the gradients.
+    """Losses, items, sample counts and checksum of one step, in one tensor that is summed with the gradients.
 
-    Each shard has its own element for the loss: so the sum over the members has the same bits, whichever member had
-    which shard.
+    Each shard has its own elements for the loss and the items: so the sums over the members have the same bits,
+    whichever member had which shard. The items are what the loss is a mean over: samples, unless others are given.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ class Tally:
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.device = device
         self._shards = batch.shards
-        self._device = device
-        self._losses: list[tuple[int, torch.Tensor | float, int]] = []  # shard, mean over a piece, its weight
+        self._losses: list[tuple[int, torch.Tensor | float, torch.Tensor | float]] = []  # shard, mean, its items
         self._samples = self._checksum = 0
         self._values: torch.Tensor | None = None
 
@@ -43,37 +43,60 @@ class Tally:
     def values(self) -> torch.Tensor:
         """The tensor, once all pieces have been added."""
         if self._values is None:
-            self._values = torch.zeros(self._shards + 2, dtype=torch.float64, device=self._device)
-            for shard, loss, weight in self._losses:
-                self._values[shard] += (loss.double() if isinstance(loss, torch.Tensor) else loss) * weight
+            self._values = torch.zeros(2 * self._shards + 2, dtype=torch.float64, device=self.device)
+            for shard, loss, items in self._losses:
+                self._values[shard] += (loss.double() if isinstance(loss, torch.Tensor) else loss) * items
+                self._values[self._shards + shard] += items
             # Filled on the device: no copy to it.
             self._values[-2], self._values[-1] = self._samples, self._checksum
         return self._values
 
     @property
-    def loss(self) -> torch.Tensor | float:
-        """Sum of the losses over all samples."""
-        return self.values[:-2].sum() if self._read is None else self._read
+    def mean(self) -> torch.Tensor | float:
+        """Mean loss over all items; on a GPU a tensor, which has not been read."""
+        if self._read is not None:
+            return self._read.loss / self._read.items if self._read.items else math.nan
+        if self._is_of_one and len(self._losses) == 1:
+            return self._losses[0][1]
+        return self._sums[0] / self._sums[1]
+
+    @property
+    def items(self) -> torch.Tensor | float:
+        """How many items there are; on a GPU a tensor, unless they are samples."""
+        return self._sums[1] if self._read is None else self._read.items
 
     @property
     def totals(self) -> torch.Tensor | _Unread | _Totals:
-        """Sum of the losses, samples and checksum; a tensor of shape (3,) if they are those of several members."""
+        """Sum of the losses, items, samples and checksum; if they are those of several members, of shape (4,)."""
         if self._read is not None:
-            return _Totals(self._read, self._samples, self._checksum)
+            return self._read
         if self._is_of_one and len(self._losses) == 1:
-            _, loss, weight = self._losses[0]
+            _, loss, items = self._losses[0]
             assert isinstance(loss, torch.Tensor), "of a GPU"
-            return _Unread(loss, weight, self._samples, self._checksum)
+            if not isinstance(items, torch.Tensor):
+                return _Unread(loss, items, self._samples, self._checksum)
         # The sum of the losses has the same shape and order, whichever member had which shard.
-        return torch.cat([self.values[:-2].sum(0, keepdim=True), self.values[-2:]])
+        return torch.cat([self._sums, self.values[-2:]])
 
-    def add(self, loss: torch.Tensor, piece: Piece) -> None:
-        """Add the mean loss of a piece."""
-        if piece.weight:
-            mean = loss.item() if self._device.type == "cpu" else loss.detach()
-            self._losses.append((piece.shard, mean, piece.weight))
-            self._samples += piece.weight
-            self._checksum += piece.checksum
+    def add(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None = None) -> None:
+        """Add the mean loss of a piece over `items`; ``None``: over its samples."""
+        if not piece.weight:
+            return
+        self._samples += piece.weight
+        self._checksum += piece.checksum
+        if items is None:
+            items = piece.weight
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and isinstance(items, torch.Tensor):
+            items = items.item()
+        if not isinstance(items, torch.Tensor) and not items:
+            return  # the mean over no items is NaN
+        self._losses.append((piece.shard, loss.item() if on_cpu else loss.detach(), items))
+
+    @property
+    def _sums(self) -> torch.Tensor:
+        """Sums of the losses and of the items, shape (2,)."""
+        return self.values[:-2].view(2, -1).sum(1)
 
     @property
     def _is_of_one(self) -> bool:
@@ -81,26 +104,29 @@ class Tally:
         return self._values is None and self._shards == 1
 
     @property
-    def _read(self) -> float | None:
-        """Sum of the losses if it is known in this process already; ``None`` on a GPU, or of several members."""
-        if self._is_of_one and self._device.type == "cpu":
-            return float(sum(loss * weight for _, loss, weight in self._losses))
+    def _read(self) -> _Totals | None:
+        """The totals if they are known in this process already; ``None`` on a GPU, or of several members."""
+        if self._is_of_one and self.device.type == "cpu":
+            loss = float(sum(loss * items for _, loss, items in self._losses))
+            items = float(sum(items for _, _, items in self._losses))
+            return _Totals(loss, items, self._samples, self._checksum)
         return None
 
 
 class _Totals(NamedTuple):
-    """Sum of the losses, samples and checksum of one step."""
+    """Sum of the losses, items, samples and checksum of one step."""
 
     loss: float
+    items: float
     samples: int
     checksum: int
 
 
 class _Unread(NamedTuple):
-    """Those of a step on a GPU: its loss is the mean over `weight` samples, and has not been read."""
+    """Those of a step on a GPU: its loss is the mean over the items, and has not been read."""
 
     loss: torch.Tensor
-    weight: int
+    items: float
     samples: int
     checksum: int
 
@@ -125,14 +151,14 @@ class TrainingMetrics:
         self._row_open = False  # whether log() refers to an epoch without a row in the history
         self._log: dict[str, Any] = {}
         self._loss_sum = 0.0  # of this epoch, over the whole group
-        self._loss_samples = 0
+        self._loss_items = 0.0
         self._pending: list[torch.Tensor | _Unread | _Totals] = []  # `Tally.totals` of each step
         self._expected = [0, 0]  # samples and checksum of the pending batches
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss per sample of this epoch, as far as settled; ``None`` before its first step."""
-        return self._loss_sum / self._loss_samples if self._loss_samples else None
+        """Mean loss per item of this epoch, as far as settled; ``None`` before its first step."""
+        return self._loss_sum / self._loss_items if self._loss_items else None
 
     @property
     def has_steps(self) -> bool:
@@ -179,13 +205,13 @@ class TrainingMetrics:
         if unread:
             means = torch.stack([each.loss.reshape(()) for each in unread]).tolist()
             steps += [
-                _Totals(mean * each.weight, each.samples, each.checksum)
+                _Totals(mean * each.items, each.items, each.samples, each.checksum)
                 for mean, each in zip(means, unread, strict=True)
             ]
-        loss, samples, received = (sum(column) for column in zip(*steps, strict=True))
+        loss, items, samples, received = (sum(column) for column in zip(*steps, strict=True))
         expected, self._expected = self._expected, [0, 0]
         self._pending = []
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) or not math.isfinite(items):
             raise NonFiniteLoss(
                 f"the loss is {loss} at step {self.step} or shortly before; lower the learning rate, clip gradients, "
                 "or look for bad samples"
@@ -193,7 +219,7 @@ class TrainingMetrics:
         if [int(samples), int(received)] != expected:
             raise TrainingError(f"at step {self.step} or before, members trained on samples other than the batch's")
         self._loss_sum += loss
-        self._loss_samples += expected[0]
+        self._loss_items += items
 
     def open_epoch(self, epoch: int) -> None:
         """Begin or resume an epoch; its row is written after its last batch."""
@@ -219,7 +245,7 @@ class TrainingMetrics:
         if not self.has_row(epoch):
             self._write_row(epoch)
         self.metrics["epochs"] = epoch + 1
-        self._loss_sum, self._loss_samples = 0.0, 0
+        self._loss_sum = self._loss_items = 0.0
         if self._ledger is not None:
             self._ledger.clear()
 
@@ -252,7 +278,7 @@ class TrainingMetrics:
             "logged": self.logged.state(),
             "row_open": self._row_open,
             "loss_sum": self._loss_sum,
-            "loss_samples": self._loss_samples,
+            "loss_samples": self._loss_items,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -267,7 +293,7 @@ class TrainingMetrics:
         if "logged" in state:  # not in checkpoints of earlier versions
             self.logged.load(state["logged"])
         self._row_open = state["row_open"]
-        self._loss_sum, self._loss_samples = state["loss_sum"], state["loss_samples"]
+        self._loss_sum, self._loss_items = state["loss_sum"], state["loss_samples"]
         self._pending = []
         self._expected = [0, 0]
 

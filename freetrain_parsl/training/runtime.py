@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
+    from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.step.learning_rate import LrScaling
@@ -101,6 +102,7 @@ class Runtime:
         self._write_seconds = 0.0
         self._decides_at = 0.0  # by the clock, for a group of one
         self._regrouped = False  # whether the group has changed since the last boundary
+        self._in_operation = False  # whether it changes in a collective operation of user code
         self._restored = None if members.is_newcomer else manager.restore()
         if self._restored is not None:
             self.state.take_counts(self._restored.state)
@@ -272,16 +274,25 @@ class Runtime:
         self.state.training_metrics.open_epoch(epoch)
         return epoch
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add a piece's gradients; after the last piece, ``.grad`` is that of the whole batch, on all members."""
+    def backward(self, loss: torch.Tensor, items: torch.Tensor | float | None = None) -> bool:
+        """Add a piece's gradients; after the last piece, ``.grad`` is that of the whole batch, on all members.
+
+        Returns
+        -------
+        complete
+            Whether it was the last piece.
+        """
         batch_runner = self._batch_runner_in_hand()
         try:
-            batch_runner.backward(loss)
+            batch_runner.backward(loss, items)
         except PeerFailed as error:
             batch_runner.cut()
             self._recover(error)
+        return batch_runner.is_complete
 
-    def step(self, loss: torch.Tensor | None, optimizer: Optimizer | None) -> bool:
+    def step(
+        self, loss: torch.Tensor | None, optimizer: Optimizer | None, items: torch.Tensor | float | None = None
+    ) -> bool:
         """Compute the gradients of a loss, if given, and make the optimizer step if the batch is complete.
 
         Returns
@@ -290,7 +301,7 @@ class Runtime:
             Whether the step was made.
         """
         if loss is not None:
-            self.backward(loss)
+            self.backward(loss, items)
         batch_runner = self._batch_runner_in_hand()
         if not batch_runner.step(optimizer, self.state.scaling):
             return False
@@ -302,6 +313,65 @@ class Runtime:
         cursor.steps += 1
         if cursor.steps == 1:
             self.state.training_metrics.count_step(batch_runner.batch, batch_runner.tally)
+
+    def together(self, operation: Callable[[Group], Any], *, name: str, of_parts: bool) -> Any:
+        """Return the result of a collective operation of user code, the same on all members.
+
+        If a member fails in it, the others take the result of one that has it, or repeat the operation.
+
+        Parameters
+        ----------
+        operation
+            Called with the group; raises PeerFailed if a member has failed.
+        name
+            The session's verb, for messages.
+        of_parts
+            Whether the result contains a part from each member. After a failure it can be computed again only if the
+            batch is repeated.
+
+        Raises
+        ------
+        UsageError
+            The other members might not call it, too.
+        PeerFailed
+            A member has failed, and its part is lost: the training resumes from a checkpoint.
+        """
+        self._check_all_call(name)
+        batch_runner, results = self.batch_runner, self.state.results
+        assert batch_runner is not None, "checked by start"
+        number = results.number + 1
+        while results.number < number:
+            try:
+                results.add(operation(self.members.group))
+            except PeerFailed as error:  # noqa: PERF203 - the loop is this handler's
+                if of_parts and (not batch_runner.has_piece or batch_runner.has_stepped):
+                    raise
+                if batch_runner.has_piece:
+                    batch_runner.cut()
+                self._in_operation = True
+                self._recover(error)
+                self._in_operation = False
+        return results.latest
+
+    def _check_all_call(self, name: str) -> None:
+        """Check that a process that joins between two steps calls an operation as often as the others do."""
+        self.check_running()
+        if not self.started:
+            raise UsageError(f"call session.{name} inside or after `for epoch in session.epochs(…)`")
+        assert self.batch_runner is not None, "checked by start"
+        order, cursor = self.state.order, self.state.cursor
+        in_batch = self.batch_runner.has_piece
+        if in_batch and order is not None and order.shards is not None:
+            raise UsageError(
+                f"session.{name} in the loop over the batches cannot be combined with deterministic=True: there the "
+                "loop's body runs more often in some processes than in others; call it after this loop"
+            )
+        over = self.reporter.total_epochs is not None and cursor.epoch >= self.reporter.total_epochs
+        if not (in_batch or cursor.pass_ended or over):
+            raise UsageError(
+                f"session.{name} was called before the batches of an epoch, where a process that joins later would "
+                "call it alone; call it in the loop over the batches or after it"
+            )
 
     def end_pass(self, expected: torch.Tensor) -> None:
         """Close the metrics of an epoch after its last batch; `expected` are the positions of its samples."""
@@ -454,11 +524,16 @@ class Runtime:
         begun = not self.members.is_newcomer
         changes = 0 if self.state.batch is None else self.state.batch.changes
         place = (int(value) for value in self.state.cursor.place)
-        return (int(begun), *place, changes, self.batch_runner.fingerprint())
+        return (int(begun), *place, changes, self.state.results.number, self.batch_runner.fingerprint())
 
     def _adopt(self, state: dict[str, Any]) -> None:
         """Load the state of a member that is ahead."""
-        if not self.members.is_newcomer and state["cursor"]["epoch"] != self.state.cursor.epoch:
+        cursor = self.state.cursor
+        if self._in_operation and cursor.pass_ended and cursor.leads_to(state["cursor"]):
+            # Only the result is missing: the others have done what this member's code will do after the epoch.
+            self.state.results.load(state["results"])
+            return
+        if not self.members.is_newcomer and state["cursor"]["epoch"] != cursor.epoch:
             # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
             self._unwind(PauseReason.LEFT)
         self.state.adopt(state)

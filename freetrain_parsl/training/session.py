@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,19 +13,22 @@ from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.format import check_restorable
+from freetrain_parsl.training.data.cursor import Position
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
 from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.data.sampler import check_sampler
+from freetrain_parsl.training.data.sampler import EpochOrder, check_sampler
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
 from freetrain_parsl.training.loader_options import (
     check_batch_range,
     check_fixed_size,
     check_whole,
+    check_worker_options,
     chosen_lr_scaling,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.runtime import Runtime
     from freetrain_parsl.training.step.learning_rate import LrScaling
+
+T = TypeVar("T")
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 
@@ -125,12 +132,28 @@ class TrainingSession:
         UsageError
             This process has not made a step yet.
         """
-        loss = None if self._runtime.batch_runner is None else self._runtime.batch_runner.batch_loss
-        if loss is None:
-            raise UsageError(
-                "session.batch_loss: this process has made no step yet; use it under `if session.step(loss):`"
-            )
-        return float(loss)
+        return float(self._last_loss("batch_loss"))
+
+    @property
+    def batch_loss_tensor(self) -> torch.Tensor:
+        """`batch_loss` as a scalar tensor on the session's device: reading it later does not make each step wait.
+
+        Raises
+        ------
+        UsageError
+            This process has not made a step yet.
+        """
+        return torch.as_tensor(self._last_loss("batch_loss_tensor"), device=self.device).detach()
+
+    @property
+    def position(self) -> Position:
+        """How far the training is in its data: epoch, samples of it that are done, whether all of them are.
+
+        It changes when the next batch is requested, and is the same on all processes. A process that joins a running
+        training receives it at the start of the loop.
+        """
+        cursor = self._runtime.state.cursor
+        return Position(cursor.epoch, cursor.position, cursor.pass_ended)
 
     @property
     def audit(self) -> Audit:
@@ -223,6 +246,8 @@ class TrainingSession:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed_samples: bool = True,
         sampler: IndexSampler | None = None,
+        order: Callable[[int], Sequence[int]] | None = None,
+        worker_options: Mapping[str, Any] | None = None,
     ) -> SessionLoader:
         """Return the training data in batches, on the device; every sample exactly once per epoch.
 
@@ -272,21 +297,33 @@ class TrainingSession:
             Yields the positions of an epoch instead of `shuffle`, with repetitions if it likes: weighted, sorted by
             length, a subset. What it yields is divided over the processes, each position exactly as often as yielded.
             It must have a length and draw its random numbers from the global generators of torch, numpy or Python.
+        order
+            The same as a function: epoch -> positions, the same number in each epoch. A batch is the next `batch_size`
+            of them, so that an order by length puts samples of similar length into a batch. It depends on nothing but
+            the epoch and, if it likes, the global generators, which are seeded for each epoch.
+        worker_options
+            Arguments of torch's ``DataLoader`` for the workers: ``worker_init_fn``, ``timeout``, ``prefetch_factor``,
+            ``multiprocessing_context``.
 
         Raises
         ------
         UsageError
-            The dataset is not map-style, or it yields no batch.
+            The dataset is not map-style, it yields no batch, or an option is wrong.
         CheckpointMismatch
             The newest checkpoint belongs to another dataset or batch size.
         """
         if isinstance(dataset, DataLoader):
-            given = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn, "sampler": sampler}
-            dataset, own = parts_of(dataset)
-            own |= {name: value for name, value in given.items() if value}
-            return self.loader(
+            given = {
+                "batch_size": batch_size,
+                "num_workers": num_workers,
+                "collate_fn": collate_fn,
+                "sampler": sampler,
+                "order": order,
+                "worker_options": worker_options,
+            }
+            return self.adopt(
                 dataset,
-                **own,
+                **{name: value for name, value in given.items() if value},
                 micro_batch=micro_batch,
                 deterministic=deterministic,
                 shards=shards,
@@ -308,6 +345,11 @@ class TrainingSession:
             if number is not None:
                 check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
+        check_worker_options(worker_options or {}, num_workers)
+        if order is not None:
+            if sampler is not None:
+                raise UsageError("session.loader: sampler and order both give the positions of an epoch; pass one")
+            sampler = EpochOrder(order, self._runtime.options.seed)
         if sampler is not None:
             check_sampler(sampler)
             if isinstance(dataset, Stream):
@@ -320,7 +362,7 @@ class TrainingSession:
             batch_range = check_batch_range(batch_range, batch_size)
             check_fixed_size(deterministic=deterministic, scaled=scaled, drop_last=drop_last)
         lr_scaling = chosen_lr_scaling(lr_scaling, elastic=batch_range is not None, scaled=scaled)
-        order = Order(
+        plan = Order(
             len(dataset),
             batch_size,
             self._runtime.options.seed,
@@ -332,17 +374,46 @@ class TrainingSession:
             drawn=None if sampler is None else len(sampler),
             batch_range=batch_range,
         )
-        batch_runner = self._runtime.use(order, lr_scaling=lr_scaling, ramp=ramp)
+        batch_runner = self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
         return SessionLoader(
             self._runtime,
             batch_runner,
             dataset,
-            order,
+            plan,
             num_workers=num_workers,
             collate_fn=collate_fn,
             seed_samples=seed_samples,
             sampler=sampler,
+            worker_options=worker_options or {},
         )
+
+    def adopt(self, dataloader: DataLoader[Any], **options: Any) -> SessionLoader:
+        """Return the training data of the user's ``DataLoader``, divided over the processes; see `loader`.
+
+        Its dataset, batch size, sampler, ``drop_last``, ``collate_fn`` and workers are used. Its ``shuffle=True`` means
+        the session's own order. Its ``generator`` is seeded for each epoch if a sampler draws from it.
+
+        Parameters
+        ----------
+        dataloader
+            Over a map-style dataset. Its batch size is that over all processes.
+        options
+            Those of `loader`, in place of the DataLoader's own: ``batch_size=256``.
+
+        Raises
+        ------
+        UsageError
+            Its batches cannot be divided: it has a batch sampler of its own or none, divides the data itself, or reads
+            an ``IterableDataset``.
+        CheckpointMismatch
+            The newest checkpoint belongs to another dataset or batch size.
+        """
+        if not isinstance(dataloader, DataLoader):
+            raise UsageError(f"session.adopt needs a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
+        dataset, own = parts_of(dataloader)
+        if options.get("order") is not None:
+            own.pop("sampler", None)
+        return self.loader(dataset, **(own | options))
 
     def stream(self, source: Iterable[Any], samples: int) -> Stream:
         """Make a stream accessible by position, so that `loader` can divide it with each sample exactly once.
@@ -389,7 +460,7 @@ class TrainingSession:
         self._runtime.start(count)
         return self._epochs(count)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, items: torch.Tensor | float | None = None) -> bool:
         """Compute the gradients of a batch, for operations before the step, such as clipping.
 
         Afterwards ``.grad`` contains the gradients of the whole batch, on all processes; it is empty if more
@@ -398,17 +469,35 @@ class TrainingSession:
         Parameters
         ----------
         loss
-            Mean loss over the samples of this process's batch, a scalar.
-        """
-        self._runtime.backward(_scalar(loss))
+            Mean loss over the samples of this process's batch, or over `items`; a scalar.
+        items
+            See `step`.
 
-    def step(self, loss: torch.Tensor | None = None, *, optimizer: Optimizer | None = None) -> bool:
+        Returns
+        -------
+        complete
+            Whether ``.grad`` is that of the whole batch, so that `step` will make the optimizer step.
+        """
+        return self._runtime.backward(_scalar(loss), _count(items))
+
+    def step(
+        self,
+        loss: torch.Tensor | None = None,
+        *,
+        items: torch.Tensor | float | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> bool:
         """Train on a batch: compute gradients, make the optimizer step, reset the gradients, update the metrics.
 
         Parameters
         ----------
         loss
-            Mean loss over the samples of this process's batch, a scalar; ``None`` after `backward`.
+            Mean loss over the samples of this process's batch, or over `items`; a scalar. ``None`` after `backward`.
+        items
+            How many items the loss is a mean over, if these are not the samples: tokens without padding, pixels with a
+            label, the sum of weights. The gradient is then that of the mean over all items of the batch, on all
+            processes and in all micro-batches; so is the loss in `metrics` and `batch_loss`. A tensor on the GPU is not
+            read in the step. In all batches or in none.
         optimizer
             The optimizer to step, if several take turns in a batch; default: all optimizers passed to `prepare`.
 
@@ -424,7 +513,9 @@ class TrainingSession:
         UsageError
             There is no batch or no loss for a step.
         """
-        return self._runtime.step(None if loss is None else _scalar(loss), optimizer)
+        if loss is None and items is not None:
+            raise UsageError("session.step: items belong to a loss: session.step(loss, items=…) or session.backward")
+        return self._runtime.step(None if loss is None else _scalar(loss), optimizer, _count(items))
 
     def log(self, *, every: int | None = None, **values: Any) -> None:
         """Add numbers or strings to this epoch's row of ``metrics["history"]``, and pass them to the trackers.
@@ -452,6 +543,63 @@ class TrainingSession:
             check_whole("session.log: every", every, least=1)
             metrics.log_step(every, values)
 
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all processes, the same on each; `tensor` is not changed.
+
+        All processes call it, in the loop over the batches or after this loop, as for a validation that they divide::
+
+            for epoch in session.epochs(10):
+                for x, y in data:
+                    session.step(cross_entropy(model(x), y))
+                mine = torch.tensor(count_hits(model, validation[session.rank :: session.world_size]))
+                session.log(accuracy=session.sum(mine) / len(validation))
+
+        If a process fails meanwhile, its part is lost: before the step of a batch, the batch is repeated; otherwise the
+        training resumes from its last checkpoint.
+
+        Parameters
+        ----------
+        tensor
+            Of the same shape and type on all processes; a sum of a bool tensor is one of int64.
+
+        Raises
+        ------
+        UsageError
+            It is no tensor, or the call is where a process that joins later would be alone with it.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"session.sum needs a tensor, got {type(tensor).__name__}: session.sum(torch.tensor(…))")
+        tensor = tensor.long() if tensor.dtype == torch.bool else tensor
+        result = self._runtime.together(lambda group: total(group, tensor), name="sum", of_parts=True)
+        return result.to(tensor.device, copy=True)  # type: ignore[no-any-return]
+
+    def agree(self, value: T) -> T:
+        """Return the first process's value, on all processes, so that they decide alike.
+
+        All processes call it, in the loop over the batches or after this loop: ``if session.agree(is_late()): break``.
+
+        Parameters
+        ----------
+        value
+            A number, string or ``None``, or lists, tuples and dictionaries of these.
+
+        Raises
+        ------
+        UsageError
+            It contains something else, or the call is where a process that joins later would be alone with it.
+        """
+        check_plain(value)
+        result = self._runtime.together(lambda group: first_value(group, value), name="agree", of_parts=False)
+        return copy.deepcopy(result)  # type: ignore[no-any-return]
+
+    def _last_loss(self, name: str) -> torch.Tensor | float:
+        loss = None if self._runtime.batch_runner is None else self._runtime.batch_runner.batch_loss
+        if loss is None:
+            raise UsageError(
+                f"session.{name}: this process has made no step yet; use it under `if session.step(loss):`"
+            )
+        return loss
+
     def _epochs(self, count: int) -> Iterator[int]:
         while self._runtime.state.cursor.epoch < count:
             yield self._runtime.open_epoch()
@@ -463,6 +611,21 @@ def _scalar(loss: object) -> torch.Tensor:
         given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(f"session.step() needs the mean loss, a tensor with one element; got {given}")
     return loss.reshape(()) if loss.dim() else loss
+
+
+def _count(items: object) -> torch.Tensor | float | None:
+    """Return a number of items; one on a GPU is not read."""
+    if items is None:
+        return None
+    if isinstance(items, torch.Tensor) and items.numel() == 1:
+        items = items.detach().reshape(())
+        if items.is_cuda:
+            return items
+        items = items.item()
+    if isinstance(items, bool) or not isinstance(items, (int, float)) or not 0 <= items < math.inf:
+        given = f"a tensor of shape {tuple(items.shape)}" if isinstance(items, torch.Tensor) else repr(items)
+        raise UsageError(f"session.step: items must be a number that is not negative, got {given}")
+    return items
 
 
 def _bytes_of(model: nn.Module) -> int:

@@ -118,6 +118,61 @@ def test_a_data_loader_is_used_with_its_own_options() -> None:
     assert sorted(subset) == [3, 5, 7, 9, 11]
 
 
+def by_thirds(epoch: int) -> list[int]:
+    """Return an order that depends on the epoch and the global generator."""
+    return [(position * 3 + epoch) % SAMPLES for position in torch.randperm(30).tolist()]
+
+
+def test_an_order_of_the_users_own_is_drawn_for_each_epoch_from_seeded_generators() -> None:
+    def train(session: Any) -> tuple[list[list[int]], Any]:
+        model = net()
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        data = session.loader(sampled.Recorded(), 8, order=by_thirds)
+        seen: list[list[int]] = []
+        for _ in session.epochs(2):
+            seen.append([])
+            for x, y, positions in data:
+                session.step(cross_entropy(model(x), y))
+                seen[-1] += positions.tolist()
+        return seen, session.audit
+
+    seen, audit = run_alone(train)
+    assert audit == Audit(60, 0, 0)
+    assert run_alone(train)[0] == seen
+    assert [sorted(epoch) for epoch in seen] == [
+        sorted((3 * n + epoch) % SAMPLES for n in range(30)) for epoch in (0, 1)
+    ]
+
+
+def test_samples_of_similar_length_share_a_batch() -> None:
+    lengths = [(7 * position) % 10 for position in range(SAMPLES)]
+    order = sorted(range(SAMPLES), key=lengths.__getitem__)
+    assert positions_of(DataLoader(sampled.Recorded(), batch_size=8, shuffle=True), order=lambda _epoch: order) == order
+
+
+def test_workers_of_a_data_loader_are_started_as_it_says() -> None:
+    """The function that starts a worker changes the samples there."""
+    loader = DataLoader(sampled.Recorded(), batch_size=8, num_workers=1, worker_init_fn=_shift, prefetch_factor=4)
+    assert positions_of(loader) == [position + 1000 for position in range(SAMPLES)]
+
+
+def _shift(_worker: int) -> None:
+    original = sampled.Recorded.__getitem__
+
+    def shifted(self: Any, position: int) -> Any:
+        return *original(self, position)[:2], position + 1000
+
+    sampled.Recorded.__getitem__ = shifted  # type: ignore[method-assign]  # in the worker's process only
+
+
+def test_the_verb_for_a_data_loader_names_what_it_got_instead() -> None:
+    def train(session: Any) -> None:
+        session.adopt(sampled.Recorded())
+
+    with pytest.raises(UsageError, match=r"session.adopt needs a torch.utils.data.DataLoader, got Recorded"):
+        run_alone(train)
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -169,6 +224,17 @@ class Endless:
         (range(9), {"batch_size": 2, "sampler": Endless()}, "has length 9 but yields more"),
         (range(9), {"batch_size": 8, "sampler": [1, 2], "drop_last": True}, "no batch of 8 in 2"),
         (range(9), {}, "give batch_size="),
+        (range(9), {"batch_size": 2, "order": 3}, "order is a function: epoch -> positions; got int"),
+        (
+            range(9),
+            {"batch_size": 2, "order": lambda epoch: iter([epoch])},
+            "a sequence of positions, got list_iterator",
+        ),
+        (range(9), {"batch_size": 2, "order": lambda epoch: [0, 9]}, "outside the dataset of 9"),
+        (range(9), {"batch_size": 2, "order": lambda epoch: []}, "the sampler is empty"),
+        (range(9), {"batch_size": 2, "order": lambda epoch: [1], "sampler": [2]}, "pass one"),
+        (range(9), {"batch_size": 2, "worker_options": {"timeout": 3}}, "timeout need workers"),
+        (range(9), {"batch_size": 2, "num_workers": 1, "worker_options": {"shuffle": 3}}, "got shuffle"),
     ],
 )
 def test_what_cannot_be_divided_is_rejected_in_one_line(loader: Any, options: dict[str, Any], message: str) -> None:

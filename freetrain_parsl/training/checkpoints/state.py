@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.data.cursor import Cursor
+from freetrain_parsl.training.group.shared_results import SharedResults
 from freetrain_parsl.training.metrics import TrainingMetrics
 from freetrain_parsl.training.step.elastic_batch import ElasticBatch
 from freetrain_parsl.training.step.learning_rate import RateScaling
@@ -51,6 +52,7 @@ class SessionState:
         self.batch: ElasticBatch | None = None
         """Its batch, if the driver chooses the size."""
         self.scaling: RateScaling | None = None
+        self.results = SharedResults()
         self._seed = seed
         self._source = source
 
@@ -95,6 +97,7 @@ class SessionState:
             "ramp": None if self.scaling is None else list(self.scaling.ramp),
             "batch": None if self.batch is None else self.batch.state(),
             "order": asdict(self.order) if self.order else None,
+            "results": self.results.state(),
         }
 
     def adopt(self, state: Mapping[str, Any]) -> None:
@@ -116,6 +119,8 @@ class SessionState:
             self._mismatch(f"it was trained with seed {state['seed']}, now it is {self._seed}")
         self.training_metrics.load(state["books"])
         self.cursor.load(state["cursor"])
+        if "results" in state:  # not in checkpoints of earlier versions
+            self.results.load(state["results"])
 
     def take_order(self, state: Mapping[str, Any]) -> None:
         """Load the parts of a state that depend on the order of the data.

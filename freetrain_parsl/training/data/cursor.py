@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Place = tuple[int, bool, int, int]
 """Epoch, whether all its batches are done, position, steps; later places are greater."""
+
+
+class Position(NamedTuple):
+    """How far a training is in its data; the same on all its processes.
+
+    Parameters
+    ----------
+    epoch
+        Number of the current epoch, from 0.
+    samples
+        Samples of this epoch already trained on.
+    ended
+        Whether this epoch has had all its batches.
+    """
+
+    epoch: int
+    samples: int
+    ended: bool
 
 
 @dataclass
@@ -46,6 +64,11 @@ class Cursor:
     def next_epoch(self) -> None:
         """Go to the start of the next epoch."""
         self.epoch, self.position, self.pass_ended, self.steps = self.epoch + 1, 0, False, 0
+
+    def leads_to(self, state: Mapping[str, int | bool]) -> bool:
+        """Return whether a state is the start of the next epoch."""
+        place = state["epoch"], state["pass_ended"], state["position"], state["steps"]
+        return place == (self.epoch + 1, False, 0, 0)
 
     def state(self) -> dict[str, int | bool]:
         """Return the position as plain values."""

@@ -6,13 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
 from freetrain_parsl.training.data.shared_batches import DataSource
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.loader_options import WORKER_OPTIONS
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import SessionState
@@ -51,6 +59,7 @@ class SessionLoader:
         collate_fn: Callable[[list[Any]], Any] | None,
         seed_samples: bool,
         sampler: IndexSampler | None = None,
+        worker_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.order = order
         self._sampler = sampler
@@ -70,10 +79,10 @@ class SessionLoader:
             pin_memory=runtime.device.type == "cuda",
             persistent_workers=num_workers > 0,
             generator=self._generator,
+            **(worker_options or {}),
         )
-        self._shared = runtime.shared_batches(
-            DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
-        )
+        source = DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
+        self._shared = None if worker_options else runtime.shared_batches(source)
 
     def __len__(self) -> int:
         size = self._runtime.state.batch_size
@@ -280,9 +289,12 @@ def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
+        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
         "shuffle": isinstance(loader.sampler, RandomSampler),
     }
+    workers = {name: value for name in WORKER_OPTIONS if (value := getattr(loader, name, None))}
+    if loader.num_workers and workers:
+        options["worker_options"] = workers
     plain = isinstance(loader.sampler, SequentialSampler) or (
         isinstance(loader.sampler, RandomSampler)
         and not loader.sampler.replacement

@@ -14,10 +14,10 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import cpu_seeded, mix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
-__all__ = ["IndexSampler", "check_sampler", "draw"]
+__all__ = ["EpochOrder", "IndexSampler", "check_sampler", "draw"]
 
 
 class IndexSampler(Protocol):
@@ -26,6 +26,44 @@ class IndexSampler(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]: ...
+
+
+class EpochOrder:
+    """The positions of each epoch as a function gives them; an `IndexSampler`.
+
+    Parameters
+    ----------
+    order
+        Epoch -> positions in the dataset.
+    seed
+        The training's seed.
+
+    Raises
+    ------
+    UsageError
+        `order` is not a function of the epoch, or yields nothing with a length.
+    """
+
+    def __init__(self, order: Callable[[int], Sequence[int]], seed: int) -> None:
+        if not callable(order):
+            raise UsageError(f"session.loader: order is a function: epoch -> positions; got {type(order).__name__}")
+        self._order = order
+        self._epoch = 0
+        with cpu_seeded(seed, 0):
+            first = order(0)
+        if not hasattr(first, "__len__"):
+            raise UsageError(f"session.loader: order must return a sequence of positions, got {type(first).__name__}")
+        self._length = len(first)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order(self._epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; called by `draw`."""
+        self._epoch = epoch
 
 
 def check_sampler(sampler: Any) -> None:

@@ -123,26 +123,28 @@ class MemberRuntime(Runtime):
             self.reporter.trainings = max(1, self._engine.participants)
         super().boundary(seed=seed)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, items: torch.Tensor | float | None = None) -> bool:
         """See `Runtime.backward`."""
         if self._participant is None:
-            super().backward(loss)
-            return
+            return super().backward(loss, items)
         batch_runner = self._batch_runner_in_hand()
-        weighed = batch_runner.begin_backward(loss)
+        weighed = batch_runner.begin_backward(loss, items)
         if weighed is not None:
             with self._bypass.session_acts():
                 self._engine.backward(self._participant, weighed)
             batch_runner.end_backward()
+        return batch_runner.is_complete
 
-    def step(self, loss: torch.Tensor | None, optimizer: Optimizer | None) -> bool:
+    def step(
+        self, loss: torch.Tensor | None, optimizer: Optimizer | None, items: torch.Tensor | float | None = None
+    ) -> bool:
         """See `Runtime.step`."""
         if self._participant is None:
-            return super().step(loss, optimizer)
+            return super().step(loss, optimizer, items)
         batch_runner = self._batch_runner_in_hand()
         weighed = None
         if loss is not None:
-            weighed = batch_runner.begin_backward(loss)
+            weighed = batch_runner.begin_backward(loss, items)
             if weighed is None:
                 return False
             batch_runner.end_backward()

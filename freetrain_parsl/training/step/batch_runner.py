@@ -62,7 +62,7 @@ class BatchRunner:
         """Whether a member failed during the current batch."""
         self.one_step = False
         """Whether a batch may be divided into pieces, so that it can have only one step."""
-        self._stepped: tuple[Tally, int] | None = None  # of the last batch with a step: its tally and samples
+        self._stepped: Tally | None = None  # that of the last batch with a step
         modules = dict.fromkeys([model, *(thing for thing in objects if isinstance(thing, nn.Module))])
         self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
@@ -83,6 +83,9 @@ class BatchRunner:
         self._complete = False
         self._calls = 0
         self._done = 0
+        self._weighs_items: bool | None = None  # whether losses are means over items; None: before the first batch
+        self._items: list[torch.Tensor | float] = []  # of this member's pieces for the current step so far
+        self._step_tally: Tally  # that of the current step of the batch
         self._tally_work: dist.Work | None = None
         self._held: list[torch.Tensor | None] | None = None
         self._releases: list[Callable[[], None]] = []
@@ -114,7 +117,17 @@ class BatchRunner:
     @property
     def batch_loss(self) -> torch.Tensor | float | None:
         """Mean loss over the last batch with a step, a scalar, the same on all members; ``None`` before."""
-        return None if self._stepped is None else self._stepped[0].loss / self._stepped[1]
+        return None if self._stepped is None else self._stepped.mean
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of the current batch are complete, so that a step can be made."""
+        return self._has_gradients and self._complete and not self.cut_off and self._calls >= self._done
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step has been made on the current batch."""
+        return self._calls > 0 or self._done > 0
 
     @property
     def has_piece(self) -> bool:
@@ -124,7 +137,8 @@ class BatchRunner:
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
         """Begin a batch, of which `done` steps have been made already."""
         self._group, self.batch = group, batch
-        self.tally = Tally(batch, device)
+        self.tally = self._step_tally = Tally(batch, device)
+        self._items = []
         self.cut_off = self._complete = False
         self._calls, self._done = 0, done
         if self._noise is not None:
@@ -153,27 +167,29 @@ class BatchRunner:
         self._piece = None
         self.cut_off = False
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, items: torch.Tensor | float | None = None) -> None:
         """Add the gradients of a piece to the gradients of the batch.
 
         Parameters
         ----------
         loss
-            Mean over the piece's samples, a scalar.
+            Mean over the piece's samples, or over `items`; a scalar.
+        items
+            How many items, such as tokens, the loss is a mean over; ``None``: its samples.
 
         Raises
         ------
         PeerFailed
             A member has failed.
         """
-        weighed = self.begin_backward(loss)
+        weighed = self.begin_backward(loss, items)
         if weighed is None:
             return
         with self._bypass.session_acts():
             weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
         self.end_backward()
 
-    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor | None:
+    def begin_backward(self, loss: torch.Tensor, items: torch.Tensor | float | None) -> torch.Tensor | None:
         """Begin `backward`: return the loss with its weight in the batch; ``None`` if the batch is interrupted."""
         self._bypass.before_backward()
         if self.cut_off:
@@ -184,14 +200,16 @@ class BatchRunner:
             raise UsageError("session.backward() can be called once with each step; sum several losses before it")
         if self._calls and self.one_step:
             raise UsageError("several steps in a batch cannot be combined with micro_batch or deterministic=True")
+        self._check_items(items)
         self._has_gradients, self._complete = True, False
-        again = self._calls > 0
-        self._tally_work = None if again else self._tell(loss, piece)
+        self._tally_work = self._tell(loss, piece, items)
+        if self._noise is not None and self._noise.measures_shards and items is not None:
+            self._noise.share = float(sum(self._items)) / self.batch.samples
         if not self._measures_pieces:
             self._give_back_held()
         self._sum.before_backward(self._group, piece)
-        weight = self._weight(piece)
-        weighed = loss if weight == 1.0 else loss * weight
+        weight = self._weight(piece, items)
+        weighed = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         return weighed if self._scaler is None else self._scaler.scale(weighed)
 
     def end_backward(self) -> None:
@@ -199,7 +217,7 @@ class BatchRunner:
         piece = self._piece
         assert piece is not None, "since begin_backward"
         if self._noise is not None and self._measures_pieces:
-            self._noise.add_piece(self._summed, piece.weight)
+            self._noise.add_piece(self._summed, float(self._items[-1]) if self._weighs_items else piece.weight)
             self._add_held()
         self._sum.after_backward(self._group, piece)
         self._statistics.close_piece(piece)
@@ -209,7 +227,11 @@ class BatchRunner:
         if self._tally_work is not None:
             with self._group.waits():
                 self._tally_work.wait()
+        factor = self._factor
+        if self._noise is not None:
+            self._noise.factor = float(factor)
         self._sum.complete(self._group, self.batch.shards)
+        self._multiply_gradients(factor)
         if self._noise is not None and not self._calls:
             if self._group.size == 1:
                 self._noise.add_whole(self._summed)
@@ -266,7 +288,7 @@ class BatchRunner:
         if self._scaler is not None:
             self._scaler.update()
         if self._calls == 1:
-            self._stepped = self.tally, self.batch.samples
+            self._stepped = self.tally
 
     def cut(self) -> None:
         """Drop the current batch after a member has failed."""
@@ -291,14 +313,59 @@ class BatchRunner:
             total += int(words.view(torch.int64).sum()) + int(rest.sum())
         return total & _WORD
 
-    def _tell(self, loss: torch.Tensor, piece: Piece) -> dist.Work | None:
-        """Add the loss to the tally; with the last piece, start to sum the tally over the members."""
-        self.tally.add(loss, piece)
-        return self._group.begin_sum(self.tally.values) if piece.last and self._group.size > 1 else None
+    def _check_items(self, items: torch.Tensor | float | None) -> None:
+        weighs = items is not None
+        if self._weighs_items is not None and self._weighs_items != weighs:
+            raise UsageError("session.step: pass items=… for all batches or for none, so that losses can be averaged")
+        self._weighs_items = weighs
 
-    def _weight(self, piece: Piece) -> float:
+    def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> dist.Work | None:
+        """Add the loss to the tally; with the last piece, start to sum the tally over the members.
+
+        A second step on a batch is not counted, but its items are.
+        """
+        if self._calls and items is None:
+            return None
+        if self._calls:
+            self._step_tally, self._items = Tally(self.batch, self.tally.device), []
+        self._step_tally.add(loss, piece, items)
+        if items is not None:
+            self._items.append(items if piece.weight else 0.0)
+        return self._group.begin_sum(self._step_tally.values) if piece.last and self._group.size > 1 else None
+
+    def _weight(self, piece: Piece, items: torch.Tensor | float | None) -> torch.Tensor | float:
+        """Return the weight of a piece's loss; if it is a mean over items, the gradients are divided afterwards."""
+        if items is None:
+            weight: torch.Tensor | float = piece.weight / self.batch.samples
+        elif self._has_one_mean:
+            return 1.0
+        else:
+            weight = items / self.batch.samples if piece.weight else 0.0
         # Sharded gradients are averaged over the members; summed gradients are divided afterwards, too.
-        return (self._group.size if self._sharded else 1) * piece.weight / self.batch.samples
+        return weight * self._group.size if self._sharded else weight
+
+    @property
+    def _has_one_mean(self) -> bool:
+        """Whether one loss is the mean over the whole batch; it then needs no weight, except for equal bits."""
+        return self._group.size == 1 and len(self.batch.pieces) == 1 and self._was_deterministic is None
+
+    def _multiply_gradients(self, factor: torch.Tensor | float) -> None:
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad *= factor
+
+    @property
+    def _factor(self) -> torch.Tensor | float:
+        """By which summed gradients are multiplied: the number of items is known only after the last piece."""
+        if not self._weighs_items or self._has_one_mean:
+            return 1.0
+        items = self._step_tally.items
+        if isinstance(items, torch.Tensor) and (self._sharded or not items.is_cuda):
+            items = items.item()  # sharded gradients cannot be multiplied by a tensor
+        if isinstance(items, torch.Tensor):
+            return torch.where(items > 0, self.batch.samples / items, 1.0)
+        return self.batch.samples / items if items else 1.0
 
     def _hold(self) -> None:
         """Hide the gradients so far from user code that runs between backward and step."""

@@ -64,7 +64,10 @@ class NoiseMeter:
         self._weight = self._square = self._variance = 0.0
         self._unread: list[tuple[torch.Tensor, int, int]] = []  # s and |g|², k, B; on the gradients' device
         self._measures = False
-        self._share = 0.0
+        self.share = 0.0
+        """Weight of this member's gradients in the batch."""
+        self.factor = 1.0
+        """By which gradients that are summed over the batch have yet to be multiplied."""
         self._loss_scale = 1.0
         self._batch: Batch
         self._parts: list[torch.Tensor] = []
@@ -76,7 +79,8 @@ class NoiseMeter:
         """Begin a batch, whose losses are multiplied by a scale."""
         self._batch = batch
         self._loss_scale = loss_scale
-        self._share = sum(piece.weight for piece in batch.pieces) / batch.samples
+        self.share = sum(piece.weight for piece in batch.pieces) / batch.samples
+        self.factor = 1.0
         self._parts = []
         self._measures = self._batches % self._interval == 0
 
@@ -97,25 +101,26 @@ class NoiseMeter:
 
     def shard_term(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the term of s, a scalar, of some of this member's gradients, weighted by its share of the batch."""
-        return torch.dot(flat, flat) / self._share if self._share else flat.new_zeros(())
+        return torch.dot(flat, flat) / self.share if self.share else flat.new_zeros(())
 
     def add_shards(self, terms: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
         """Add a measurement between shards, from terms that were summed over the members, and summed gradients."""
         small, big = _total(terms), _total([torch.dot(each, each) for each in sums])
         scale = self._loss_scale**2
-        self._add(small / scale, big / scale, self._batch.shards, self._batch.samples)
+        small, big = small * self.factor / scale, big * self.factor**2 / scale
+        self._add(small, big, self._batch.shards, self._batch.samples)
 
-    def add_piece(self, parameters: Sequence[nn.Parameter], weight: int) -> None:
-        """Add the gradients of a piece, which are weighted by its share of the batch; `weight` are its samples."""
-        share = weight / self._batch.samples
-        self._parts.append(self._squared_norm(_gradients(parameters)) / share)
+    def add_piece(self, parameters: Sequence[nn.Parameter], weight: float) -> None:
+        """Add the gradients of a piece, which are weighted by its share of the batch: its `weight`."""
+        if weight:
+            self._parts.append(self._squared_norm(_gradients(parameters)) / (weight / self._batch.samples))
 
     def add_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add the gradients of a batch that one member has computed."""
         kept, self._kept = self._kept, None
         if len(self._parts) > 1:
             big = self._squared_norm(_gradients(parameters))
-            self._add(_total(self._parts), big, len(self._parts), self._batch.samples)
+            self._add(_total(self._parts) * self.factor, big, len(self._parts), self._batch.samples)
         elif self._measures:
             gradients = _gradients(parameters)
             copies = [None if gradient is None else gradient.clone() for gradient in gradients]

@@ -420,3 +420,32 @@ def test_members_pause_early_enough_to_save_one_after_another(
     mailbox.close_after(timedelta(seconds=7))
     outcome = together(tmp_path, [{"lr": 0.01}, {"lr": 0.1}][:count], mailbox=mailbox)
     assert any(isinstance(end, Paused) for end in outcome.ends.values()) is pauses
+
+
+def weigh_items(session: Any, *, lr: float, by_backward: bool = False) -> dict[str, Any]:
+    """Train on a mean over some of the samples; let the first process decide, and sum, after each epoch."""
+    torch.manual_seed(1)
+    model, _ = session.prepare(nn.Linear(24, 4).double(), torch.optim.SGD, lr=lr)
+    batches = session.loader(data(torch.float64), batch_size=16)
+    shared = []
+    for epoch in session.epochs(2):
+        for x, y in batches:
+            chosen = y > 0
+            loss = nn.functional.cross_entropy(model(x), torch.where(chosen, y, -100))
+            if by_backward:
+                assert session.backward(loss, items=chosen.sum())
+                assert session.step()
+            else:
+                assert session.step(loss, items=chosen.sum())
+        shared += [session.agree(epoch), int(session.sum(torch.tensor(7)))]
+    return {"metrics": session.metrics, "model": model.weight.detach().clone(), "shared": shared}
+
+
+@pytest.mark.parametrize("by_backward", [False, True])
+def test_items_and_decisions_are_those_of_each_training_alone(tmp_path: Path, by_backward: bool) -> None:
+    points = [{"lr": 0.1 * (number + 1), "by_backward": by_backward} for number in range(3)]
+    outcome = together(tmp_path / "array", points, weigh_items)
+    assert outcome.engine.fused_steps > 0
+    for number, point in enumerate(points):
+        assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point, weigh_items))
+        assert outcome.value(str(number))["shared"] == [0, 7, 1, 7]
