@@ -129,10 +129,11 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return the session's batches in place of the training DataLoader, and every other DataLoader as it is."""
         trainer = self._trainer
-        if trainer is None or not trainer.training or self._batches is not None:
+        if trainer is None or not trainer.training:
             return dataloader
-        if not isinstance(dataloader, torch.utils.data.DataLoader):
-            raise UsageError(f"SessionStrategy needs one training DataLoader, got {type(dataloader).__name__}")
+        if not isinstance(dataloader, torch.utils.data.DataLoader) or self._batches is not None:
+            given = "several" if self._batches is not None else type(dataloader).__name__
+            raise UsageError(f"SessionStrategy needs one training DataLoader, got {given}")
         if dataloader.batch_size is None:
             raise UsageError("SessionStrategy: the training DataLoader has no batch_size, or its own batch_sampler")
         self._batches = _Batches(self._session, trainer, dataloader, self._accumulated, self._follow_rank)
@@ -231,10 +232,11 @@ class _Batches:
         self._pieces: Iterator[Any] | None = None
         self.is_open = False
         """Whether an epoch has begun in this process."""
-        position = session.position
+        position, steps = session.position, session.metrics["steps"]
+        self._size = size
         self._skips = position.ended  # whether the current epoch has had all its batches
-        self._done = 0 if position.ended else position.samples // size  # batches of it
-        self._set_counters(position.epoch + position.ended, session.metrics["steps"])
+        self._done = 0 if position.ended else steps - position.epoch * len(self)  # batches of it
+        self._set_counters(position.epoch + position.ended, steps)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -252,16 +254,21 @@ class _Batches:
             loop._data_fetcher.fetched = done
             _set(loop.epoch_loop.batch_progress.current, done)
         self._pieces = iter(self._data)
-        for piece in self._pieces:  # not `yield from`: Lightning drops its iterator, which would close the session's
-            self._follow()
-            yield piece
+        yield from self._remaining()  # not from `self._pieces`, which would be closed with this iterator
 
     def next_piece(self) -> Any:
         """Return this process's next piece of a batch; between two batches the group may change."""
+        return next(self._remaining())
+
+    def _remaining(self) -> Iterator[Any]:
+        """Yield the remaining pieces of the epoch."""
         assert self._pieces is not None, "in an epoch"
-        piece = next(self._pieces)
-        self._follow()
-        return piece
+        for piece in self._pieces:
+            self._follow()
+            # A batch is there again if a process has failed in it; if after its step, Lightning is done with it.
+            position = self._session.position
+            if self._session.metrics["steps"] == position.epoch * len(self) + position.samples // self._size:
+                yield piece
 
     def finish(self) -> None:
         """End the last epoch, if it has had all its batches, and the training, unless it was stopped early."""
@@ -276,7 +283,7 @@ class _Batches:
             return
         metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
         self._session.log(**{name: value for name, value in metrics.items() if name not in _OF_THE_HISTORY})
-        for _ in self._pieces:
+        for _ in self._remaining():
             raise UsageError("Lightning left an epoch before its last batch; a session trains on all of them")
         self._pieces = None
         self._follow()
@@ -318,7 +325,7 @@ def _check_trainer(trainer: Trainer) -> None:
     precision = trainer.strategy.precision_plugin
     scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
     refused = {
-        "max_epochs=None or -1 (give a number)": trainer.max_epochs in (None, -1),
+        "max_epochs=-1 (give a number)": trainer.max_epochs == -1,
         "max_steps": trainer.max_steps != -1,
         "limit_train_batches": trainer.limit_train_batches != 1.0,
         "overfit_batches": trainer.overfit_batches != 0.0,
@@ -334,9 +341,8 @@ def _check_trainer(trainer: Trainer) -> None:
 
 def _check_module(module: LightningModule, optimizers: list[Optimizer]) -> None:
     name = type(module).__name__
-    if not module.automatic_optimization or len(optimizers) != 1:
-        what = f"{len(optimizers)} optimizers" if module.automatic_optimization else "manual optimization"
-        raise UsageError(f"{name} has {what}; write a loop with session.step(optimizer=…) instead of SessionStrategy")
+    if not module.automatic_optimization:
+        raise UsageError(f"{name} has manual optimization; write a loop with session.step instead of SessionStrategy")
     if isinstance(optimizers[0], torch.optim.LBFGS):
         raise UsageError(f"{name}: SessionStrategy does not support LBFGS, which repeats a step")
     if hooks := [hook for hook in _UNSUPPORTED_HOOKS if is_overridden(hook, module)]:

@@ -12,9 +12,35 @@ import training_crew
 HELD = "held"
 
 
-def hold(session: Any, *, hold_at: int | None = None, die_at: int | None = None, pause_at: int | None = None) -> None:
-    """After step `hold_at`, wait for a command; after `pause_at`, pause; kill the second process in the step `die_at`."""
-    step, backward = session.step, session.backward
+def hold(
+    session: Any,
+    *,
+    hold_at: int | None = None,
+    die_at: int | None = None,
+    pause_at: int | None = None,
+    die_agreeing: int | None = None,
+) -> None:
+    """Disturb a training.
+
+    Parameters
+    ----------
+    session
+        Its session.
+    hold_at
+        Wait for a command after this step.
+    die_at
+        The second process is killed in the step after this one.
+    pause_at
+        Pause after this step.
+    die_agreeing
+        The second process is killed in its first call of ``session.agree`` after this step.
+    """
+    step, backward, agree = session.step, session.backward, session.agree
+
+    def agree_or_die(value: Any) -> Any:
+        if die_agreeing is not None and session.metrics["steps"] >= die_agreeing and session.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agree(value)
 
     def backward_or_die(*args: Any, **options: Any) -> Any:
         if session.metrics["steps"] == die_at and session.rank == 1:
@@ -32,4 +58,4 @@ def hold(session: Any, *, hold_at: int | None = None, die_at: int | None = None,
                 time.sleep(0.005)
         return made
 
-    session.step, session.backward = step_and_hold, backward_or_die
+    session.step, session.backward, session.agree = step_and_hold, backward_or_die, agree_or_die

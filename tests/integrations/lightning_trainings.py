@@ -90,7 +90,19 @@ class Calls(Callback):
         self.noted = {name: list(values) for name, values in state.items()}
 
 
-def fit(directory, *, accumulate=1, patience=None, epochs=4, samples=150, strategy="auto", module=None, **options):
+def fit(
+    directory,
+    *,
+    accumulate=1,
+    patience=None,
+    epochs=4,
+    samples=150,
+    strategy="auto",
+    module=Net,
+    data=Data,
+    callbacks=(),
+    **options,
+):
     """Train, and return weights, counters and what callbacks noted."""
     calls = Calls()
     best = ModelCheckpoint(directory, monitor="val_loss", save_weights_only=True, enable_version_counter=False)
@@ -105,11 +117,11 @@ def fit(directory, *, accumulate=1, patience=None, epochs=4, samples=150, strate
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "callbacks": [calls, best, LearningRateMonitor(), *stopping],
+        "callbacks": [calls, best, LearningRateMonitor(), *stopping, *callbacks],
     }
     trainer = lightning.Trainer(strategy=strategy, **{**settings, **options})
-    module = module or Net()
-    trainer.fit(module, datamodule=Data(16 // accumulate, samples))
+    module = module()
+    trainer.fit(module, datamodule=data(16 // accumulate, samples))
     return {
         "weights": torch.cat([value.detach().flatten() for value in module.parameters()]),
         "steps": trainer.global_step,
@@ -120,9 +132,9 @@ def fit(directory, *, accumulate=1, patience=None, epochs=4, samples=150, strate
     }
 
 
-def in_session(session, *, hold_at=None, die_at=None, pause_at=None, **settings):
-    """The same in a session, with disturbances."""
-    hold(session, hold_at=hold_at, die_at=die_at, pause_at=pause_at)
+def in_session(session, *, disturbances=None, **settings):
+    """Do the same in a session, with disturbances."""
+    hold(session, **(disturbances or {}))
     result = fit(session.directory, strategy=SessionStrategy(session), **settings)
     audit = session.audit
     history = session.metrics["history"]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning
 import pytest
 import torch
 from held import HELD
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning_trainings import Data, Net, fit, in_session, points
 from training_crew import run_member
 
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.integrations.lightning import SessionStrategy
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
-pytest.importorskip("lightning")
-from lightning_trainings import fit, in_session
-
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from crew import Crew
 
 pytestmark = [
@@ -67,14 +72,14 @@ def test_one_process_trains_as_without_a_session(variant, plain, tmp_path) -> No
 
 @pytest.mark.parametrize("step", [7, 10])
 def test_a_restart_in_mid_epoch_or_at_its_end_changes_nothing(variant, plain, tmp_path, step) -> None:
-    assert isinstance(alone(tmp_path / "stopped", pause_at=step, **variant), Paused)
+    assert isinstance(alone(tmp_path / "stopped", disturbances={"pause_at": step}, **variant), Paused)
     resumed = alone(tmp_path / "stopped", **variant)
     assert isinstance(resumed, Finished)
     check(resumed.value, plain, within=1e-6 if variant.get("accumulate") else 0.0)
 
 
 def test_processes_leave_and_join_in_one_run(variant, plain, tmp_path, crew: Crew) -> None:
-    run = crew.start(2, tmp_path, in_session, hold_at=6, **variant)
+    run = crew.start(2, tmp_path, in_session, disturbances={"hold_at": 6}, **variant)
     held = tmp_path / "net" / "files" / HELD
     run.until(lambda: held.exists() or run.ended, 60)
     run.regroup(1)
@@ -86,7 +91,7 @@ def test_processes_leave_and_join_in_one_run(variant, plain, tmp_path, crew: Cre
 
 
 def test_a_newcomer_in_mid_epoch_has_the_others_counters(variant, plain, tmp_path, crew: Crew) -> None:
-    run = crew.start(1, tmp_path, in_session, hold_at=6, **variant)
+    run = crew.start(1, tmp_path, in_session, disturbances={"hold_at": 6}, **variant)
     held = tmp_path / "net" / "files" / HELD
     run.until(lambda: held.exists() or run.ended, 60)
     run.regroup(2)
@@ -98,8 +103,125 @@ def test_a_newcomer_in_mid_epoch_has_the_others_counters(variant, plain, tmp_pat
         check(outcome.end.value, plain, within=1e-5)
 
 
-def test_the_others_go_on_when_one_is_killed(variant, plain, tmp_path, crew: Crew) -> None:
-    outcome = crew.start(2, tmp_path, in_session, die_at=8, **variant).outcomes()[0]
+@pytest.mark.parametrize("disturbances", [{"die_at": 8}, {"die_agreeing": 8}], ids=["in a step", "in validation"])
+def test_the_others_go_on_when_one_is_killed(variant, plain, tmp_path, crew: Crew, disturbances) -> None:
+    outcome = crew.start(2, tmp_path, in_session, disturbances=disturbances, **variant).outcomes()[0]
     assert outcome is not None
     assert isinstance(outcome.end, Finished), outcome.error
     check(outcome.end.value, plain, within=1e-5)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Repeating(Net):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class OwnBackward(Net):
+    def backward(self, loss):
+        (2 * loss).backward()
+
+
+class OwnState(Net):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = 1
+
+
+class Skipping(Net):
+    def training_step(self, batch, index):
+        return None if index == 2 else super().training_step(batch, index)
+
+
+class SavingCallback(Callback):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["mine"] = 1
+
+
+class SeveralLoaders(Data):
+    def train_dataloader(self):
+        return [super().train_dataloader(), super().train_dataloader()]
+
+
+class OwnBatches(Data):
+    def train_dataloader(self):
+        data = points(20, 0)
+        return torch.utils.data.DataLoader(data, batch_sampler=[[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"module": Manual, "gradient_clip_val": None}, "Manual has manual optimization"),
+        ({"module": Repeating}, "LBFGS"),
+        ({"module": OwnBackward}, "OwnBackward.backward would not be called"),
+        ({"module": OwnState}, "OwnState.on_save_checkpoint would not be called"),
+        ({"callbacks": [SavingCallback()]}, "SavingCallback.on_save_checkpoint would not be called"),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "the callback StochasticWeightAveraging"),
+        ({"max_time": "00:00:10:00"}, "the callback Timer"),
+        ({"epochs": -1}, "max_epochs"),
+        ({"max_steps": 10}, "max_steps"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches"),
+        ({"limit_train_batches": 3}, "limit_train_batches"),
+        ({"overfit_batches": 2}, "overfit_batches"),
+        ({"fast_dev_run": True}, "fast_dev_run"),
+        ({"val_check_interval": 0.5}, "val_check_interval"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
+        ({"precision": "64-true"}, "precision='64-true'"),
+        ({"data": SeveralLoaders}, "one training DataLoader"),
+        ({"data": OwnBatches}, "batch_sampler"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name_before_the_first_step(tmp_path, settings, why) -> None:
+    outcome = run_member(in_session, settings, root=tmp_path, membership=Membership("net"))
+    assert outcome.end is None
+    assert re.match(f"UsageError: .*({why})", outcome.error), outcome.error
+    assert "\n" not in outcome.error
+
+
+def test_a_training_step_without_a_loss_is_an_error_of_one_line(tmp_path) -> None:
+    outcome = run_member(in_session, {"module": Skipping}, root=tmp_path, membership=Membership("net"))
+    assert outcome.error.startswith("UsageError: training_step returned no loss")
+
+
+def test_another_version_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr("lightning.__version__", "3.0.1")
+    with pytest.raises(UsageError, match=r"SessionStrategy works with lightning 2.4 to 2.6; installed is 3.0.1"):
+        SessionStrategy(None)
+
+
+def test_bfloat16_works(tmp_path) -> None:
+    assert alone(tmp_path, precision="bf16-mixed", epochs=2).value["steps"] == 20
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory) -> Path:
+    """Install the first version that is supported, without what it needs, which is here."""
+    directory = tmp_path_factory.mktemp("lightning")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory)]
+    result = subprocess.run([*pip, "lightning==2.4.0"], capture_output=True, text=True, timeout=120)
+    if result.returncode:
+        pytest.skip(f"lightning 2.4.0 cannot be installed: {result.stderr.strip().splitlines()[-1]}")
+    return directory
+
+
+def test_the_first_version_that_is_supported_trains_alike(earlier) -> None:
+    tests = "one_process or restart or leave_and_join or newcomer or killed"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", f"{tests} or installed"],
+        env={**os.environ, "PYTHONPATH": str(earlier), "FREETRAIN_LIGHTNING": "2.4.0"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert lightning.__version__.startswith(os.environ.get("FREETRAIN_LIGHTNING", "2.6"))
