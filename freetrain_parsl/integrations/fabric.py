@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from freetrain_parsl.training.loader_options import check_whole
 
 try:
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import MixedPrecision
     from lightning.fabric.strategies import SingleDeviceStrategy
 except ImportError:
     raise ImportError("the package lightning is not installed: pip install 'freetrain-parsl[lightning]'") from None
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.session import TrainingSession
 
 __all__ = ["SessionFabric"]
+
+_PRECISIONS: Final = ("32-true", "bf16-mixed")
 
 
 class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by mypy
@@ -64,6 +65,8 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         loggers: Any = None,
     ) -> None:
         check_whole("SessionFabric: accumulate", accumulate, least=1)
+        if precision not in (None, *_PRECISIONS):
+            raise UsageError(f"SessionFabric: precision is one of {', '.join(_PRECISIONS)}, got {precision!r}")
         super().__init__(
             accelerator=session.device.type,
             devices=1,
@@ -72,8 +75,6 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
             callbacks=callbacks,
             loggers=loggers,
         )
-        if isinstance(self._precision, MixedPrecision) and self._precision.scaler is not None:
-            raise UsageError("SessionFabric does not support precision='16-mixed'; use 'bf16-mixed'")
         self._session = session
         self._accumulate = accumulate
         self._objects: list[Any] = []  # the model and its optimizers, then everything else with a state
@@ -129,7 +130,7 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         self._session.prepare(model, optimizer, *known)
         source = self._training.source
         if source.batch_size is None:
-            raise UsageError("SessionFabric: the training DataLoader has a batch_sampler of its own, or no batch_size")
+            raise UsageError("SessionFabric: the training DataLoader has no batch_size, or its own batch_sampler")
         size = source.batch_size * self._accumulate
         divided = {} if self._accumulate == 1 else {"micro_batch": source.batch_size}
         self._training.batches = self._session.adopt(source, batch_size=size, **divided)

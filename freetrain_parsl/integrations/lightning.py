@@ -57,7 +57,7 @@ _UNSUPPORTED_CALLBACKS: Final = (
     Timer,
 )
 _UNSUPPORTED_HOOKS: Final = ("backward", "on_save_checkpoint", "on_load_checkpoint")  # of a LightningModule
-_OF_THE_HISTORY: Final = ("epoch", "loss", "batch", "rate")  # names of the session's own values
+_NOT_PASSED_ON: Final = {"epoch", "loss", "batch", "rate", "every"}  # names that session.log or its history have
 
 
 class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning is not read by mypy
@@ -158,12 +158,12 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
         assert module is not None, "connected by the Trainer"
         assert trainer is not None, "in a fit"
         assert batches is not None, "likewise"
-        self._complete = None
+        self._forget_piece()
         result = closure()
         while not self._complete:  # more pieces follow, or a process has failed and the batch is repeated
             if self._complete is None:
                 raise UsageError("training_step returned no loss; SessionStrategy needs one for each batch")
-            self._complete = None
+            self._forget_piece()
             batch = self._moved(batches.next_piece())
             output = call._call_strategy_hook(trainer, "training_step", batch, *self._arguments)
             loss = output.get("loss") if isinstance(output, dict) else output
@@ -192,6 +192,9 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
             self._trainer.accumulate_grad_batches = self._accumulated
         rank_zero_only.rank = 0
         super().teardown()
+
+    def _forget_piece(self) -> None:
+        self._complete = None
 
     def _moved(self, batch: Any) -> Any:
         """Return a batch after the hooks that Lightning calls for one."""
@@ -281,8 +284,9 @@ class _Batches:
     def _finish_pass(self) -> None:
         if self._pieces is None:
             return
-        metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
-        self._session.log(**{name: value for name, value in metrics.items() if name not in _OF_THE_HISTORY})
+        metrics: dict[str, Any] = dict(self._trainer.callback_metrics)
+        passed_on: dict[str, Any] = {name: float(metrics[name]) for name in sorted(metrics.keys() - _NOT_PASSED_ON)}
+        self._session.log(**passed_on)
         for _ in self._remaining():
             raise UsageError("Lightning left an epoch before its last batch; a session trains on all of them")
         self._pieces = None

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.checkpoints.host_copy import HostBuffers
 from freetrain_parsl.training.loader_options import check_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from typing import TypeGuard
 
-__all__ = ["BestEpoch", "EpochValue"]
+    from freetrain_parsl.training.checkpoints.state import Stateful
+
+__all__ = ["KEEP", "BestEpoch", "BestEpochs", "EpochValue"]
+
+KEEP: Final = "keep_best"
+"""The verb that keeps the model's state."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,11 @@ class BestEpoch:
 
     def __post_init__(self) -> None:
         what = f"session.{self.verb}"
-        if not isinstance(self.metric, str) or not self.metric:
+        if not self.metric or str(self.metric) != self.metric:
             raise UsageError(f"{what}: give the name of a logged value, such as 'loss', got {self.metric!r}")
         if self.mode not in ("min", "max"):
             raise UsageError(f"{what}: mode must be 'min' or 'max', got {self.mode!r}")
-        is_number = isinstance(self.min_delta, (int, float)) and not isinstance(self.min_delta, bool)
-        if not is_number or not 0 <= self.min_delta < math.inf:
+        if not _is_number(self.min_delta) or not 0 <= self.min_delta < math.inf:
             raise UsageError(f"{what}: min_delta must be a number that is not negative, got {self.min_delta!r}")
         if self.patience is not None:
             check_whole(f"{what}: patience", self.patience, least=1)
@@ -91,7 +97,7 @@ class BestEpoch:
             It has none.
         """
         value = row.get(self.metric)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not _is_number(value):
             known = ", ".join(name for name in row if name != "epoch")
             raise UsageError(
                 f"session.{self.verb}: epoch {row['epoch']} has no number {self.metric!r}; call "
@@ -116,8 +122,66 @@ class BestEpoch:
         best = None if self.best is None else [self.best.epoch, self.best.value]
         return {"metric": self.metric, "mode": self.mode, "best": best, "judged": self.judged}
 
+    def load(self, state: Mapping[str, Any]) -> bool:
+        """Load a state; return false if it is that of another metric or mode, which says nothing."""
+        if (state["metric"], state["mode"]) != (self.metric, self.mode):
+            return False
+        self.best = None if state["best"] is None else EpochValue(*state["best"])
+        self.judged = state["judged"]
+        return True
+
+
+class BestEpochs:
+    """The best epochs of a training, by the session's verb that they are for, and the model's state after one of them.
+
+    It is part of the training's state: a training that resumes and a member that joins go on with it.
+    """
+
+    def __init__(self) -> None:
+        self.followed: dict[str, BestEpoch] = {}
+        self._kept: dict[str, Any] | None = None
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether no epoch follows, since the last ones were not better."""
+        return any(each.is_over for each in self.followed.values())
+
+    def values_in(self, row: Mapping[str, Any]) -> list[float]:
+        """Return the values in a row of the history; raises UsageError if one is missing."""
+        return [each.value_in(row) for each in self.followed.values()]
+
+    def judge(self, epoch: int, values: Sequence[float], model: Stateful) -> None:
+        """Compare an epoch with the best ones, and copy the model's state to host memory if it is to be kept."""
+        for each, value in zip(self.followed.values(), values, strict=True):
+            if each.judge(epoch, value) and each.verb == KEEP:
+                self._kept = HostBuffers().copy(model.state_dict())
+
+    def load_kept(self, model: Stateful) -> EpochValue:
+        """Load the state that was kept into the model; return its epoch.
+
+        Raises
+        ------
+        UsageError
+            There is none.
+        """
+        each = self.followed.get(KEEP)
+        if each is None or each.best is None or self._kept is None:
+            why = "call session.keep_best before the loop" if each is None else "no epoch had a value other than NaN"
+            raise UsageError(f"session.load_best: there is no best epoch; {why}")
+        model.load_state_dict(self._kept)
+        return each.best
+
+    def state(self) -> dict[str, Any]:
+        """Return the best epochs as plain values and tensors."""
+        return {"epochs": {verb: each.state() for verb, each in self.followed.items()}, "model": self._kept}
+
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state; that of another metric or mode says nothing, and is ignored."""
-        if (state["metric"], state["mode"]) == (self.metric, self.mode):
-            self.best = None if state["best"] is None else EpochValue(*state["best"])
-            self.judged = state["judged"]
+        """Load a state, as far as the same is followed."""
+        for verb, each in self.followed.items():
+            known = state["epochs"].get(verb)
+            if known is not None and each.load(known) and verb == KEEP:
+                self._kept = state["model"]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
 import pytest
 import torch
+from earlier_lightning import check_version, run_with_it
 from held import HELD
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning_trainings import Data, Net, fit, in_session, points
@@ -22,6 +19,8 @@ from freetrain_parsl.integrations.lightning import SessionStrategy
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from crew import Crew
 
 pytestmark = [
@@ -199,29 +198,9 @@ def test_bfloat16_works(tmp_path) -> None:
     assert alone(tmp_path, precision="bf16-mixed", epochs=2).value["steps"] == 20
 
 
-@pytest.fixture(scope="module")
-def earlier(tmp_path_factory) -> Path:
-    """Install the first version that is supported, without what it needs, which is here."""
-    directory = tmp_path_factory.mktemp("lightning")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(directory)]
-    result = subprocess.run([*pip, "lightning==2.4.0"], capture_output=True, text=True, timeout=120)
-    if result.returncode:
-        pytest.skip(f"lightning 2.4.0 cannot be installed: {result.stderr.strip().splitlines()[-1]}")
-    return directory
-
-
-def test_the_first_version_that_is_supported_trains_alike(earlier) -> None:
-    tests = "one_process or restart or leave_and_join or newcomer or killed"
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", f"{tests} or installed"],
-        env={**os.environ, "PYTHONPATH": str(earlier), "FREETRAIN_LIGHTNING": "2.4.0"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
+def test_the_first_version_that_is_supported_trains_alike(tmp_path) -> None:
+    run_with_it(tmp_path, __file__, "one_process or restart or leave_and_join or newcomer or killed or installed")
 
 
 def test_the_version_is_the_installed_one() -> None:
-    assert lightning.__version__.startswith(os.environ.get("FREETRAIN_LIGHTNING", "2.6"))
+    check_version(lightning.__version__)
