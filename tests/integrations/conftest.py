@@ -1,14 +1,47 @@
-"""The executor's real Parsl on a real embedded cluster, and a crew of warm processes, for integrations too."""
+"""A cluster, and a crew of processes for the trainers' tests, which may run with other versions of the trainers.
+
+``FREETRAIN_TESTS_PACKAGES`` names a directory with these, as ``pip install --no-deps --target DIR`` makes it::
+
+    pip install --no-deps --target /tmp/older transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+    FREETRAIN_TESTS_PACKAGES=/tmp/older python -m pytest tests/integrations
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
-from tests.executor.conftest import start
-from tests.training.conftest import _one_thread, crew
+# The processes of the crew import the helper modules of these folders by name; they inherit sys.path.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "training")]
+if packages := os.environ.get("FREETRAIN_TESTS_PACKAGES"):
+    sys.path.insert(0, packages)
 
-# The members of the crew import the trainings of this folder by name.
-sys.path.insert(0, str(Path(__file__).parent))
+from typing import TYPE_CHECKING  # noqa: E402 - after the path
+
+import pytest  # noqa: E402 - the same
+import torch  # noqa: E402 - the same
+from crew import Crew  # noqa: E402 - the same
+
+from tests.executor.conftest import start  # noqa: E402 - the same
 
 __all__ = ["_one_thread", "crew", "start"]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def crew() -> Iterator[Crew]:
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Fix the order of sums, whatever the machine's number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

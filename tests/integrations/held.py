@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import training_crew
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 HELD = "held"
 
@@ -15,7 +19,7 @@ HELD = "held"
 def hold(
     session: Any,
     *,
-    hold_at: int | None = None,
+    hold_at: Sequence[int] = (),
     die_at: int | None = None,
     pause_at: int | None = None,
     die_agreeing: int | None = None,
@@ -27,7 +31,7 @@ def hold(
     session
         Its session.
     hold_at
-        Wait for a command after this step.
+        Wait for a command after each of these steps, with a file `held` and the step as a sign.
     die_at
         The second process is killed in the step after this one.
     pause_at
@@ -52,10 +56,18 @@ def hold(
         steps = session.metrics["steps"]
         if made and steps == pause_at:
             training_crew.NOTICE.pause_requested.set()
-        if made and steps == hold_at:
-            (session.directory / HELD).touch()
+        if made and steps in hold_at:
+            (session.directory / f"{HELD}-{steps}").touch()
             while training_crew.NOTICE.pending is None:
                 time.sleep(0.005)
         return made
 
     session.step, session.backward, session.agree = step_and_hold, backward_or_die, agree_or_die
+
+
+def resize(run: Any, root: Path, sizes: Sequence[tuple[int, int]]) -> None:
+    """Change the number of processes of a crew's run after steps at which it holds: (step, number)."""
+    for step, size in sizes:
+        held = root / "net" / "files" / f"{HELD}-{step}"
+        run.until(lambda held=held: held.exists() or run.ended, 60)
+        run.regroup(size)

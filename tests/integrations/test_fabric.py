@@ -10,7 +10,7 @@ import pytest
 import torch
 from earlier_lightning import check_version, run_with_it
 from fabric_trainings import in_session, plain
-from held import HELD
+from held import resize
 from torch import nn
 from torch.utils.data import DataLoader
 from training_crew import run_member
@@ -62,10 +62,8 @@ def test_a_restart_in_mid_epoch_or_at_its_end_changes_nothing(accumulate, expect
 
 
 def test_processes_leave_and_join_in_one_run(accumulate, expected, tmp_path, crew: Crew) -> None:
-    run = crew.start(2, tmp_path, in_session, accumulate=accumulate, disturbances={"hold_at": 6})
-    run.until(lambda: (tmp_path / "net" / "files" / HELD).exists() or run.ended, 60)
-    run.regroup(1)
-    run.regroup(2)
+    run = crew.start(2, tmp_path, in_session, accumulate=accumulate, disturbances={"hold_at": (6, 14)})
+    resize(run, tmp_path, [(6, 1), (14, 2)])
     for outcome in run.outcomes():
         check(outcome, expected, within=1e-5)
 

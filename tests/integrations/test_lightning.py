@@ -9,7 +9,7 @@ import lightning
 import pytest
 import torch
 from earlier_lightning import check_version, run_with_it
-from held import HELD
+from held import resize
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning_trainings import Data, Net, fit, in_session, points
 from training_crew import run_member
@@ -78,11 +78,8 @@ def test_a_restart_in_mid_epoch_or_at_its_end_changes_nothing(variant, plain, tm
 
 
 def test_processes_leave_and_join_in_one_run(variant, plain, tmp_path, crew: Crew) -> None:
-    run = crew.start(2, tmp_path, in_session, disturbances={"hold_at": 6}, **variant)
-    held = tmp_path / "net" / "files" / HELD
-    run.until(lambda: held.exists() or run.ended, 60)
-    run.regroup(1)
-    run.regroup(2)
+    run = crew.start(2, tmp_path, in_session, disturbances={"hold_at": (6, 14)}, **variant)
+    resize(run, tmp_path, [(6, 1), (14, 2)])
     for outcome in run.outcomes():
         assert outcome is not None
         assert isinstance(outcome.end, Finished), outcome.error
@@ -90,10 +87,8 @@ def test_processes_leave_and_join_in_one_run(variant, plain, tmp_path, crew: Cre
 
 
 def test_a_newcomer_in_mid_epoch_has_the_others_counters(variant, plain, tmp_path, crew: Crew) -> None:
-    run = crew.start(1, tmp_path, in_session, disturbances={"hold_at": 6}, **variant)
-    held = tmp_path / "net" / "files" / HELD
-    run.until(lambda: held.exists() or run.ended, 60)
-    run.regroup(2)
+    run = crew.start(1, tmp_path, in_session, disturbances={"hold_at": (6,)}, **variant)
+    resize(run, tmp_path, [(6, 2)])
     outcomes = run.outcomes()
     assert len(outcomes) == 2
     for outcome in outcomes:

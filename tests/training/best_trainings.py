@@ -24,7 +24,7 @@ def train(
     mode: str = "max",
     values: list[float] = VALUES,
     pause_at: int | None = None,
-    hold_at: int | None = None,
+    hold_at: tuple[int, ...] = (),
     die_in: int | None = None,
     disagree: bool = False,
     lr: float = 0.1,
@@ -40,8 +40,8 @@ def train(
     for epoch in session.epochs(EPOCHS):
         for a, b in data:
             session.step(nn.functional.mse_loss(model(a), b))
-            if session.metrics["steps"] == hold_at:
-                (session.directory / "held").touch()
+            if (steps := session.metrics["steps"]) in hold_at:
+                (session.directory / f"held-{steps}").touch()
                 while training_crew.NOTICE.pending is None:
                     time.sleep(0.005)
         if epoch == die_in and session.rank == 1:

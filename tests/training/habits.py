@@ -55,9 +55,9 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
         if session.metrics["steps"] == die_at and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # while the others wait for its gradients, or soon will
 
-    def backward_or_die(loss: Any) -> None:
+    def backward_or_die(loss: Any, **options: Any) -> bool:
         die_if_asked()
-        backward(loss)
+        return backward(loss, **options)
 
     def step_and_hold(*args: Any, **options: Any) -> bool:
         if args:  # a loss

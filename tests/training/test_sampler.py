@@ -116,6 +116,8 @@ def test_a_data_loader_is_used_with_its_own_options() -> None:
     assert len(positions_of(sampled.by_own_loader())) == 40
     subset = positions_of(DataLoader(data, batch_size=4, sampler=SubsetRandomSampler([3, 5, 7, 9, 11])), batch_size=2)
     assert sorted(subset) == [3, 5, 7, 9, 11]
+    batches = BatchSampler(SequentialSampler(data), 8, drop_last=True)  # type: ignore[arg-type]  # it has a length
+    assert positions_of(DataLoader(data, batch_sampler=batches)) == list(range(SAMPLES // 8 * 8))
 
 
 def by_thirds(epoch: int) -> list[int]:
@@ -188,6 +190,10 @@ class Liar:
         return iter([1, 2])
 
 
+class OwnBatches(BatchSampler):
+    """Batches in an order that only this class knows."""
+
+
 class Endless:
     """A sampler that never stops."""
 
@@ -203,9 +209,9 @@ class Endless:
     [
         (DataLoader(Stream(), batch_size=2), {}, "session.stream"),
         (
-            DataLoader(range(9), batch_sampler=BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)),
+            DataLoader(range(9), batch_sampler=OwnBatches(SequentialSampler(range(9)), 2, drop_last=False)),
             {},
-            "has a batch_sampler of its own",
+            r"has a batch_sampler of its own \(a OwnBatches\)",
         ),
         (range(9), {"batch_size": 2, "sampler": DistributedSampler(range(9), 2, 0)}, "divides the data itself"),
         (

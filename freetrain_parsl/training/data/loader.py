@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -280,28 +281,29 @@ def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
             "session.loader: the DataLoader reads an IterableDataset; use "
             "session.loader(session.stream(source, samples=…), batch_size=…, shuffle=False)"
         )
-    if loader.batch_size is None:
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        kind = "none" if batches is None else f"a {type(batches).__name__}"
         raise UsageError(
-            "session.loader: the DataLoader has a batch_sampler of its own, or none; pass the dataset, batch_size=… "
-            "and sampler=… for the order of single samples"
+            f"session.loader: the DataLoader has a batch_sampler of its own ({kind}), which cannot be divided; pass "
+            "the dataset, batch_size=… and sampler=… for the order of single samples"
         )
+    sampler = batches.sampler
     options: dict[str, Any] = {
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
+        "batch_size": batches.batch_size,
+        "drop_last": batches.drop_last,
         "num_workers": loader.num_workers,
         "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
-        "shuffle": isinstance(loader.sampler, RandomSampler),
+        "shuffle": isinstance(sampler, RandomSampler),
     }
     workers = {name: value for name in WORKER_OPTIONS if (value := getattr(loader, name, None))}
     if loader.num_workers and workers:
         options["worker_options"] = workers
-    plain = isinstance(loader.sampler, SequentialSampler) or (
-        isinstance(loader.sampler, RandomSampler)
-        and not loader.sampler.replacement
-        and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
+    plain = isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]  # it has a length
     )
     if not plain:
-        options["sampler"] = loader.sampler
+        options["sampler"] = sampler
     return loader.dataset, options  # type: ignore[return-value]  # map-style
 
 
