@@ -17,6 +17,7 @@ from training_crew import run_member
 
 from freetrain_parsl.integrations.fabric import SessionFabric
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
+from tests.training.fusion.sweep_trainings import together
 
 if TYPE_CHECKING:
     from crew import Crew
@@ -72,6 +73,14 @@ def test_the_others_go_on_when_one_is_killed(accumulate, expected, tmp_path, cre
     disturbances = {"die_at": 8}
     run = crew.start(2, tmp_path, in_session, accumulate=accumulate, disturbances=disturbances)
     check(run.outcomes()[0], expected, within=1e-5)
+
+
+def test_members_of_an_array_are_fused(tmp_path) -> None:
+    outcome = together(tmp_path / "array", [{}, {}], in_session)
+    assert outcome.engine.fused_steps > 0
+    expected = run_member(in_session, {}, root=tmp_path / "alone", membership=Membership("net")).end.value
+    for name in ("0", "1"):
+        assert torch.allclose(outcome.value(name)["weights"], expected["weights"], atol=1e-6)
 
 
 def _setup(fabric) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from training_crew import run_member
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.integrations.lightning import SessionStrategy
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
+from tests.training.fusion.sweep_trainings import together
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,6 +104,16 @@ def test_the_others_go_on_when_one_is_killed(variant, plain, tmp_path, crew: Cre
     assert outcome is not None
     assert isinstance(outcome.end, Finished), outcome.error
     check(outcome.end.value, plain, within=1e-5)
+
+
+def test_members_of_an_array_train_as_alone(tmp_path) -> None:
+    """They are not fused: Lightning does not call a module by its forward."""
+    points_ = [{"epochs": 2}, {"epochs": 3}]
+    outcome = together(tmp_path / "array", points_, in_session)
+    for number, point in enumerate(points_):
+        value, expected = outcome.value(str(number)), alone(tmp_path / str(number), **point).value
+        assert torch.equal(value["weights"], expected["weights"])
+        assert value["calls"] == expected["calls"]
 
 
 class Manual(Net):

@@ -17,6 +17,7 @@ from training_crew import run_member
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.best_epoch import BestEpoch, BestEpochs, EpochValue
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
+from tests.training.fusion.sweep_trainings import together
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -176,6 +177,16 @@ def test_mistakes_are_errors_of_one_line(tmp_path, use, why) -> None:
     assert outcome.error.startswith("UsageError: ")
     assert why in outcome.error
     assert "\n" not in outcome.error
+
+
+def test_members_of_an_array_keep_their_own_best_and_stop_by_themselves(tmp_path) -> None:
+    points = [{"lr": 0.1}, {"lr": 0.05}, {"lr": 0.2, "patience": 2}]
+    outcome = together(tmp_path / "array", points, train)
+    assert outcome.engine.fused_steps > 0
+    for number, point in enumerate(points):
+        value, expected = outcome.value(str(number)), alone(tmp_path / str(number), **point).end.value
+        assert (value["epochs"], value["best"]) == (expected["epochs"], expected["best"])
+        assert torch.allclose(value["loaded"], expected["loaded"], atol=1e-6)
 
 
 @pytest.mark.slow
