@@ -136,6 +136,9 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
             raise UsageError(f"SessionStrategy needs one training DataLoader, got {given}")
         if dataloader.batch_size is None:
             raise UsageError("SessionStrategy: the training DataLoader has no batch_size, or its own batch_sampler")
+        # Signals are for the slot. Lightning would end the training at SIGTERM, and requeue the batch job at SIGUSR1.
+        trainer._signal_connector.teardown()
+        trainer._signal_connector.received_sigterm = False
         self._batches = _Batches(self._session, trainer, dataloader, self._accumulated, self._follow_rank)
         return self._batches
 

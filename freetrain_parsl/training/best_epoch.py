@@ -11,10 +11,8 @@ from freetrain_parsl.training.checkpoints.host_copy import HostBuffers
 from freetrain_parsl.training.loader_options import check_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeGuard
-
-    from freetrain_parsl.training.checkpoints.state import Stateful
 
 __all__ = ["KEEP", "BestEpoch", "BestEpochs", "EpochValue"]
 
@@ -150,14 +148,14 @@ class BestEpochs:
         """Return the values in a row of the history; raises UsageError if one is missing."""
         return [each.value_in(row) for each in self.followed.values()]
 
-    def judge(self, epoch: int, values: Sequence[float], model: Stateful) -> None:
+    def judge(self, epoch: int, values: Sequence[float], state_of_model: Callable[[], Any]) -> None:
         """Compare an epoch with the best ones, and copy the model's state to host memory if it is to be kept."""
         for each, value in zip(self.followed.values(), values, strict=True):
             if each.judge(epoch, value) and each.verb == KEEP:
-                self._kept = HostBuffers().copy(model.state_dict())
+                self._kept = HostBuffers().copy(state_of_model())
 
-    def load_kept(self, model: Stateful) -> EpochValue:
-        """Load the state that was kept into the model; return its epoch.
+    def kept(self) -> tuple[EpochValue, dict[str, Any]]:
+        """Return the best epoch and the model's state after it.
 
         Raises
         ------
@@ -168,8 +166,7 @@ class BestEpochs:
         if each is None or each.best is None or self._kept is None:
             why = "call session.keep_best before the loop" if each is None else "no epoch had a value other than NaN"
             raise UsageError(f"session.load_best: there is no best epoch; {why}")
-        model.load_state_dict(self._kept)
-        return each.best
+        return each.best, self._kept
 
     def state(self) -> dict[str, Any]:
         """Return the best epochs as plain values and tensors."""

@@ -414,7 +414,7 @@ class Runtime:
         if best.followed:  # the first member's values count, since those of others may differ by rounding
             values = best.values_in(metrics.metrics["history"][-1])
             values = self.together(lambda group: first_value(group, values), name=KEEP, of_parts=False)
-            best.judge(cursor.epoch, values, self.state.objects["model"])
+            best.judge(cursor.epoch, values, self.state.objects["model"].state_dict)
         self.batch_runner.leave_batch()
         cursor.next_epoch()
         if best.stops_early:

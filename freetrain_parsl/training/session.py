@@ -576,10 +576,14 @@ class TrainingSession:
         Raises
         ------
         UsageError
-            There is no best epoch.
+            There is no best epoch, or the loop has not begun.
         """
         state = self._runtime.state
-        return state.best_epochs.load_kept(state.objects["model"])
+        if not self._runtime.started:
+            raise UsageError("call session.load_best inside or after `for epoch in session.epochs(…)`")
+        best, kept = state.best_epochs.kept()
+        state.objects["model"].load_state_dict(kept)
+        return best
 
     def stop_early(self, metric: str, *, mode: Literal["min", "max"], patience: int, min_delta: float = 0.0) -> None:
         """End the loop over the epochs when a value no longer gets better; call it before the loop.

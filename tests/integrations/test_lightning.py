@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -29,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Lightning's own, which differ between its versions
 ]
 
+SIGNALS = signal.SIGTERM, signal.SIGUSR1
 VARIANTS = {"plain": {}, "accumulated": {"accumulate": 4, "samples": 144}, "stopped": {"patience": 1, "epochs": 9}}
 
 
@@ -114,6 +116,29 @@ def test_members_of_an_array_train_as_alone(tmp_path) -> None:
         value, expected = outcome.value(str(number)), alone(tmp_path / str(number), **point).value
         assert torch.equal(value["weights"], expected["weights"])
         assert value["calls"] == expected["calls"]
+
+
+def test_signals_are_for_the_slot_in_a_job_of_slurm_too(tmp_path, monkeypatch) -> None:
+    """Lightning would end the training at SIGTERM, and requeue the batch job at SIGUSR1."""
+    of_a_job = {"NTASKS": "4", "NTASKS_PER_NODE": "1", "NNODES": "4", "JOB_NAME": "ft", "JOB_ID": "7", "PROCID": "2"}
+    for name, value in of_a_job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    arrived = []
+
+    class Signalled(Net):
+        def training_step(self, batch, index):
+            if index == 2 and not arrived:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGUSR1)
+            return super().training_step(batch, index)
+
+    before = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in SIGNALS}
+    try:
+        assert alone(tmp_path, epochs=2, module=Signalled).value["steps"] == 20
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert arrived == list(SIGNALS)
 
 
 class Manual(Net):
@@ -205,7 +230,11 @@ def test_bfloat16_works(tmp_path) -> None:
 
 
 def test_the_first_version_that_is_supported_trains_alike(tmp_path) -> None:
-    run_with_it(tmp_path, __file__, "one_process or restart or leave_and_join or newcomer or killed or installed")
+    run_with_it(
+        tmp_path,
+        __file__,
+        "one_process or restart or leave_and_join or (killed and validation) or signals or installed",
+    )
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -50,14 +50,14 @@ def test_the_best_epoch_and_the_stop_are_those_of_the_whole_list(values, mode, p
 def test_a_state_is_that_of_one_metric_and_mode() -> None:
     one, other = BestEpochs(), BestEpochs()
     one.followed["keep_best"] = BestEpoch("keep_best", "accuracy", "max")
-    one.judge(0, [0.5], nn.Linear(1, 1))
+    one.judge(0, [0.5], nn.Linear(1, 1).state_dict)
     other.followed["keep_best"] = BestEpoch("keep_best", "accuracy", "min")
     other.load(one.state())
     with pytest.raises(UsageError, match="no epoch had a value other than NaN"):
-        other.load_kept(nn.Linear(1, 1))
+        other.kept()
     other.followed["keep_best"] = BestEpoch("keep_best", "accuracy", "max")
     other.load(one.state())
-    assert other.load_kept(nn.Linear(1, 1)) == EpochValue(0, 0.5)
+    assert other.kept()[0] == EpochValue(0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,8 @@ def _session_that(use) -> Any:
                 session.step(nn.functional.mse_loss(model(a), b))
             session.log(accuracy=1.0, name="x")
             if epoch == 1:
+                with pytest.raises(UsageError, match="call session.keep_best before the loop"):
+                    session.load_best()
                 session.stop_early("loss", mode="min", patience=1)
 
     return function
@@ -166,7 +168,7 @@ def _twice(session) -> None:
     ("use", "why"),
     [
         (_twice, "call session.keep_best once, with one metric"),
-        (lambda session: session.load_best(), "call session.keep_best before the loop"),
+        (lambda session: session.load_best(), "call session.load_best inside or after `for epoch"),
         (lambda session: session.keep_best("acc", mode="max"), "epoch 0 has no number 'acc'; call session.log(acc=…)"),
         (lambda session: session.keep_best("name", mode="max"), "epoch 0 has no number 'name'"),
         (lambda session: None, "call session.stop_early before `for epoch in session.epochs(…)`"),
