@@ -152,7 +152,7 @@ def _session_that(use) -> Any:
                 session.step(nn.functional.mse_loss(model(a), b))
             session.log(accuracy=1.0, name="x")
             if epoch == 1:
-                with pytest.raises(UsageError, match="call session.keep_best before the loop"):
+                with pytest.raises(UsageError, match=r"call session\.keep_best before the loop"):
                     session.load_best()
                 session.stop_early("loss", mode="min", patience=1)
 
