@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from parsl.dataflow.futures import AppFuture
 
+    from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.trainings import Fuse, TrainingRequest
     from freetrain_parsl.protocol.options import Code, OnCodeChange
 
@@ -320,7 +321,7 @@ class TrainingApp(AppBase):
         return kernel.submit(
             self.func,
             app_args=args,
-            executors=[self._executor_label(kernel)],
+            executors=[self.executor_of(kernel).label],
             cache=self.cache,
             ignore_for_cache=self.ignore_for_cache,
             app_kwargs={
@@ -330,6 +331,30 @@ class TrainingApp(AppBase):
             },
             join=False,
         )
+
+    def executor_of(self, kernel: DataFlowKernel | None = None) -> FreeTrainExecutor:
+        """Return the executor of its trainings.
+
+        Parameters
+        ----------
+        kernel
+            Where to look for it. Default: the app's kernel, or else the loaded one.
+
+        Raises
+        ------
+        InvalidSettings
+            There is none, or there are several.
+        """
+        from freetrain_parsl.executor.executor import FreeTrainExecutor
+
+        kernel = kernel or self.data_flow_kernel or DataFlowKernelLoader.dfk()
+        ours = {label: one for label, one in kernel.executors.items() if isinstance(one, FreeTrainExecutor)}
+        if self.executors != "all":
+            ours = {label: one for label, one in ours.items() if label in self.executors}
+        if len(ours) != 1:
+            found = f"{len(ours)} of them ({', '.join(ours)}): choose with executors=[…]" if ours else "none"
+            raise InvalidSettings(f"{self.__name__} needs one FreeTrainExecutor in the loaded Config, found {found}")
+        return next(iter(ours.values()))
 
     @property
     def _has_name_per_call(self) -> bool:
@@ -364,17 +389,6 @@ class TrainingApp(AppBase):
                 f"give one: {self.__name__}.options(name='…')(…)"
             ) from None
         return f"{self.__name__.lstrip('_')}-{hashlib.sha256(key).hexdigest()[:8]}"
-
-    def _executor_label(self, kernel: DataFlowKernel) -> str:
-        from freetrain_parsl.executor.executor import FreeTrainExecutor
-
-        ours = [label for label, executor in kernel.executors.items() if isinstance(executor, FreeTrainExecutor)]
-        if self.executors != "all":
-            ours = [label for label in ours if label in self.executors]
-        if len(ours) != 1:
-            found = f"{len(ours)} of them ({', '.join(ours)}): choose with executors=[…]" if ours else "none"
-            raise InvalidSettings(f"{self.__name__} needs one FreeTrainExecutor in the loaded Config, found {found}")
-        return str(ours[0])
 
 
 def _identity(point: SweepPoint) -> bytes | None:

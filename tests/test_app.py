@@ -228,7 +228,7 @@ def test_a_training_needs_a_freetrain_executor_in_the_config() -> None:
         executors: ClassVar = {"threads": object()}
 
     with pytest.raises(InvalidSettings, match="needs one FreeTrainExecutor in the loaded Config, found none"):
-        training_app(train)._executor_label(Kernel())
+        training_app(train).executor_of(Kernel())
 
 
 def test_a_curve_object_is_taken_as_it_is() -> None:

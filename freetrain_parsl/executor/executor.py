@@ -259,6 +259,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._log_handler: logging.Handler | None = None
         self._logs: LogWriter | None = None
         self._values: ValueWriter | None = None
+        self._observers: dict[str, Callable[[Sequence[str]], None]] = {}
         self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
         self._exit = OrderlyExit(self._end_blocks)
@@ -368,7 +369,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             fail_all=self._fail_all,
             refuse_new=self._refuse_new,
             take_output=self._logs.take,
-            take_values=self._values.take,
+            take_values=self._take_values,
             clock=time.time,
         )
         self._logs.start()
@@ -454,6 +455,24 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._driver.post(CancelTraining(own))
         return True
 
+    def observe_values(self, training: str, observer: Callable[[Sequence[str]], None]) -> None:
+        """Pass what a training logs to a function, too, as soon as it arrives; to be called before the training begins.
+
+        A training that resumes passes again what it has logged before.
+
+        Parameters
+        ----------
+        training
+            Its name.
+        observer
+            Called with rows as in `Logged`, in the control loop's thread; must neither block nor raise.
+        """
+        self._observers[training] = observer
+
+    def stop_observing(self, training: str) -> None:
+        """Undo `observe_values`."""
+        self._observers.pop(training, None)
+
     def outstanding(self) -> int:
         """Return the number of trainings and tasks that are not done."""
         return len(self._submissions)
@@ -495,6 +514,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             self._submitter.close(timeout)
 
     # The control loop's thread.
+
+    def _take_values(self, training: str, rows: Sequence[str]) -> None:
+        assert self._values is not None, "made before the control loop"
+        self._values.take(training, rows)
+        if (observer := self._observers.get(training)) is not None:
+            observer(rows)
 
     def _observe(self, entry: Record) -> None:
         assert self._logs is not None, "made before the control loop"

@@ -1,1 +1,1 @@
-"""Trainers that people have, inside a session: Hugging Face's Trainer and Accelerate."""
+"""Trainers and searches that people have, with trainings of this package."""

@@ -40,8 +40,8 @@ class LoggedRows:
         self.count = 0
         """Number of rows so far."""
 
-    def add(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Add values of a step; those that are ``None`` are left out, and what is too long for a message."""
+    def add(self, step: int, epoch: int | None, values: Mapping[str, Any]) -> None:
+        """Add values of an epoch, or of a step alone; without those that are ``None``, or too long for a message."""
         short = {
             name: value[:_LONGEST_TEXT] if isinstance(value, str) else value
             for name, value in values.items()

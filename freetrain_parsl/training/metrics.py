@@ -259,10 +259,10 @@ class TrainingMetrics:
             history[-1].update(plain)
             self.logged.add(self.step, history[-1]["epoch"], plain)
 
-    def log_step(self, epoch: int, every: int, values: Mapping[str, Any]) -> None:
+    def log_step(self, every: int, values: Mapping[str, Any]) -> None:
         """Pass the user's values to the trackers, at every so many steps."""
         if self.step and self.step % every == 0:
-            self.logged.add(self.step, epoch, {name: _plain(name, value) for name, value in values.items()})
+            self.logged.add(self.step, None, {name: _plain(name, value) for name, value in values.items()})
 
     def state(self) -> dict[str, Any]:
         """Return the metrics as plain values and tensors."""

@@ -17,11 +17,13 @@ import torch
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import PauseReason, Report
+from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.loading import load_into
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import check_meshes
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
+from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.training.best_epoch import BestEpoch
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.process_group import Group
@@ -191,6 +194,23 @@ class Runtime:
             self.state.take_order(self._restored.state)
         return self.batch_runner
 
+    def follow(self, best: BestEpoch) -> None:
+        """Judge each epoch from now on.
+
+        Raises
+        ------
+        UsageError
+            The loop has begun, or this was called before for the same verb.
+        """
+        if self.started:
+            raise UsageError(f"call session.{best.verb} before `for epoch in session.epochs(…)`")
+        followed = self.state.best_epochs.followed
+        if best.verb in followed:
+            raise UsageError(f"call session.{best.verb} once, with one metric")
+        followed[best.verb] = best
+        if self._restored is not None:
+            self.state.take_best(self._restored.state)
+
     def shared_batches(self, source: DataSource) -> SharedBatches | None:  # noqa: ARG002 - used by members of an array
         """Return where this process's trainings share the batches of a source; ``None``: this one fetches its own."""
         return None
@@ -207,6 +227,8 @@ class Runtime:
         self.reporter.total_epochs = total_epochs
         if self.started:
             return
+        if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:
+            raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
         self._restored = None  # everything in it has been loaded
         self.members.state = self.state.whole
         self.members.adopt = self._adopt
@@ -383,14 +405,20 @@ class Runtime:
         cursor.pass_ended = True
 
     def end_epoch(self) -> None:
-        """Advance to the next epoch."""
+        """Judge the epoch, and advance to the next one."""
         self.check_running()
         assert self.batch_runner is not None, "checked by start"
-        cursor, metrics = self.state.cursor, self.state.training_metrics
-        self.batch_runner.leave_batch()
+        cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
         self._bypass.end_epoch(cursor.epoch, trained=metrics.has_steps)
         metrics.close_epoch(cursor.epoch)
+        if best.followed:  # the first member's values count, since those of others may differ by rounding
+            values = best.values_in(metrics.metrics["history"][-1])
+            values = self.together(lambda group: first_value(group, values), name=KEEP, of_parts=False)
+            best.judge(cursor.epoch, values, self.state.objects["model"].state_dict)
+        self.batch_runner.leave_batch()
         cursor.next_epoch()
+        if best.stops_early:
+            self.reporter.total_epochs = cursor.epoch
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 

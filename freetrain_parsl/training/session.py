@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.best_epoch import KEEP, BestEpoch
 from freetrain_parsl.training.checkpoints.format import check_restorable
 from freetrain_parsl.training.data.cursor import Position
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from freetrain_parsl.training.best_epoch import EpochValue
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.audit import Audit
     from freetrain_parsl.training.data.sampler import IndexSampler
@@ -541,7 +543,72 @@ class TrainingSession:
             metrics.log(values)
         else:
             check_whole("session.log: every", every, least=1)
-            metrics.log_step(self._runtime.state.cursor.epoch, every, values)
+            metrics.log_step(every, values)
+
+    def keep_best(self, metric: str, *, mode: Literal["min", "max"]) -> None:
+        """Keep the model's state after the epoch with the best value, for `load_best`; call it before the loop.
+
+        It is kept in host memory and is part of each checkpoint. The first process's values count, so all processes
+        keep the same epoch. An epoch that ``break`` ends together with the loop over the epochs does not count.
+
+        Parameters
+        ----------
+        metric
+            Name of the value: ``"loss"``, or one that is passed to `log` in each epoch.
+        mode
+            Whether the smallest or the largest value is the best.
+
+        Raises
+        ------
+        UsageError
+            It is called inside the loop or twice, or the mode is wrong. Later, after an epoch: it has no such value.
+        """
+        self._runtime.follow(BestEpoch(KEEP, metric, mode))
+
+    def load_best(self) -> EpochValue:
+        """Load the state of the best epoch into the model, usually after the loop; see `keep_best`.
+
+        Returns
+        -------
+        best
+            The epoch and its value: ``best.epoch``, ``best.value``.
+
+        Raises
+        ------
+        UsageError
+            There is no best epoch, or the loop has not begun.
+        """
+        state = self._runtime.state
+        if not self._runtime.started:
+            raise UsageError("call session.load_best inside or after `for epoch in session.epochs(…)`")
+        best, kept = state.best_epochs.kept()
+        state.objects["model"].load_state_dict(kept)
+        return best
+
+    def stop_early(self, metric: str, *, mode: Literal["min", "max"], patience: int, min_delta: float = 0.0) -> None:
+        """End the loop over the epochs when a value no longer gets better; call it before the loop.
+
+        All processes end it after the same epoch, also if their values differ, and after a restart.
+
+        Parameters
+        ----------
+        metric
+            Name of the value: ``"loss"``, or one that is passed to `log` in each epoch.
+        mode
+            Whether the smallest or the largest value is the best.
+        patience
+            Epochs in a row that are not better than the best, after which the loop ends.
+        min_delta
+            How much better than the best a value must be.
+
+        Raises
+        ------
+        UsageError
+            It is called inside the loop or twice, or a parameter is out of range. Later, after an epoch: it has no such
+            value.
+        """
+        check_whole("session.stop_early: patience", patience, least=1)
+        self._runtime.follow(BestEpoch("stop_early", metric, mode, min_delta, patience))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes, the same on each; `tensor` is not changed.
@@ -601,7 +668,8 @@ class TrainingSession:
         return loss
 
     def _epochs(self, count: int) -> Iterator[int]:
-        while self._runtime.state.cursor.epoch < count:
+        state = self._runtime.state
+        while state.cursor.epoch < count and not state.best_epochs.stops_early:
             yield self._runtime.open_epoch()
             self._runtime.end_epoch()
 

@@ -1,4 +1,4 @@
-"""One crew of processes for the trainers' tests, which may run with other versions of the trainers.
+"""A cluster, and a crew of processes for the trainers' tests, which may run with other versions of the trainers.
 
 ``FREETRAIN_TESTS_PACKAGES`` names a directory with these, as ``pip install --no-deps --prefix DIR`` makes it::
 
@@ -24,6 +24,10 @@ from typing import TYPE_CHECKING  # noqa: E402 - after the path
 import pytest  # noqa: E402 - the same
 import torch  # noqa: E402 - the same
 from crew import Crew  # noqa: E402 - the same
+
+from tests.executor.conftest import start  # noqa: E402 - the same
+
+__all__ = ["_one_thread", "crew", "start"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from freetrain_parsl.errors import CheckpointMismatch
+from freetrain_parsl.training.best_epoch import BestEpochs
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
 from freetrain_parsl.training.metrics import TrainingMetrics
@@ -48,6 +49,7 @@ class SessionState:
         self.cursor = Cursor()
         self.objects: dict[str, Stateful] = {}
         """The user's objects by name, in the order in which they are restored."""
+        self.best_epochs = BestEpochs()
         self.order: Order | None = None
         self.batch: ElasticBatch | None = None
         """Its batch, if the driver chooses the size."""
@@ -97,6 +99,7 @@ class SessionState:
             "ramp": None if self.scaling is None else list(self.scaling.ramp),
             "batch": None if self.batch is None else self.batch.state(),
             "order": asdict(self.order) if self.order else None,
+            "best": self.best_epochs.state(),
             "results": self.results.state(),
         }
 
@@ -104,8 +107,14 @@ class SessionState:
         """Load a whole state."""
         self.take_counts(state)
         self.take_order(state)
+        self.take_best(state)
         for name, target in self.objects.items():
             target.load_state_dict(state["objects"][name])
+
+    def take_best(self, state: Mapping[str, Any]) -> None:
+        """Load the best epochs, which checkpoints of earlier versions do not have."""
+        if "best" in state:
+            self.best_epochs.load(state["best"])
 
     def take_counts(self, state: Mapping[str, Any]) -> None:
         """Load the position in the data and the metrics.
