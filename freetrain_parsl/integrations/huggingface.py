@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -97,6 +98,10 @@ def fit(session: TrainingSession, trainer: Trainer, *, batch_size: int | None = 
     index = property(lambda _args: session.rank)
     own = {"should_save": first, "should_log": first, "process_index": index, "local_process_index": index}
     with ExitStack() as restore:
+        if (
+            args.fp16 or args.bf16
+        ):  # set by TrainingArguments before version 5, also for later trainings in this process
+            restore.callback(os.environ.pop, "ACCELERATE_MIXED_PRECISION", None)
         kind = type(args)
         args.__class__ = type(kind.__name__, (kind,), own)  # who is first may change in the loop
         restore.callback(setattr, args, "__class__", kind)

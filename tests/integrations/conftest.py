@@ -41,6 +41,13 @@ def crew() -> Iterator[Crew]:
 
 
 @pytest.fixture(autouse=True)
+def _own_precision() -> Iterator[None]:
+    """Remove what TrainingArguments before version 5 leaves in the environment."""
+    yield
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+@pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Fix the order of sums, whatever the machine's number of cores."""
     before = torch.get_num_threads()

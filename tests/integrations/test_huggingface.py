@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import hf_trainings
 import pytest
 import torch
+import transformers
 from disturbances import ROUNDING, alone, assert_weights, distance, killed, regrouped, restarted
 from hf_trainings import InOrder, in_session, make, summary
 from transformers import Trainer, TrainerCallback
@@ -63,6 +64,8 @@ def assert_same_record(one: dict[str, Any], other: dict[str, Any], within: float
 def test_one_process_has_the_result_of_the_plain_trainer(tmp_path: Path, case: str) -> None:
     """The same weights bit by bit, except where micro-batches are summed in another way."""
     options = CASES[case]
+    if case == "best" and transformers.__version__.startswith("4."):
+        pytest.skip('before version 5 the Trainer does not load the best model with save_strategy="best"')
     expected, value = plain(tmp_path, **options), run_alone(in_session, **options)
     assert_weights(value, expected, 0.0 if options.get("accumulate", 1) == 1 else 1e-5)
     if case == "accumulated":  # the plain Trainer counts epochs in micro-batches, of which the last are fewer
