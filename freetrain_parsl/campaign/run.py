@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.home import check_home, open_mover
@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import OnCodeChange
 
-__all__ = ["CampaignRun", "find_run", "preflight", "run_directories"]
+__all__ = ["CELLS", "CampaignRun", "find_run", "preflight", "run_directories"]
+
+CELLS: Final = "notebook"
+"""Directory in the run directory with training apps of a notebook, which may exist before the run."""
 
 _PERIOD = 0.25  # seconds between polls of futures and signals
 _RUN_NAME = "freetrain-run-"
@@ -153,7 +156,7 @@ class CampaignRun:
         made = not run_dir.exists()
         try:
             run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if any(run_dir.iterdir()):
+            if any(path.name != CELLS for path in run_dir.iterdir()):
                 raise InvalidInput(
                     f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
                 )
