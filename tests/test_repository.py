@@ -51,6 +51,7 @@ ROOMS = {
         "trackers",
     },
     "remote": {"campaign", "cluster", "planning", "report", "storage"},
+    "notebook": {"campaign", "executor", "protocol", "remote", "report", "storage", "training"},
     "report": {"protocol", "executor"},
     "replay": {"planning", "windows", "cluster", "report"},
     "simulate": {"planning", "replay", "report"},

@@ -5,6 +5,6 @@ any run directory.
 """
 
 from freetrain_parsl.notebook.campaign import NotebookCampaign as Campaign
-from freetrain_parsl.notebook.watch import watch
+from freetrain_parsl.notebook.watching import watch
 
 __all__ = ["Campaign", "watch"]

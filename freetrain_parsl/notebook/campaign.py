@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ from freetrain_parsl.protocol.options import check_on_code_change
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from freetrain_parsl.protocol.options import OnCodeChange
 
 __all__ = ["NotebookCampaign"]
@@ -70,13 +71,13 @@ class NotebookCampaign:
         self._settings = dict(settings or {})
         self._cells: CellCampaign | None = None
         self._file: Path | None = None
-        if isinstance(campaign, (str, Path)):
+        if isinstance(campaign, str | Path):
             if name is not None:
                 raise InvalidInput("name is for campaigns without a file; that of a file is in it")
             self._file = self._here / Path(campaign).expanduser()
             name = self._file.stem
         else:
-            if isinstance(campaign, Mapping) or not isinstance(campaign, Sequence):
+            if not isinstance(campaign, (list, tuple)):
                 raise InvalidInput(f"give a campaign file, or a list of trainings as dicts, got {campaign!r}"[:300])
             name = name or "notebook"
             self._cells = CellCampaign.of(campaign, name, self._here)
@@ -113,10 +114,8 @@ class NotebookCampaign:
             run = self._attach()
             if not changed:
                 print(f"attached to {self._run_dir}: {_what_next(run.state)}")  # noqa: T201 - as above
-            elif on_code_change in (None, "refuse"):
-                raise InvalidTrainer(_choices(changed, self._run_dir, run.state))
             else:
-                self._take_new_code(run, changed, on_code_change)
+                self._take_new_code(run, _some(changed), on_code_change)
                 return run
         if not run.controls:
             print(f"read-only: {controller_of(self._run_dir)} controls this run")  # noqa: T201 - as above
@@ -185,17 +184,27 @@ class NotebookCampaign:
         assert self._file is not None, "the caller has checked"
         return read_text(self._file, "campaign file")
 
-    def _take_new_code(self, run: StartedRun, changed: list[str], on_code_change: OnCodeChange) -> None:
-        """Replace the apps of a run that is over, and continue it with them."""
+    def _take_new_code(self, run: StartedRun, changed: str, on_code_change: OnCodeChange | None) -> None:
+        """Replace the apps of a run that is over, and continue it with them, if that was chosen."""
         assert self._cells is not None, "the caller has checked"
-        if run.state not in ("stopped", "interrupted", "failed", "died", "finished"):
-            raise InvalidInput(
-                f"{', '.join(changed[:_SHOWN])} has changed, but {self._run_dir} is {run.state}; stop it first: "
-                "Campaign(…).attach().stop()"
+        seen = run.snapshot()
+        since = f"{changed} has changed since {self._run_dir} was started"
+        if all(row.state in ("finished", "cancelled") for row in seen.rows):
+            raise InvalidTrainer(
+                f"{since}, and all trainings have ended with the old code; give another run_dir to train with the new "
+                "code, or look at that run with attach()"
             )
+        if on_code_change in (None, "refuse"):
+            raise InvalidTrainer(
+                f"{since}, which is {seen.state} with the old code; start(on_code_change='resume') continues its "
+                "checkpoints with the new code, 'restart' sets them aside, another run_dir is a new run, and attach() "
+                "looks at this one"
+            )
+        if not seen.over:
+            raise InvalidInput(f"{since}, which is {seen.state}; stop it first: Campaign(…).attach().stop()")
         self._cells.write(self._run_dir / CELLS)
         how = "goes on from the checkpoints" if on_code_change == "resume" else "starts over"
-        print(f"{', '.join(changed[:_SHOWN])} has changed: what has not finished {how} with the new code")  # noqa: T201
+        print(f"{changed} has changed: what has not finished {how} with the new code")  # noqa: T201 - as above
         run.resume(on_code_change=on_code_change)
 
 
@@ -209,10 +218,6 @@ def _what_next(state: str) -> str:
             return f"it is over ({state}); to continue it: run.resume()"
 
 
-def _choices(changed: Sequence[str], run_dir: Path, state: str) -> str:
+def _some(changed: Sequence[str]) -> str:
     more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-    return (
-        f"{', '.join(changed[:_SHOWN])}{more} has changed since {run_dir} was started, which is {state} with the old "
-        "code; start(on_code_change='resume') continues its checkpoints with the new code, 'restart' sets them "
-        "aside, another run_dir is a new run, and attach() looks at this one"
-    )
+    return ", ".join(changed[:_SHOWN]) + more

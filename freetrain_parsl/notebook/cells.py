@@ -87,6 +87,8 @@ class CellCampaign:
         InvalidInput
             A training is not a mapping, or has a value that a file cannot have.
         """
+        from freetrain_parsl.app import TrainingApp
+
         apps: dict[str, TrainingApp] = {}
         written = []
         for number, training in enumerate(trainings, start=1):
@@ -96,6 +98,8 @@ class CellCampaign:
             entry = {str(key): value for key, value in training.items()}
             if "app" not in entry:
                 raise InvalidInput(f"{where} has no 'app': a training app, or 'path.py:function'")
+            if isinstance(entry["app"], TrainingApp):
+                entry.setdefault("name", _default_name(entry))
             entry["app"] = _app_reference(entry["app"], apps, directory, where)
             if isinstance(entry.get("scaling"), str) and entry["scaling"] != "learn":
                 entry["scaling"] = str(directory / entry["scaling"])
@@ -210,6 +214,15 @@ def _app_reference(app: Any, apps: dict[str, TrainingApp], directory: Path, wher
     if apps.setdefault(name, app) is not app:
         raise InvalidInput(f"{where}: another training app is named {name}(), too; rename one of the functions")
     return f"{_MODULE}.py:{name}"
+
+
+def _default_name(entry: Mapping[str, Any]) -> str:
+    """Name trainings after their function and the values in which they differ, as a campaign file does."""
+    grid, repeat = entry.get("grid"), entry.get("repeat")
+    parts = [f"{key}{{{key}}}" for key in grid] if isinstance(grid, dict) else []
+    if isinstance(repeat, int) and repeat > 1:
+        parts.append("{repeat}")
+    return "-".join([entry["app"].func.__name__, *parts])
 
 
 def _plain(value: Any, where: str) -> Any:

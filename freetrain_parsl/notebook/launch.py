@@ -1,4 +1,4 @@
-"""Commands of ``freetrain`` that a notebook runs, in a session of their own: no interrupt of the kernel reaches them."""
+"""Commands of ``freetrain`` that a notebook runs, in a session of their own: no interrupt of the kernel reaches it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class LiveDisplay:
 
         snapshot = self._read()
         first = not self._handles
-        self._handles.append(display(self._bundle(snapshot), raw=True, display_id=True))
+        self._handles.append(display(self._bundle(snapshot), raw=True, display_id=True))  # type: ignore[no-untyped-call]
         self._shown = snapshot
         if first and not snapshot.over:
             threading.Thread(target=self._follow, name="freetrain-notebook", daemon=True).start()
@@ -79,5 +79,5 @@ def in_kernel() -> bool:
         from IPython import get_ipython
     except ImportError:
         return False
-    shell: Any = get_ipython()  # type: ignore[no-untyped-call]
+    shell: Any = get_ipython()
     return shell is not None and hasattr(shell, "kernel")

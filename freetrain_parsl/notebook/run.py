@@ -52,7 +52,11 @@ class WatchedRun:
     @property
     def state(self) -> str:
         """The state of the run in one word, such as ``running`` or ``finished``."""
-        return self._source.snapshot().state
+        return self.snapshot().state
+
+    def snapshot(self) -> RunSnapshot:
+        """Return the state of the run and of its trainings now."""
+        return self._source.snapshot()
 
     def results(self) -> Any:
         """Return one row for each training: a `pandas.DataFrame` if pandas is installed, else a list of dicts.

@@ -186,7 +186,9 @@ class FuturesSource(RunSource):
                 lines.append(f"{name}: {row.state}: {' '.join(error.split())}")
             elif not future.done():
                 lines.append(f"{name}: {row.state}{_reason(known, run, self._clock(), '')}")
-        return lines or [f"all {len(self._futures)} trainings have finished"]
+        if all(future.done() for future in self._futures.values()):
+            lines.append(f"all {len(self._futures)} trainings have ended")
+        return lines
 
 
 class _JournalReader:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
@@ -55,8 +56,6 @@ class Notebook:
 
     def interrupted(self, source: str, after: float) -> str:
         """Run a cell, interrupt the kernel meanwhile, as by the button, and return the error that is shown."""
-        timer = threading.Timer(after, lambda: self._client.km._async_interrupt_kernel() and None)
-        timer.cancel()
         interrupter = threading.Thread(target=self._interrupt, args=(after,))
         interrupter.start()
         try:
@@ -66,7 +65,7 @@ class Notebook:
 
     def _interrupt(self, after: float) -> None:
         time.sleep(after)
-        os.killpg(os.getpgid(self._client.km.provisioner.pid), 2)
+        run_sync(self._client.km.interrupt_kernel)()
 
     def restart(self) -> None:
         """Restart the kernel, as by the button: it is killed, with its process group."""
