@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Journal", "JournalEntry", "read_journal", "read_progress"]
+__all__ = ["Journal", "JournalEntry", "newest_entry", "read_journal", "read_progress"]
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
@@ -167,6 +167,15 @@ def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, JournalEntry
         rows = database.execute("SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,))
         for number, time, kind, subject, detail in rows:
             yield number, JournalEntry(time, kind, subject, json.loads(detail))
+    finally:
+        database.close()
+
+
+def newest_entry(path: Path) -> int:
+    """Return the id of the newest entry; 0 if there is none."""
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        return int(database.execute("SELECT COALESCE(MAX(id), 0) FROM event").fetchone()[0])
     finally:
         database.close()
 

@@ -15,6 +15,7 @@ __all__ = [
     "ArrayStarted",
     "Assign",
     "BatchChanged",
+    "BatchRequests",
     "BlockEnded",
     "BlockReleased",
     "BlockRequested",
@@ -55,6 +56,7 @@ __all__ = [
     "TrainingTriesAgain",
     "TrainingWaits",
     "TrainsAlone",
+    "ValuesSampled",
     "record_of",
 ]
 
@@ -93,6 +95,14 @@ class InterchangeEnded(Record):
 @dataclass(frozen=True)
 class InterchangeRestarted(Record):
     """HTEX's interchange was restarted."""
+
+
+@dataclass(frozen=True)
+class BatchRequests(Record):
+    """How often each command of the batch system was run in the last `seconds`."""
+
+    seconds: float
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -386,6 +396,14 @@ class BatchChanged(Record):
     size: int
     before: int
     noise_scale: float | None
+
+
+@dataclass(frozen=True)
+class ValuesSampled(Record):
+    """Values of the training at `step`: its loss, and what it logs; a thin sample, for its curves."""
+
+    step: int
+    values: dict[str, float]
 
 
 @dataclass(frozen=True)

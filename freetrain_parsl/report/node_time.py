@@ -8,13 +8,18 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from freetrain_parsl.executor.journal import JournalEntry
 
-__all__ = ["NodePhase", "NodeTime", "node_time"]
+__all__ = ["NodePhase", "NodeTime", "NodeTimeFold", "node_time"]
+
+
+_WITH_THE_DRIVER = "ended with the driver"
+_ENDED_BY_ITSELF = (BlockState.COMPLETED.value, _WITH_THE_DRIVER)
 
 
 class NodePhase(Enum):
@@ -39,7 +44,11 @@ class NodeTime:
     phases
         Node-seconds held, by what the node was doing.
     returned
-        Node-seconds of started blocks that were requested but not used: they ended before their walltime.
+        Node-seconds of started blocks that were requested but given back: we released them before the end of their
+        walltime, or they ended by themselves or with the driver.
+    cut_short
+        Node-seconds of started blocks that were requested but neither used nor given back: the blocks were preempted,
+        cancelled or failed before the end of their walltime.
     requested, started
         Number of blocks.
     endings
@@ -60,6 +69,7 @@ class NodeTime:
 
     phases: dict[NodePhase, float] = field(default_factory=lambda: dict.fromkeys(NodePhase, 0.0))
     returned: float = 0.0
+    cut_short: float = 0.0
     requested: int = 0
     started: int = 0
     endings: Counter[str] = field(default_factory=Counter)
@@ -81,6 +91,7 @@ class NodeTime:
         for phase, seconds in other.phases.items():
             self.phases[phase] += seconds
         self.returned += other.returned
+        self.cut_short += other.cut_short
         self.requested += other.requested
         self.started += other.started
         self.endings += other.endings
@@ -103,7 +114,7 @@ def node_time(entries: Iterable[JournalEntry], *, ended: bool) -> NodeTime:
     ended
         Whether the driver has ended by itself, and its last blocks with it.
     """
-    fold = _Fold()
+    fold = NodeTimeFold()
     for entry in entries:
         fold.take(entry.time, entry.record)
     return fold.finish(ended=ended)
@@ -120,11 +131,14 @@ class _Node:
     """Its phase while no training runs on it."""
 
 
-class _Fold:
+class NodeTimeFold:
+    """Adds up the node time of one driver, record by record."""
+
     def __init__(self) -> None:
         self._account = NodeTime()
         self._now = 0.0
         self._requests: dict[str, float] = {}  # block that has not ended -> requested walltime, seconds
+        self._released: set[str] = set()  # blocks that have not ended
         self._ends: dict[str, float] = {}  # started block -> end of its walltime
         self._nodes: dict[str, _Node] = {}
         self._fragments: dict[tuple[str, int], list[str]] = {}  # (training, generation) -> nodes
@@ -132,6 +146,7 @@ class _Fold:
         self._slots: Counter[tuple[str, str]] = Counter()  # (block, node) -> slots that joined
 
     def take(self, time: float, entry: record.Record | None) -> None:
+        """Take the next record; ``None``, one of another version, counts as time only."""
         account = self._account
         self._now = account.end = max(self._now, time)
         account.begin = time if account.begin is None else account.begin
@@ -143,10 +158,18 @@ class _Fold:
                 self._start(block, entry.nodes, entry.ends)
             case record.BlockEnded(subject=block):
                 self._end(block, entry.reason)
+            case record.BlockReleased(subject=block):
+                if entry.reason != BlockState.PREEMPTED.value:
+                    self._released.add(block)
             case record.BlockYields():
                 account.yielded += 1
             case record.NodeClosing():
                 account.closing_notices += 1
+            case _:
+                self._take_node_record(entry)
+
+    def _take_node_record(self, entry: record.Record | None) -> None:
+        match entry:
             case record.SlotJoined():
                 self._slots[entry.block, entry.node] += 1
             case record.NodeJoined(subject=node):
@@ -160,13 +183,22 @@ class _Fold:
                 self._count(entry.nodes, 1)
                 self._fragments[training, entry.generation] = entry.nodes
             case record.FragmentEnded(subject=training):
-                account.lost_fragments += entry.failure
+                self._account.lost_fragments += entry.failure
                 self._fragment_ends(training, entry.generation)
 
+    def so_far(self, time: float) -> NodeTime:
+        """Return the account up to `time`, seconds since the epoch; it goes on."""
+        self._now = max(self._now, time)
+        for name in self._nodes:
+            self._settle(name)
+        self._account.slots_per_node = max(self._slots.values(), default=1)
+        return self._account
+
     def finish(self, *, ended: bool) -> NodeTime:
+        """Return the account at the end of the journal; see `node_time`."""
         for block in list(self._ends):
             if ended:
-                self._end(block, "ended with the driver")
+                self._end(block, _WITH_THE_DRIVER)
             else:
                 self._account.unfinished += 1
                 self._close(block)
@@ -185,11 +217,17 @@ class _Fold:
 
     def _end(self, block: str, reason: str) -> None:
         self._requests.pop(block, None)
+        given_back = block in self._released or reason.startswith(_ENDED_BY_ITSELF)
+        self._released.discard(block)
         if block not in self._ends:  # it never started
             return
         self._account.endings[reason] += 1
         nodes = sum(node.block == block for node in self._nodes.values())
-        self._account.returned += nodes * max(0.0, self._ends[block] - self._now)
+        left = nodes * max(0.0, self._ends[block] - self._now)
+        if given_back:
+            self._account.returned += left
+        else:
+            self._account.cut_short += left
         self._close(block)
 
     def _close(self, block: str) -> None:

@@ -11,6 +11,7 @@ from freetrain_parsl.executor.journal import read_journal, read_progress
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["FailedStarts", "Fragment", "RunState", "TrainingState"]
@@ -173,12 +174,13 @@ class RunState:
     Parameters
     ----------
     journal
-        Journal file; may not exist yet.
+        Journal file; may not exist yet. ``None``: the entries are passed to `take`.
     """
 
-    def __init__(self, journal: Path) -> None:
+    def __init__(self, journal: Path | None = None) -> None:
         self._journal = journal
         self._read = 0
+        self._last_fragments: dict[str, int] = {}  # training -> index of its last fragment
         self.trainings: dict[str, TrainingState] = {}
         self.fragments: list[Fragment] = []
         self.checkpoints: list[tuple[float, str]] = []
@@ -195,18 +197,42 @@ class RunState:
 
     def refresh(self) -> RunState:
         """Read new entries."""
-        if self._journal.exists():
+        if self._journal is not None and self._journal.exists():
             for number, entry in read_journal(self._journal, self._read):
                 self._read = number
-                if (training := self.trainings.get(entry.subject)) is not None:
-                    self._on_training_record(training, entry.time, entry.record)
-                else:
-                    self._on_other_record(entry.time, entry.record)
-            for name, progress in read_progress(self._journal).items():
-                if name in self.trainings:
-                    self.trainings[name].progress = progress
-            self._count_members()
+                self.take(entry.time, entry.record)
+            self.take_progress(read_progress(self._journal))
         return self
+
+    def take(self, time: float, entry: record.Record | None) -> None:
+        """Take the next record; ``None``, one of another version, is ignored."""
+        if entry is None:
+            return
+        if (training := self.trainings.get(entry.subject)) is not None:
+            self._on_training_record(training, time, entry)
+        else:
+            self._on_other_record(time, entry)
+
+    def take_progress(self, reports: Mapping[str, dict[str, Any]]) -> None:
+        """Take the last progress report of each training."""
+        for name, progress in reports.items():
+            if name in self.trainings:
+                self.trainings[name].progress = progress
+        self._count_members()
+
+    def last_fragment(self, training: str) -> int | None:
+        """Return the index in `fragments` of a training's last fragment."""
+        return self._last_fragments.get(training)
+
+    def end_driver(self, time: float) -> None:
+        """Note that the driver has ended, also by a kill: nothing runs any more."""
+        for training in self.trainings.values():
+            if training.state == "running":
+                training.state = "waiting"
+            training.nodes, training.array = (), ""
+            index = self.last_fragment(training.name)
+            if index is not None and self.fragments[index].end is None:
+                self.fragments[index].end = time
 
     def _count_members(self) -> None:
         sizes = Counter(training.array for training in self.trainings.values())
@@ -270,7 +296,8 @@ class RunState:
         time: float,
         entry: record.FragmentStarted | record.FragmentResumed | record.FragmentEnded | record.Checkpoint,
     ) -> None:
-        last = self._last_fragment(training.name)
+        index = self.last_fragment(training.name)
+        last = None if index is None else self.fragments[index]
         match entry:
             case record.FragmentStarted():
                 nodes = tuple(entry.nodes)
@@ -288,6 +315,7 @@ class RunState:
                     array=entry.array,
                     lane=self._free_lane(entry.array),
                 )
+                self._last_fragments[training.name] = len(self.fragments)
                 self.fragments.append(fragment)
             case record.FragmentResumed():
                 if last is not None:
@@ -308,6 +336,3 @@ class RunState:
             return 0
         taken = {fragment.lane for fragment in self.fragments if fragment.array == array and fragment.end is None}
         return next(lane for lane in count() if lane not in taken)
-
-    def _last_fragment(self, training: str) -> Fragment | None:
-        return next((f for f in reversed(self.fragments) if f.training == training), None)

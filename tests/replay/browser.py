@@ -81,15 +81,15 @@ class Browser:
         os.close(self._write)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, path: Path, *, width: int, height: int, dark: bool = False) -> None:
-        """Load a file in a window of this size and wait until it is complete; reset `events`."""
+    def open(self, page: Path | str, *, width: int, height: int, dark: bool = False) -> None:
+        """Load a file or an address in a window of this size and wait until it is complete; reset `events`."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=page.as_uri() if isinstance(page, Path) else page)
         deadline = time.monotonic() + _ANSWER_SECONDS
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive(deadline)

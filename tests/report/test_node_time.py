@@ -56,7 +56,7 @@ def test_each_second_of_a_node_has_one_cause():
         NodePhase.LEAVING: 3 + 2,
     }
     assert found.held == 2 * 40
-    assert found.returned == 2 * 60
+    assert (found.returned, found.cut_short) == (0, 2 * 60)
     assert (found.requested, found.started, dict(found.endings)) == (1, 1, {"preempted": 1})
 
 
@@ -88,7 +88,7 @@ def test_a_node_that_joins_before_its_block_is_seen_to_start_is_held_from_then_o
         NodePhase.BETWEEN: (1 + 6) + 9,
         NodePhase.LEAVING: 0,
     }
-    assert (found.started, found.returned) == (1, 2 * 80)
+    assert (found.started, found.cut_short) == (1, 2 * 80)
 
 
 def test_a_block_that_ends_before_it_is_seen_to_start_counts_if_a_node_joined():
@@ -153,3 +153,19 @@ def test_causes_add_up_to_the_time_held_whatever_the_journal_holds(steps):
     found = account(*timed)
     assert found.held == pytest.approx(held)
     assert all(seconds >= 0 for seconds in found.phases.values())
+
+
+@pytest.mark.parametrize(
+    ("released", "reason", "given_back"),
+    [
+        ("was released", "was released", True),
+        (None, "ended by itself", True),
+        (None, "failed (exit code 1)", False),
+        (None, "had a node failure", False),
+        ("was preempted for another job", "was preempted for another job", False),
+    ],
+)
+def test_only_what_we_release_is_given_back(released, reason, given_back):
+    release = [] if released is None else [(49.0, record.BlockReleased("b1", released))]
+    found = account(*BLOCK[:-1], *release, (50.0, record.BlockEnded("b1", ["n1", "n2"], reason)))
+    assert (found.returned, found.cut_short) == ((120, 0) if given_back else (0, 120))

@@ -1,0 +1,155 @@
+"""Reads the journals of a run, as its drivers write them, into its view."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from freetrain_parsl.executor.journal import newest_entry, read_journal, read_progress
+from freetrain_parsl.report.run_view import RunView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from freetrain_parsl.protocol.journal import Record
+
+__all__ = ["DriverJournal", "RunReader"]
+
+_PORTION: Final = 5000  # records taken at once
+_DAMAGED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+"""What records with unexpected content raise, wherever that is noticed."""
+
+
+@dataclass(frozen=True)
+class DriverJournal:
+    """The journal of a driver.
+
+    Parameters
+    ----------
+    path
+        The file.
+    how
+        How the driver ended: finished, stopped, interrupted, failed or killed; ``None``: it runs.
+    ended
+        When, seconds since the epoch; ``None`` if it runs or was killed.
+    """
+
+    path: Path
+    how: str | None = None
+    ended: float | None = None
+
+
+@dataclass
+class _Place:
+    """How far a journal has been read."""
+
+    file: tuple[int, int] | None = None
+    """Its device and inode."""
+    entry: int = 0
+    damage: str = ""
+    """Which entries were read, but have unexpected content."""
+    is_over: bool = False
+    changed: tuple[int, ...] = ()
+    """Sizes and times of its files when they were read last."""
+
+
+class RunReader:
+    """Follows the journals of a run.
+
+    What cannot be read is stated by name in the view, and what was read before stays.
+
+    Parameters
+    ----------
+    name
+        Name of the run.
+    journals
+        Returns the journals of its drivers so far, the first one first.
+    clock
+        Seconds since the epoch.
+    """
+
+    def __init__(
+        self, name: str, journals: Callable[[], Sequence[DriverJournal]], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.view = RunView(name)
+        self._journals = journals
+        self._clock = clock
+        self._places: dict[Path, _Place] = {}
+
+    def refresh(self) -> RunView:
+        """Read what is new."""
+        problem = ""
+        for journal in self._journals():
+            place = self._places.setdefault(journal.path, _Place())
+            try:
+                self._follow(journal, place)
+            except FileNotFoundError:
+                if place.file is not None or journal.how is not None:
+                    problem = f"the journal {journal.path} is missing; what was read of it is shown"
+            except (OSError, sqlite3.Error, *_DAMAGED) as error:
+                problem = (
+                    f"the journal {journal.path} cannot be read after entry {place.entry}: {error}; what was read of "
+                    "it is shown"
+                )
+            if place.damage:
+                problem = f"the journal {journal.path} is damaged: {place.damage}; the rest of it is shown"
+        self.view.report_problem(problem)
+        return self.view
+
+    def _follow(self, journal: DriverJournal, place: _Place) -> None:
+        status = journal.path.stat()
+        if place.file is None:
+            place.file = (status.st_dev, status.st_ino)
+            self.view.begin_driver()
+        elif place.file != (status.st_dev, status.st_ino):
+            raise ValueError("it was replaced by another file")
+        changed = _state_of(journal.path)
+        if changed != place.changed:
+            self._read(journal, place)
+            place.changed = changed
+        if journal.how is None:
+            if place.is_over:
+                place.is_over = False
+                self.view.begin_driver()
+            self.view.pass_time(self._clock())
+        elif not place.is_over:
+            place.is_over = True
+            self.view.end_driver(journal.ended, journal.how)
+
+    def _read(self, journal: DriverJournal, place: _Place) -> None:
+        if newest_entry(journal.path) < place.entry:
+            raise ValueError("it has fewer entries than before")
+        portion: list[tuple[float, Record | None]] = []
+        number = place.entry
+        try:
+            for number, entry in read_journal(journal.path, place.entry):
+                portion.append((entry.time, entry.record))
+                if len(portion) == _PORTION:
+                    self._take(portion, place, number)
+        finally:  # what precedes a damaged entry counts
+            if portion:
+                self._take(portion, place, number)
+        self.view.take_progress(read_progress(journal.path))
+
+    def _take(self, portion: list[tuple[float, Record | None]], place: _Place, number: int) -> None:
+        first, place.entry = place.entry + 1, number
+        try:
+            self.view.take(portion)
+        except _DAMAGED as error:
+            place.damage = f"entries {first} to {number} are not complete ({error!r})"
+        portion.clear()
+
+
+def _state_of(path: Path) -> tuple[int, ...]:
+    """Return what changes when a journal is written: sizes and times of the file and its write-ahead log."""
+    found: list[int] = []
+    for file in (path, path.with_name(path.name + "-wal")):
+        try:
+            status = file.stat()
+        except FileNotFoundError:
+            continue
+        found += [status.st_size, status.st_mtime_ns]
+    return tuple(found)

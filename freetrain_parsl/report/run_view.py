@@ -1,0 +1,360 @@
+"""A run as its page shows it: folded from the journal's records, and passed on as changes since a version.
+
+The state is in tables (`freetrain_parsl.report.changes`): arrays of plain values by column, in JSON. A reader that has
+version n gets the rows that have changed since; one that has nothing gets all of them. Times are in seconds since
+``origin``, which is in seconds since the epoch. ``report/web/run_view.js`` applies the changes and draws.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.changes import Curves, Rows
+from freetrain_parsl.report.node_states import NodeStates, WindowHistory, short_hosts
+from freetrain_parsl.report.node_time import NodeTime, NodeTimeFold
+from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.sentences import actions_in_words, cause_in_words, incident_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from freetrain_parsl.report.run import TrainingState
+
+__all__ = ["FORMAT", "RunView"]
+
+FORMAT = 1
+"""Number of the format of the changes."""
+
+_MOST_SHOWN = 3000  # decisions, incidents, windows: the newest ones
+_TABLES = {
+    "nodes": ("name", "kind"),
+    "spans": ("node", "state", "begin", "end"),
+    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane"),
+    "trainings": (
+        "name", "state", "min_nodes", "max_nodes", "submitted", "ended", "nodes", "hosts", "fragments", "rescales",
+        "losses", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
+    ),
+    "decisions": ("time", "cause", "actions", "policy", "value", "proven", "milliseconds"),
+    "windows": ("opens", "closes", "ended", "nodes", "names", "kind", "used", "blocks"),
+    "blocks": ("name", "job", "nodes", "walltime", "requested", "started", "ended", "reason"),
+    "incidents": ("time", "level", "subject", "text"),
+    "requests": ("begin", "command", "count"),
+}  # fmt: skip
+_BOUNDED = ("decisions", "windows", "incidents")
+
+
+class RunView:
+    """The view of a run, over all its drivers, one after the other.
+
+    Parameters
+    ----------
+    name
+        Name of the run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._version = 0
+        self._origin: float | None = None
+        self._now = 0.0
+        self._state = RunState()
+        self._ended: str | None = None
+        self._problem = ""
+        self._policy = ""
+        self._tables = {
+            table: Rows(columns, lambda: self._version, _MOST_SHOWN if table in _BOUNDED else None)
+            for table, columns in _TABLES.items()
+        }
+        self._curves = Curves(lambda: self._version)
+        self._node_states = NodeStates(self._tables["nodes"], self._tables["spans"], self._relative)
+        self._windows = WindowHistory(self._tables["windows"], self._relative)
+        self._node_time = NodeTimeFold()
+        self._earlier = NodeTime()
+        """Node time of earlier drivers."""
+        self._training_rows: dict[str, int] = {}
+        self._block_rows: dict[str, int] = {}
+        self._lost: dict[str, int] = {}  # training -> fragments that ended by a failure
+        self._touched: set[str] = set()  # trainings whose rows are to be written
+        self._solves: list[record.Decision] = []
+
+    # What happened.
+
+    def take(self, entries: Iterable[tuple[float, record.Record | None]]) -> None:
+        """Take records of the present driver's journal, each with its time, seconds since the epoch."""
+        self._version += 1
+        self._ended = None
+        for time, entry in entries:
+            self._origin = time if self._origin is None else self._origin
+            self._now = max(self._now, time)
+            self._state.take(time, entry)
+            self._node_time.take(time, entry)
+            if entry is not None:
+                self._take(time, entry)
+        self._write_trainings()
+
+    def take_progress(self, reports: Mapping[str, dict[str, Any]]) -> None:
+        """Take the last progress report of each training."""
+        self._version += 1
+        self._state.take_progress(reports)
+        self._touched |= reports.keys()
+        self._write_trainings()
+
+    def pass_time(self, now: float) -> None:
+        """Note the time while a driver runs, seconds since the epoch."""
+        if self._origin is not None and now > self._now:
+            self._now = now
+
+    def begin_driver(self) -> None:
+        """Note that a driver runs: the records that follow are of its journal."""
+        self._version += 1
+        self._ended = None
+        self._block_rows = {}
+
+    def end_driver(self, time: float | None, how: str) -> None:
+        """Note that the driver ended.
+
+        Parameters
+        ----------
+        time
+            When, seconds since the epoch; ``None``, of a killed one: when it wrote its last record.
+        how
+            In one word: finished, stopped, interrupted, failed or killed.
+        """
+        self._version += 1
+        if time is not None:
+            self._now = max(self._now, time)
+        self._ended = how
+        self._state.end_driver(self._now)
+        self._node_states.end_driver(self._now)
+        self._windows.end_driver(self._now)
+        self._node_time.so_far(self._now)
+        self._earlier.add(self._node_time.finish(ended=time is not None))
+        self._node_time = NodeTimeFold()
+        for row in self._block_rows.values():
+            if self._tables["blocks"].value(row, "ended") is None:
+                self._tables["blocks"].change(row, ended=self._relative(self._now), reason=f"the driver {_ENDS[how]}")
+        for name in self._training_rows:
+            self._touch_fragment(name)
+        self._touched |= self._training_rows.keys()
+        self._write_trainings()
+
+    def report_problem(self, text: str) -> None:
+        """State why the journal cannot be read, in one line; empty: it can."""
+        if text != self._problem:
+            self._version += 1
+            self._problem = text
+
+    # What a reader gets.
+
+    @property
+    def version(self) -> int:
+        """Number of changes so far."""
+        return self._version
+
+    def since(self, version: int = 0) -> dict[str, Any]:
+        """Return what has changed after a version; 0: everything.
+
+        Returns
+        -------
+        delta
+            A JSON object: ``format``, ``version``, ``reset`` (whether it is everything), ``run`` (all of it, it is
+            small), ``curves``, and of each table that has changed the rows, see
+            `freetrain_parsl.report.changes.Rows.since`.
+        """
+        found = {name: rows.since(version) for name, rows in self._tables.items()}
+        return {
+            "format": FORMAT,
+            "version": self._version,
+            "reset": version == 0,
+            "run": self._summary(),
+            "curves": self._curves.since(version),
+            **{name: changed for name, changed in found.items() if changed is not None},
+        }
+
+    def _summary(self) -> dict[str, Any]:
+        account = NodeTime()
+        account.add(self._earlier)
+        if self._ended is None:
+            account.add(self._node_time.so_far(self._now))
+        progress = [training.progress for training in self._state.trainings.values()]
+        slot_seconds = sum(float(report.get("slot_seconds", 0.0)) for report in progress)
+        failed = self._state.failed_starts
+        return {
+            "name": self._name,
+            "policy": self._policy,
+            "origin": self._origin,
+            "now": None if self._origin is None else self._relative(self._now),
+            "ended": self._ended,
+            "problem": self._problem,
+            "starts_failed": "" if failed is None else failed.sentence(self._now),
+            "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,
+            "node_seconds": {phase.value: round(seconds) for phase, seconds in account.phases.items()},
+            "useful_node_seconds": round(slot_seconds / account.slots_per_node),
+            "returned_node_seconds": round(account.returned),
+            "cut_short_node_seconds": round(account.cut_short),
+            "blocks": {"requested": account.requested, "started": account.started, "yielded": account.yielded},
+            "closing_notices": account.closing_notices,
+        }
+
+    # Records.
+
+    def _relative(self, time: float) -> float:
+        assert self._origin is not None, "there is a record"
+        return round(time - self._origin, 1)
+
+    def _take(self, time: float, entry: record.Record) -> None:
+        match entry:
+            case record.Decision():
+                self._solves.append(entry)
+            case record.PlannerStep():
+                self._on_step(time, entry)
+            case record.NodeJoined(subject=node):
+                self._node_states.on_block_started(time, entry.block, [node])
+                if entry.node_kind:
+                    self._node_states.is_kind(node, entry.node_kind)
+            case record.PlannerStarted():
+                self._policy = entry.policy
+            case record.BatchRequests():
+                self._on_requests(time, entry)
+            case _:
+                self._on_block_record(time, entry)
+        if entry.subject in self._state.trainings:
+            self._on_training_record(entry)
+        if (incident := incident_of(entry)) is not None:
+            level, text = incident
+            self._tables["incidents"].add(self._relative(time), int(level), entry.subject, text)
+
+    def _on_step(self, time: float, step: record.PlannerStep) -> None:
+        for event in step.events:
+            if event["type"] == "windows_seen":
+                windows: Sequence[Mapping[str, Any]] | None = event.get("windows")
+                idle = None if windows is None else [node for window in windows for node in window["nodes"]]
+                self._node_states.on_survey(time, idle)
+                if windows is not None:
+                    self._windows.on_survey(time, windows)
+        solves, self._solves = self._solves, []
+        if not step.actions and not solves:
+            return
+        decided = next(
+            (solve for solve in reversed(solves) if solve.subject == "assign"), solves[-1] if solves else None
+        )
+        value = (None, None) if decided is None else (float(f"{decided.objective:.6g}"), decided.proven)
+        self._tables["decisions"].add(
+            self._relative(time),
+            cause_in_words(step.events),
+            actions_in_words(step.actions) or "no change",
+            self._policy if decided is None else decided.policy,
+            *value,
+            round(1000 * sum(solve.seconds for solve in solves), 1),
+        )
+
+    def _on_block_record(self, time: float, entry: record.Record) -> None:
+        blocks, name = self._tables["blocks"], entry.subject
+        if isinstance(entry, record.BlockRequested):
+            now = self._relative(time)
+            self._block_rows[name] = blocks.add(name, "", len(entry.nodes), entry.seconds, now, None, None, "")
+            return
+        row = self._block_rows.get(name)
+        match entry:
+            case record.BlockStarted(nodes=nodes):
+                self._node_states.on_block_started(time, name, nodes)
+                self._windows.on_block_started(name, nodes)
+                if row is not None:
+                    blocks.change(row, nodes=len(nodes), started=self._relative(time))
+            case record.BlockSubmitted() if row is not None:
+                blocks.change(row, job=entry.job)
+            case record.BlockReleased() if row is not None:
+                blocks.change(row, reason=f"released: {entry.reason}")
+            case record.BlockEnded():
+                self._node_states.on_block_ended(time, name)
+                if row is not None:
+                    blocks.change(row, ended=self._relative(time), reason=entry.reason)
+
+    def _on_requests(self, time: float, entry: record.BatchRequests) -> None:
+        begin = self._relative(time) - round(entry.seconds, 1)
+        for command, count in sorted(entry.counts.items()):
+            self._tables["requests"].add(round(begin, 1), command, count)
+
+    # Trainings.
+
+    def _on_training_record(self, entry: record.Record) -> None:
+        name = entry.subject
+        self._touched.add(name)
+        if name not in self._training_rows:
+            self._training_rows[name] = self._tables["trainings"].add(*[None] * len(_TABLES["trainings"]))
+        match entry:
+            case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded():
+                self._touch_fragment(name)
+                self._lost[name] = self._lost.get(name, 0) + (isinstance(entry, record.FragmentEnded) and entry.failure)
+            case record.ValuesSampled():
+                for key, value in entry.values.items():
+                    self._curves.add(self._training_rows[name], key, entry.step, value)
+
+    def _touch_fragment(self, training: str) -> None:
+        """Write the row of a training's last fragment."""
+        rows = self._tables["fragments"]
+        index = self._state.last_fragment(training)
+        if index is None:
+            return
+        fragment = self._state.fragments[index]
+        end = None if fragment.end is None else self._relative(fragment.end)
+        if index < rows.count:
+            rows.change(index, end=end, failure=int(fragment.failure), resumed=fragment.resumed_from)
+            return
+        nodes = _runs(sorted(self._node_states.number(node) for node in fragment.nodes))
+        begin = self._relative(fragment.start)
+        rows.add(self._training_rows[training], nodes, begin, end, int(fragment.failure), None, fragment.lane)
+
+    def _write_trainings(self) -> None:
+        for name in self._touched & self._training_rows.keys():
+            self._tables["trainings"].change(self._training_rows[name], **self._training(self._state.trainings[name]))
+        self._touched.clear()
+
+    def _training(self, training: TrainingState) -> dict[str, Any]:
+        progress = training.progress
+        loss, rate = progress.get("loss"), progress.get("rate")
+        share = training.share_done
+        return {
+            "name": training.name,
+            "state": training.state,
+            "min_nodes": training.min_nodes,
+            "max_nodes": training.max_nodes,
+            "submitted": self._relative(training.submitted),
+            "ended": None if training.ended is None else self._relative(training.ended),
+            "nodes": len(training.nodes),
+            "hosts": short_hosts(training.nodes),
+            "fragments": training.fragments,
+            "rescales": training.rescales,
+            "losses": self._lost.get(training.name, 0),
+            "checkpoints": training.checkpoints,
+            "share": 1.0 if training.state == "finished" else None if share is None else round(share, 4),
+            "samples": progress.get("samples", 0),
+            "total": progress.get("samples_total"),
+            "step": progress.get("step", 0),
+            "epoch": progress.get("epoch", 0),
+            "loss": None if loss is None else float(f"{loss:.5g}"),
+            "rate": None if rate is None else float(f"{rate:.4g}"),
+            "remark": training.remark(),
+            "error": training.error.strip().partition("\n")[0][:400],
+        }
+
+
+_ENDS = {
+    "finished": "finished",
+    "stopped": "was stopped",
+    "interrupted": "was interrupted",
+    "failed": "failed",
+    "killed": "was killed",
+}
+
+
+def _runs(numbers: Sequence[int]) -> list[int]:
+    """Return ascending numbers as pairs: the first of a run of successive ones, and its length."""
+    runs: list[int] = []
+    for number in numbers:
+        if runs and number == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [number, 1]
+    return runs

@@ -1,0 +1,155 @@
+"""The records of the journal in words, for people: failures and repairs, and why the planner decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.protocol import journal as record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["Level", "actions_in_words", "cause_in_words", "incident_of"]
+
+_LONGEST = 400
+_MOST_NAMES = 4
+
+
+class Level(IntEnum):
+    """What an incident means."""
+
+    REPAIR = 0
+    """Something works again."""
+    LOSS = 1
+    """Something was lost or does not work, and the run deals with it."""
+    FAILURE = 2
+    """A training failed, or the run needs its user."""
+
+
+def incident_of(entry: record.Record) -> tuple[Level, str] | None:  # noqa: C901 - a table by class
+    """Return a failure, loss or repair in words; ``None`` if the record is none."""
+    match entry:
+        case record.FragmentEnded(failure=True):
+            return Level.LOSS, f"a process or node failed; the group of {_count(len(entry.nodes), 'node')} ended"
+        case record.FragmentResumed():
+            return Level.REPAIR, f"resumed from the checkpoint of step {entry.step:,}"
+        case record.TrainingFailed():
+            return Level.FAILURE, f"failed: {_first_line(entry.error)}"
+        case record.TrainingStalled(reason=reason):
+            return (Level.LOSS, f"makes no progress: {reason}") if reason else (Level.REPAIR, "makes progress again")
+        case record.TrainingWaits():
+            return Level.LOSS, f"waits: {entry.reason}"
+        case record.TrainingTriesAgain():
+            return Level.REPAIR, "the checkpoint directory can be used again"
+        case record.SavingFails():
+            return Level.LOSS, f"cannot save: {entry.reason}"
+        case record.SavingWorks():
+            return Level.REPAIR, "checkpoints are saved again"
+        case record.CodeChanged():
+            return Level.LOSS, entry.note
+        case record.ArrayEnded(failure=True):
+            return Level.LOSS, f"the process of {entry.array} on {entry.node} failed"
+        case record.SlotLost():
+            return Level.LOSS, f"slot on {entry.node} lost: {entry.reason}"
+        case record.NodeSetAside():
+            return Level.LOSS, f"set aside for {entry.seconds:.0f} s: {entry.reason}"
+        case record.EnvironmentDiffers():
+            return Level.LOSS, entry.difference + ("; no training can run there" if entry.refused else "")
+        case record.NodeClosing():
+            return Level.LOSS, f"the batch system reclaims it in {entry.closes_in:.0f} s"
+        case record.BlockYields():
+            return Level.LOSS, f"leaves {_count(len(entry.nodes), 'node')} early: {entry.reason}"
+        case record.StartsFailed(count=0):
+            return Level.REPAIR, "blocks start again"
+        case record.StartsFailed():
+            last = "; nothing is submitted any more" if entry.next_attempt is None else ""
+            return (
+                Level.LOSS,
+                f"{entry.count} of at most {entry.most} attempts to start a block failed: {entry.reason}{last}",
+            )
+        case record.InterchangeEnded():
+            return Level.LOSS, f"HTEX's interchange ended: {entry.reason}"
+        case record.InterchangeRestarted():
+            return Level.REPAIR, "HTEX's interchange was restarted"
+        case record.ClockStepped():
+            way = "forward" if entry.seconds > 0 else "back"
+            return Level.LOSS, f"the wall clock was set {way} by {abs(entry.seconds):.1f} s"
+    return None
+
+
+def cause_in_words(events: Iterable[Mapping[str, Any]]) -> str:
+    """Say what the planner was given when it decided: the events of a `PlannerStep`."""
+    names: dict[str, list[str]] = {}
+    nodes: Counter[str] = Counter()
+    other: list[str] = []
+    for event in events:
+        kind = event["type"]
+        if kind in _TRAINER_EVENTS:
+            trainer = event["trainer"]
+            names.setdefault(kind, []).append(trainer if isinstance(trainer, str) else trainer["name"])
+        elif kind in _NODE_EVENTS:
+            nodes[kind] += len(event.get("nodes", ()))
+        elif kind == "windows_seen" and "windows" in event:
+            idle = sum(len(window["nodes"]) for window in event["windows"])
+            other.append(f"{_count(idle, 'idle node')} seen")
+        elif kind in _OTHER_EVENTS:
+            other.append(_OTHER_EVENTS[kind])
+    parts = [f"{_some(found)} {_TRAINER_EVENTS[kind]}" for kind, found in names.items()]
+    parts += [f"{_count(count, 'node')} {_NODE_EVENTS[kind]}" for kind, count in nodes.items()]
+    return "; ".join(dict.fromkeys(parts + other)) or "regular check"
+
+
+_TRAINER_EVENTS = {
+    "trainer_submitted": "submitted",
+    "trainer_finished": "finished",
+    "trainer_failed": "failed",
+    "trainer_withheld": "cannot run for now",
+    "trainer_learned": "measured",
+}
+_NODE_EVENTS = {
+    "nodes_joined": "joined",
+    "nodes_left": "left",
+    "nodes_closing": "about to close",
+    "block_started": "started in a block",
+}
+_OTHER_EVENTS = {
+    "block_ended": "a block ended",
+    "nodes_forecast": "new forecast of closing times",
+    "tasks_waiting": "ordinary tasks wait",
+}
+
+
+def actions_in_words(actions: Iterable[Mapping[str, Any]]) -> str:
+    """Say what the planner decided: the actions of a `PlannerStep`."""
+    parts = []
+    for action in actions:
+        match action["type"]:
+            case "assign" | "grow" | "shrink" as verb:
+                parts.append(f"{action['trainer']}: {verb} to {_count(len(action['nodes']), 'node')}")
+            case "stop":
+                parts.append(f"{action['trainer']}: stop")
+            case "request_block":
+                parts.append(
+                    f"request {action['block']}: {_count(len(action['nodes']), 'node')} for {action['seconds']:.0f} s"
+                )
+            case "release_block":
+                parts.append(f"release {action['block']}")
+            case "lend":
+                parts.append(f"{_count(len(action['nodes']), 'node')} for ordinary tasks")
+    return "; ".join(parts)[:_LONGEST]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _some(names: list[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    shown = ", ".join(unique[:_MOST_NAMES])
+    return f"{shown} and {len(unique) - _MOST_NAMES} more" if len(unique) > _MOST_NAMES else shown
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:_LONGEST]

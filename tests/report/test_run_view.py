@@ -1,0 +1,190 @@
+"""The view of a run: what its page shows, from handwritten journals."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.reports import Progress
+from freetrain_parsl.report.node_states import NodeState
+from freetrain_parsl.report.run_reader import DriverJournal, RunReader
+from freetrain_parsl.report.run_view import RunView
+from freetrain_parsl.report.web import run_view_script, run_view_style
+
+WINDOW = {"nodes": ["n1", "n2", "n3"], "opens": 100.0, "closes": 400.0}
+
+
+def seen(*windows):
+    return record.PlannerStep("", [{"type": "windows_seen", "time": 0.0, "windows": list(windows)}], [])
+
+
+RUN = (
+    (100.0, record.PlannerStarted("", "milp", {})),
+    (100.0, record.TrainingSubmitted("a", 1, 2, 1000)),
+    (100.0, record.TrainingSubmitted("b", 1, 2, 1000)),
+    (101.0, seen(WINDOW)),
+    (102.0, record.BlockRequested("ft-1", ["n1", "n2"], 200.0, 400.0)),
+    (103.0, record.BlockSubmitted("ft-1", "77")),
+    (105.0, record.BlockStarted("ft-1", ["n1", "n2"], 305.0)),
+    (110.0, record.NodeJoined("n1", "ft-1", 305.0)),
+    (110.0, record.NodeJoined("n2", "ft-1", 305.0)),
+    (110.0, record.Decision("assign", "milp", {"a": 2}, 12.5, proven=True, seconds=0.002)),
+    (
+        110.0,
+        record.PlannerStep(
+            "",
+            [{"type": "nodes_joined", "time": 110.0, "block": "ft-1", "nodes": [{"name": "n1"}, {"name": "n2"}]}],
+            [{"type": "assign", "trainer": "a", "nodes": ["n1", "n2"]}],
+        ),
+    ),
+    (111.0, record.FragmentStarted("a", 1, ["n1", "n2"], in_place=False, paused=0.0)),
+    (120.0, record.ValuesSampled("a", 10, {"loss": 0.5})),
+    (130.0, record.FragmentEnded("a", 1, ["n1", "n2"], failure=True)),
+    (131.0, record.FragmentStarted("a", 2, ["n1"], in_place=True, paused=1.0)),
+    (140.0, seen({"nodes": ["n3"], "opens": 100.0, "closes": 400.0})),
+    (150.0, record.BlockEnded("ft-1", ["n1", "n2"], "was preempted for another job")),
+    (160.0, seen()),
+)
+
+
+def table(delta, name):
+    """Return a table of a delta as a list of dictionaries."""
+    columns = {key: values for key, values in delta.get(name, {}).items() if key not in ("row", "first")}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def view_of(*entries):
+    view = RunView("demo")
+    view.take(entries)
+    return view
+
+
+def test_nodes_are_idle_then_ours_then_others():
+    delta = view_of(*RUN).since()
+    names = delta["nodes"]["name"]
+    spans = [(names[s["node"]], NodeState(s["state"]).name, s["begin"], s["end"]) for s in table(delta, "spans")]
+    assert [span for span in spans if span[0] == "n1"] == [
+        ("n1", "IDLE", 1.0, 5.0),
+        ("n1", "OURS", 5.0, 50.0),
+        ("n1", "OTHERS", 60.0, None),
+    ]
+    assert [span[1:] for span in spans if span[0] == "n3"] == [("IDLE", 1.0, 60.0), ("OTHERS", 60.0, None)]
+
+
+def test_a_window_has_what_became_of_it():
+    (window,) = table(view_of(*RUN).since(), "windows")
+    assert (window["opens"], window["ended"], window["nodes"]) == (0.0, 60.0, 3)
+    assert (window["used"], window["blocks"], window["names"]) == (2, "ft-1", "n[1-3]")
+
+
+def test_a_decision_has_its_reason_and_its_value():
+    (decision,) = table(view_of(*RUN).since(), "decisions")
+    assert decision["cause"] == "2 nodes joined"
+    assert decision["actions"] == "a: assign to 2 nodes"
+    assert (decision["value"], decision["proven"], decision["milliseconds"]) == (12.5, True, 2.0)
+
+
+def test_losses_are_counted_and_stated():
+    delta = view_of(*RUN).since()
+    assert table(delta, "trainings")[0]["losses"] == 1
+    assert "the group of 2 nodes ended" in table(delta, "incidents")[0]["text"]
+
+
+@pytest.mark.parametrize("cut", range(len(RUN)))
+def test_a_reader_that_follows_and_one_that_comes_late_have_the_same(cut):
+    view = RunView("demo")
+    view.take(RUN[:cut])
+    early = view.since()
+    view.take(RUN[cut:])
+    delta, late = view.since(early["version"]), view_of(*RUN).since()
+    for name, whole in late.items():
+        if isinstance(whole, dict) and "row" in whole:
+            rows = dict(zip(early.get(name, {}).get("row", ()), table(early, name), strict=True))
+            rows |= dict(zip(delta.get(name, {}).get("row", ()), table(delta, name), strict=True))
+            assert list(rows.values()) == table(late, name)
+    assert delta["run"] == late["run"]
+    json.dumps(late, allow_nan=False)
+
+
+def write(path, *entries):
+    journal = Journal(path)
+    for time, entry in entries:
+        journal.write(time, entry)
+    journal.keep_progress(entries[-1][0], "a", Progress(step=10, samples=500, samples_total=1000, rate=10.0, loss=0.5))
+    journal.close()
+
+
+@pytest.fixture
+def journal(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    write(path, *RUN)
+    return path
+
+
+def test_a_killed_driver_leaves_nothing_running_and_the_next_one_goes_on(tmp_path, journal):
+    drivers = [DriverJournal(journal, how="killed")]
+    reader = RunReader("demo", lambda: drivers, clock=lambda: 500.0)
+    delta = reader.refresh().since()
+    assert delta["run"]["ended"] == "killed"
+    assert [row["state"] for row in table(delta, "trainings")] == ["waiting", "waiting"]
+    assert all(row["end"] is not None for row in table(delta, "fragments"))
+    second = tmp_path / "second.sqlite"
+    write(second, (300.0, record.TrainingSubmitted("a", 1, 2, 1000)), (310.0, record.FragmentStarted("a", 1, ["n9"], in_place=False, paused=0.0)))  # fmt: skip
+    drivers.append(DriverJournal(second))
+    changed = reader.refresh().since(delta["version"])
+    assert (changed["run"]["ended"], changed["run"]["now"]) == (None, 400.0)
+    (row,) = table(changed, "trainings")
+    assert (row["name"], row["state"], row["fragments"], row["share"]) == ("a", "running", 3, 0.5)
+
+
+def test_a_journal_that_vanishes_is_named_and_what_was_read_stays(journal):
+    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
+    reader.refresh()
+    journal.unlink()
+    run = reader.refresh().since()
+    assert str(journal) in run["run"]["problem"]
+    assert "is missing" in run["run"]["problem"]
+    assert len(table(run, "trainings")) == 2
+
+
+def test_a_journal_that_was_replaced_is_named(tmp_path, journal):
+    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
+    reader.refresh()
+    write(tmp_path / "other.sqlite", *RUN)
+    os.replace(tmp_path / "other.sqlite", journal)
+    assert "it was replaced by another file" in reader.refresh().since()["run"]["problem"]
+
+
+@pytest.mark.parametrize("damage", ["bytes", "json", "fields"])
+def test_a_damaged_journal_is_named_and_does_not_end_the_reader(journal, damage):
+    import sqlite3
+
+    if damage == "bytes":
+        content = journal.read_bytes()
+        journal.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+    else:
+        with sqlite3.connect(journal) as database:
+            broken = "{" if damage == "json" else '{"nodes": 3, "ends": "x"}'
+            database.execute("UPDATE event SET detail = ? WHERE kind = 'block_started'", (broken,))
+        database.close()
+    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
+    for _ in range(2):
+        assert str(journal) in reader.refresh().since()["run"]["problem"]
+
+
+def test_a_run_without_a_journal_yet_is_empty_and_has_no_problem(tmp_path):
+    reader = RunReader("demo", lambda: [DriverJournal(tmp_path / "journal.sqlite")], clock=lambda: 500.0)
+    delta = reader.refresh().since()
+    assert (delta["run"]["problem"], delta["run"]["origin"]) == ("", None)
+
+
+def test_the_script_is_one_module_that_loads_nothing():
+    script = run_view_script()
+    assert script.count("export ") == 1
+    assert "import " not in script
+    assert "http" not in script.replace("http://www.w3.org/2000/svg", "")
+    assert len((script + run_view_style()).encode()) < 100_000
