@@ -10,7 +10,7 @@ from freetrain_parsl.campaign.logs import log_lines, shown_line, trainings_of
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.control import controller_of
 from freetrain_parsl.notebook.launch import run_command
-from freetrain_parsl.notebook.live import LiveDisplay, in_kernel
+from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
 from freetrain_parsl.notebook.timeline import timeline_picture
 from freetrain_parsl.notebook.values import TextLines, results_table
 
@@ -42,7 +42,7 @@ class WatchedRun:
     def __init__(self, source: RunSource, sleep: Callable[[float], None] = time.sleep) -> None:
         self._source = source
         self._sleep = sleep
-        self._display = LiveDisplay(source.snapshot, self._bundle)
+        self._display = LiveDisplay(source, self.timeline)
 
     @property
     def directory(self) -> Path:
@@ -110,10 +110,12 @@ class WatchedRun:
         end = None if timeout is None else time.monotonic() + timeout
         while not (seen := self._source.snapshot()).over and (end is None or time.monotonic() < end):
             self._sleep(_POLL)
+        if seen.over:
+            self._display.settle()
         return seen.state
 
     def show(self) -> None:
-        """Show the run in the output of the current cell, where it goes on updating."""
+        """Show the run in the output of the current cell, where it goes on updating until the run ends."""
         if in_kernel():
             self._display.open()
         else:
@@ -123,10 +125,7 @@ class WatchedRun:
         return self._source.snapshot().text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:  # noqa: ARG002 - IPython's
-        return self._bundle(self._source.snapshot())
-
-    def _bundle(self, snapshot: RunSnapshot) -> dict[str, Any]:
-        return {"text/plain": snapshot.text(), "text/html": snapshot.html()}
+        return bundle_of(self._source.snapshot())
 
 
 class StartedRun(WatchedRun):
@@ -193,8 +192,6 @@ class StartedRun(WatchedRun):
         if retry_failed:
             command.append("--retry-failed")
         run_command(command)
-        self._display.close()
-        self._display = LiveDisplay(self._source.snapshot, self._bundle)
         self.show()
 
     def _refuse_without_control(self, verb: str) -> None:

@@ -78,11 +78,6 @@ class RunSnapshot:
     notes: tuple[str, ...] = ()
     over: bool = False
 
-    @property
-    def milestone(self) -> tuple[object, ...]:
-        """What has changed whenever a saved notebook should show it."""
-        return self.state, self.notes, [row.state for row in self.rows]
-
     def head(self) -> str:
         """Describe the run in one line."""
         finished = sum(row.state == "finished" for row in self.rows)

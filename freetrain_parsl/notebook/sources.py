@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
 from freetrain_parsl.notebook.values import outcome_row
 from freetrain_parsl.remote.detached import local_status
 from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.store import TrainingRecord
     from freetrain_parsl.report.run import TrainingState
+    from freetrain_parsl.report.run_view import RunView
 
 __all__ = ["CampaignSource", "FuturesSource", "RunSource"]
 
@@ -38,6 +41,10 @@ class RunSource(ABC):
     @abstractmethod
     def results(self) -> list[dict[str, Any]]:
         """Return one row for each training, see `outcome_row`."""
+
+    @abstractmethod
+    def view(self) -> RunView:
+        """Return the view of the run for the browser, with what is new."""
 
     @abstractmethod
     def journals(self) -> list[Path]:
@@ -69,6 +76,7 @@ class CampaignSource(RunSource):
         self.store = RunStore(self.directory)
         self._clock = clock
         self._journal = _JournalReader()
+        self._reader = RunReader(self.store.fact("name"), self._driver_journals, clock)
 
     def snapshot(self) -> RunSnapshot:
         """Return the state in the store, with progress from the journal of the last driver."""
@@ -86,6 +94,10 @@ class CampaignSource(RunSource):
             notes=(*notes, *home_lines(self.store)),
             over=status.over,
         )
+
+    def view(self) -> RunView:
+        """Return the view over all drivers."""
+        return self._reader.refresh()
 
     def results(self) -> list[dict[str, Any]]:
         """Return the results in the store."""
@@ -113,6 +125,14 @@ class CampaignSource(RunSource):
                 lines.append(f"{item.name}: {item.state}{_reason(known, run, self._clock(), item.remark or '')}")
         return [*lines, *home_lines(self.store)]
 
+    def _driver_journals(self) -> list[DriverJournal]:
+        found = []
+        for driver in self.store.drivers():
+            if driver.journal is not None:
+                is_dead = driver_state(driver) is DriverState.DEAD
+                found.append(DriverJournal(Path(driver.journal), "killed" if is_dead else driver.how, driver.ended))
+        return found
+
     def _last_journal(self) -> RunState | None:
         driver = self.store.last_driver()
         return None if driver is None or driver.journal is None else self._journal.read(Path(driver.journal))
@@ -139,6 +159,7 @@ class FuturesSource(RunSource):
         self._path = journal
         self._clock = clock
         self._journal = _JournalReader()
+        self._reader = RunReader(directory.name, self._driver_journals, clock)
 
     def snapshot(self) -> RunSnapshot:
         """Return the state of the futures, with progress from the journal."""
@@ -158,6 +179,10 @@ class FuturesSource(RunSource):
             notes=() if failed is None else (failed.sentence(self._clock()),),
             over=over,
         )
+
+    def view(self) -> RunView:
+        """Return the view of the executor's journal."""
+        return self._reader.refresh()
 
     def results(self) -> list[dict[str, Any]]:
         """Return the results of the futures that are done."""
@@ -189,6 +214,9 @@ class FuturesSource(RunSource):
         if all(future.done() for future in self._futures.values()):
             lines.append(f"all {len(self._futures)} trainings have ended")
         return lines
+
+    def _driver_journals(self) -> list[DriverJournal]:
+        return [DriverJournal(self._path)]
 
 
 class _JournalReader:
