@@ -106,11 +106,12 @@ class LongRun:
                 part = nodes[8 * half : 8 * half + 8]
                 self._generation += 1
                 self._on[name] = (part, block)
-                self._write(record.Decision("assign", "milp", {name: 8}, 1000.0 + self._generation, True, 0.004))
+                value = 1000.0 + self._generation
+                self._write(record.Decision("assign", "milp", {name: 8}, value, proven=True, seconds=0.004))
                 action = {"type": "assign", "trainer": name, "nodes": part}
                 self._write(self._step({"type": "nodes_joined", "nodes": part}, actions=(action,)))
                 self._write(record.Assign(name, part))
-                self._write(record.FragmentStarted(name, self._generation, part, False, 0.0))
+                self._write(record.FragmentStarted(name, self._generation, part, in_place=False, paused=0.0))
 
     def _end_blocks(self) -> None:
         for block, (nodes, ends) in list(self._blocks.items()):

@@ -16,6 +16,7 @@ VERBS: Final = (
     "init",
     "run",
     "status",
+    "dashboard",
     "logs",
     "stop",
     "cancel",

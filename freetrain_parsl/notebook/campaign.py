@@ -15,7 +15,7 @@ from freetrain_parsl.notebook.cells import CellCampaign
 from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import run_command
 from freetrain_parsl.notebook.run import StartedRun
-from freetrain_parsl.notebook.sources import CampaignSource
+from freetrain_parsl.notebook.shown import ShownCampaign
 from freetrain_parsl.protocol.options import check_on_code_change
 from freetrain_parsl.strict_yaml import read_text
 
@@ -138,7 +138,7 @@ class NotebookCampaign:
         return f"<campaign {self._file or 'of this notebook'}, run directory {self._run_dir}>"
 
     def _attach(self) -> StartedRun:
-        source = CampaignSource(self._run_dir)
+        source = ShownCampaign(self._run_dir)
         return StartedRun(source, controls=take_control(self._run_dir))
 
     def _create(self) -> None:

@@ -18,8 +18,8 @@ from freetrain_parsl.errors import FreeTrainError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.notebook.shown import ShownRun
     from freetrain_parsl.notebook.snapshot import RunSnapshot
-    from freetrain_parsl.notebook.sources import RunSource
     from freetrain_parsl.notebook.values import Picture
     from freetrain_parsl.notebook.widget import RunWidget
 
@@ -70,7 +70,7 @@ class LiveDisplay:
 
     def __init__(
         self,
-        source: RunSource,
+        source: ShownRun,
         picture: Callable[[], Picture],
         *,
         pause: Callable[[float], bool] = _sleep,
@@ -149,7 +149,7 @@ def in_kernel() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def _widget_of(source: RunSource) -> RunWidget | None:
+def _widget_of(source: ShownRun) -> RunWidget | None:
     try:
         from freetrain_parsl.notebook.widget import RunWidget
     except ImportError:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from freetrain_parsl.notebook.shown import ShownCampaign, ShownRun
     from freetrain_parsl.notebook.snapshot import RunSnapshot
-    from freetrain_parsl.notebook.sources import CampaignSource, RunSource
     from freetrain_parsl.notebook.values import Picture
     from freetrain_parsl.protocol.options import OnCodeChange
 
@@ -39,7 +39,7 @@ class WatchedRun:
         Waits between looks.
     """
 
-    def __init__(self, source: RunSource, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, source: ShownRun, sleep: Callable[[float], None] = time.sleep) -> None:
         self._source = source
         self._sleep = sleep
         self._display = LiveDisplay(source, self.timeline)
@@ -141,7 +141,7 @@ class StartedRun(WatchedRun):
         Waits between looks.
     """
 
-    def __init__(self, source: CampaignSource, *, controls: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, source: ShownCampaign, *, controls: bool, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(source, sleep)
         self._store = source.store
         self.controls = controls

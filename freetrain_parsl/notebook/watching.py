@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.run import StartedRun, WatchedRun
-from freetrain_parsl.notebook.sources import CampaignSource, FuturesSource
+from freetrain_parsl.notebook.shown import ShownCampaign, ShownFutures
 
 if TYPE_CHECKING:
     from freetrain_parsl.executor.executor import FreeTrainExecutor
@@ -42,14 +42,14 @@ def watch(what: str | Path | Future[Any] | Iterable[Future[Any]] | Mapping[Any, 
     """
     run: WatchedRun
     if isinstance(what, (str, Path)):
-        run = StartedRun(CampaignSource(Path(what).expanduser()), controls=False)
+        run = StartedRun(ShownCampaign(Path(what).expanduser()), controls=False)
     else:
         run = WatchedRun(_source_of(what))
     run.show()
     return run
 
 
-def _source_of(what: object) -> FuturesSource:
+def _source_of(what: object) -> ShownFutures:
     items = list(what.values() if isinstance(what, Mapping) else [what] if isinstance(what, Future) else _listed(what))
     if not items:
         raise InvalidInput("watch(…): there are no futures in it")
@@ -62,7 +62,7 @@ def _source_of(what: object) -> FuturesSource:
             executors.append(executor)
     if len(executors) > 1:
         raise InvalidInput("watch(…): these futures are of several executors; call it once for each of them")
-    return FuturesSource(futures, executors[0].journal_path, Path(executors[0].run_dir).absolute())
+    return ShownFutures(futures, executors[0].journal_path, Path(executors[0].run_dir).absolute())
 
 
 def _listed(what: object) -> list[Any]:

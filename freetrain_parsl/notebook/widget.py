@@ -7,6 +7,7 @@ later, and asks for everything only if it has missed some, as after a reload of 
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RunWidget"]
 
+_LIGHT, _DARK = re.findall(r"^ *\.ft-run \{([^}]*)\}", run_view_style(), re.MULTILINE)[:2]
+# A notebook has a theme of its own, and JupyterLab has rules for lists.
+_THEMES = f"""
+body[data-jp-theme-light="true"] .ft-run, body.vscode-light .ft-run {{{_LIGHT} color-scheme: light; }}
+body[data-jp-theme-light="false"] .ft-run, body.vscode-dark .ft-run {{{_DARK} color-scheme: dark; }}
+.ft-run .ft-cards dt, .ft-run .ft-cards dd {{ float: none; display: block; width: auto; }}
+"""
 _WIDGET = """
 export default () => {
   let changes = [];
@@ -69,7 +77,7 @@ class RunWidget(anywidget.AnyWidget):
     """
 
     _esm = run_view_script() + _WIDGET
-    _css = run_view_style()
+    _css = run_view_style() + _THEMES
     change = traitlets.Dict().tag(sync=True)
     """``delta``, as of `RunView.since`, and the version that it is ``base``d on; 0: it is everything."""
     line = traitlets.Unicode().tag(sync=True)

@@ -78,11 +78,24 @@ class RunReader:
         self._journals = journals
         self._clock = clock
         self._places: dict[Path, _Place] = {}
+        self._left: int | None = None
+        self.is_behind = False
+        """Whether the last `refresh` stopped before the end."""
 
-    def refresh(self) -> RunView:
-        """Read what is new."""
+    def refresh(self, most: int | None = None) -> RunView:
+        """Read what is new.
+
+        Parameters
+        ----------
+        most
+            Number of entries to read, about; ``None``: all. `is_behind` is true if there are more.
+        """
         problem = ""
+        self._left = most
+        self.is_behind = False
         for journal in self._journals():
+            if self.is_behind:
+                break
             place = self._places.setdefault(journal.path, _Place())
             try:
                 self._follow(journal, place)
@@ -109,6 +122,8 @@ class RunReader:
         changed = _state_of(journal.path)
         if changed != place.changed:
             self._read(journal, place)
+            if self.is_behind:
+                return
             place.changed = changed
         if journal.how is None:
             if place.is_over:
@@ -129,6 +144,10 @@ class RunReader:
                 portion.append((entry.time, entry.record))
                 if len(portion) == _PORTION:
                     self._take(portion, place, number)
+                    if self._left is not None and (left := self._left - _PORTION) <= 0:
+                        self.is_behind = True
+                        return
+                    self._left = None if self._left is None else left
         finally:  # what precedes a damaged entry counts
             if portion:
                 self._take(portion, place, number)

@@ -119,7 +119,7 @@ class RunView:
         time
             When, seconds since the epoch; ``None``, of a killed one: when it wrote its last record.
         how
-            In one word: finished, stopped, interrupted, failed or killed.
+            In one word: finished, stopped, interrupted, failed or killed; ended, if that is unknown.
         """
         self._version += 1
         if time is not None:
@@ -346,6 +346,7 @@ _ENDS = {
     "interrupted": "was interrupted",
     "failed": "failed",
     "killed": "was killed",
+    "ended": "has ended",
 }
 
 

@@ -12,8 +12,8 @@ from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.launch import environment_of_user, run_command
 from freetrain_parsl.notebook.live import LiveDisplay, in_kernel
 from freetrain_parsl.notebook.run import WatchedRun
+from freetrain_parsl.notebook.shown import ShownFutures
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
-from freetrain_parsl.notebook.sources import FuturesSource
 from freetrain_parsl.notebook.timeline import stays_of, timeline_picture
 from freetrain_parsl.notebook.values import TextLines, outcome_row, results_table
 from freetrain_parsl.notebook.watching import watch
@@ -96,7 +96,7 @@ def test_outside_a_kernel_runs_are_printed(monkeypatch, capsys, tmp_path):
     future.set_result({"loss": 0.5})
     monkeypatch.setattr(builtins, "__import__", refusing("IPython"))
     assert not in_kernel()
-    source = FuturesSource({"a": future}, tmp_path / "journal.sqlite", tmp_path, clock=lambda: 0.0)
+    source = ShownFutures({"a": future}, tmp_path / "journal.sqlite", tmp_path, clock=lambda: 0.0)
     run = WatchedRun(source)
     run.show()
     assert "a         finished" in capsys.readouterr().out

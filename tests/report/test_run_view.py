@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -133,7 +132,11 @@ def test_a_killed_driver_leaves_nothing_running_and_the_next_one_goes_on(tmp_pat
     assert [row["state"] for row in table(delta, "trainings")] == ["waiting", "waiting"]
     assert all(row["end"] is not None for row in table(delta, "fragments"))
     second = tmp_path / "second.sqlite"
-    write(second, (300.0, record.TrainingSubmitted("a", 1, 2, 1000)), (310.0, record.FragmentStarted("a", 1, ["n9"], in_place=False, paused=0.0)))  # fmt: skip
+    entries = [
+        (300.0, record.TrainingSubmitted("a", 1, 2, 1000)),
+        (310.0, record.FragmentStarted("a", 1, ["n9"], in_place=False, paused=0.0)),
+    ]
+    write(second, *entries)
     drivers.append(DriverJournal(second))
     changed = reader.refresh().since(delta["version"])
     assert (changed["run"]["ended"], changed["run"]["now"]) == (None, 400.0)
@@ -155,7 +158,7 @@ def test_a_journal_that_was_replaced_is_named(tmp_path, journal):
     reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
     reader.refresh()
     write(tmp_path / "other.sqlite", *RUN)
-    os.replace(tmp_path / "other.sqlite", journal)
+    (tmp_path / "other.sqlite").replace(journal)
     assert "it was replaced by another file" in reader.refresh().since()["run"]["problem"]
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.lock import DriverState, driver_state
+from freetrain_parsl.campaign.run_source import CampaignSource
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from freetrain_parsl.report.run import TrainingState
     from freetrain_parsl.report.run_view import RunView
 
-__all__ = ["CampaignSource", "FuturesSource", "RunSource"]
+__all__ = ["ShownCampaign", "ShownFutures", "ShownRun"]
 
 
-class RunSource(ABC):
+class ShownRun(ABC):
     """What a run in a notebook is read from."""
 
     directory: Path
@@ -55,7 +55,7 @@ class RunSource(ABC):
         """Return why trainings wait, and what became of the others."""
 
 
-class CampaignSource(RunSource):
+class ShownCampaign(ShownRun):
     """A run of a campaign, whose driver is another process.
 
     Parameters
@@ -76,7 +76,7 @@ class CampaignSource(RunSource):
         self.store = RunStore(self.directory)
         self._clock = clock
         self._journal = _JournalReader()
-        self._reader = RunReader(self.store.fact("name"), self._driver_journals, clock)
+        self._reader = RunReader(self.store.fact("name"), CampaignSource(self.store).journals, clock)
 
     def snapshot(self) -> RunSnapshot:
         """Return the state in the store, with progress from the journal of the last driver."""
@@ -125,20 +125,12 @@ class CampaignSource(RunSource):
                 lines.append(f"{item.name}: {item.state}{_reason(known, run, self._clock(), item.remark or '')}")
         return [*lines, *home_lines(self.store)]
 
-    def _driver_journals(self) -> list[DriverJournal]:
-        found = []
-        for driver in self.store.drivers():
-            if driver.journal is not None:
-                is_dead = driver_state(driver) is DriverState.DEAD
-                found.append(DriverJournal(Path(driver.journal), "killed" if is_dead else driver.how, driver.ended))
-        return found
-
     def _last_journal(self) -> RunState | None:
         driver = self.store.last_driver()
         return None if driver is None or driver.journal is None else self._journal.read(Path(driver.journal))
 
 
-class FuturesSource(RunSource):
+class ShownFutures(ShownRun):
     """Trainings that were submitted in this process.
 
     Parameters

@@ -1,0 +1,55 @@
+"""``freetrain dashboard``: serves the live page of a run."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from freetrain_parsl.campaign.run import find_run
+from freetrain_parsl.campaign.run_source import open_source
+from freetrain_parsl.cli.campaign_view import RunDirectory
+from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.dashboard.server import ServerOptions, serve
+
+__all__ = ["dashboard"]
+
+
+def dashboard(
+    run_dir: RunDirectory = None,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port on the loopback interface. Default: a free one.")
+    ] = 0,
+    socket: Annotated[
+        Path | None, typer.Option("--socket", metavar="PATH", help="Serve on a Unix socket, private to you, instead.")
+    ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Need no token; with --socket only, whose file protects the page.")
+    ] = False,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="PATH", help="Path of a proxy that does not remove it from requests.")
+    ] = "",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="Name under which a proxy is reached; may be repeated."),
+    ] = None,
+) -> None:
+    """Serve a page that shows a run, live or afterwards, to your browser only."""
+    with errors_in_one_line("dashboard"):
+        hosts = tuple(name.lower() for name in allow_host or ())
+        options = ServerOptions(port=port, path=socket, prefix=prefix, hosts=hosts, token_needed=not no_token)
+        source = open_source(find_run(run_dir))
+        serve(source, options, lambda address: _print(source.directory, address))
+
+
+def _print(directory: Path, address: str) -> None:
+    typer.echo(f"the page of {directory}, until Ctrl-C:\n\n    {address}\n")
+    port = address.removeprefix("http://127.0.0.1:").partition("/")[0]
+    if port.isdecimal():
+        typer.echo(
+            f"From another machine: ssh -L {port}:127.0.0.1:{port} {platform.node()}, then open the same address."
+        )
+    sys.stdout.flush()
