@@ -16,6 +16,7 @@ from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import run_command
 from freetrain_parsl.notebook.run import StartedRun
 from freetrain_parsl.notebook.shown import ShownCampaign
+from freetrain_parsl.notebook.snapshot import short_path
 from freetrain_parsl.protocol.options import check_on_code_change
 from freetrain_parsl.strict_yaml import read_text
 
@@ -106,14 +107,14 @@ class NotebookCampaign:
             check_on_code_change(on_code_change)
         if not (self._run_dir / DATABASE).exists():
             self._create()
-            print(f"started {self._run_dir}")  # noqa: T201 - the output of the cell
+            print(f"started {short_path(self._run_dir)}")  # noqa: T201 - the output of the cell
             run = self._attach()
         else:
             self._refuse_another_campaign()
             changed = [] if self._cells is None else self._cells.changes_since(self._run_dir / CELLS)
             run = self._attach()
             if not changed:
-                print(f"attached to {self._run_dir}: {_what_next(run.state)}")  # noqa: T201 - as above
+                print(f"attached to {short_path(self._run_dir)}: {_what_next(run.state)}")  # noqa: T201 - as above
             else:
                 self._take_new_code(run, _some(changed), on_code_change)
                 return run

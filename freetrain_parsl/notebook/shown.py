@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.run_source import CampaignSource
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
-from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
+from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow, short_path
 from freetrain_parsl.notebook.values import outcome_row
 from freetrain_parsl.remote.detached import local_status
 from freetrain_parsl.report.run import RunState
@@ -88,7 +88,7 @@ class ShownCampaign(ShownRun):
         return RunSnapshot(
             title=self.store.fact("name"),
             state=status.state,
-            place=str(self.directory),
+            place=short_path(self.directory),
             rows=tuple(_campaign_row(item, run) for item in trainings_of(self.store)),
             taken=self._clock(),
             notes=(*notes, *home_lines(self.store)),
@@ -165,7 +165,7 @@ class ShownFutures(ShownRun):
         return RunSnapshot(
             title=f"{len(rows)} trainings of this notebook",
             state="ended" if over else "running",
-            place=str(self.directory),
+            place=short_path(self.directory),
             rows=rows,
             taken=self._clock(),
             notes=() if failed is None else (failed.sentence(self._clock()),),

@@ -1,16 +1,22 @@
-"""Pure: the state of a run at one time, as text and as HTML that any viewer of notebooks can show."""
+"""The state of a run at one time, as text and as HTML that any viewer of notebooks can show."""
 
 from __future__ import annotations
 
 import html
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["RunSnapshot", "TrainingRow"]
+__all__ = ["RunSnapshot", "TrainingRow", "short_path"]
 
 _MOST_ROWS = 100  # trainings that are shown
 _COLUMNS = ("training", "state", "done", "epoch", "loss", "nodes, result, or why not")
 _LONGEST_NOTE = 200
+
+
+def short_path(path: Path) -> str:
+    """Return a path relative to the current directory if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class RunSnapshot:
     state
         As of `RemoteStatus`.
     place
-        Its directory.
+        Its directory, as it is shown.
     rows
         Its trainings.
     taken
