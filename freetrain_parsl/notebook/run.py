@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.logs import log_lines, shown_line, trainings_of
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.control import controller_of
@@ -165,9 +164,12 @@ class StartedRun(WatchedRun):
             Another notebook controls the run.
         """
         self._refuse_without_control("stop")
-        if driver_state(self._store.last_driver()) is DriverState.ALIVE:
+        end = time.monotonic() + timeout
+        while (state := self.state) == "starting" and time.monotonic() < end:
+            self._sleep(_POLL)  # a driver that begins ignores earlier requests
+        if state == "running":
             self._store.request_stop()
-        return self.wait(timeout)
+        return self.wait(max(0.0, end - time.monotonic()))
 
     def resume(self, *, on_code_change: OnCodeChange | None = None, retry_failed: bool = False) -> None:
         """Continue a run that was stopped, or whose driver has died; it is shown as by ``start``.

@@ -14,7 +14,6 @@ from nbformat.v4 import new_code_cell, new_notebook
 from tests.processes import MARK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from nbformat import NotebookNode
@@ -86,11 +85,3 @@ def text_of(cell: NotebookNode) -> str:
 
 def _text(output: Any) -> str:
     return output.text if output.output_type == "stream" else output.get("data", {}).get("text/plain", "")
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.2)
