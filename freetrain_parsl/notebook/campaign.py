@@ -119,7 +119,7 @@ class NotebookCampaign:
                 self._take_new_code(run, _some(changed), on_code_change)
                 return run
         if not run.controls:
-            print(f"read-only: {controller_of(self._run_dir)} controls this run")  # noqa: T201 - as above
+            print(f"read-only: another notebook ({controller_of(self._run_dir)}) controls this run")  # noqa: T201 - as above
         run.show()
         return run
 

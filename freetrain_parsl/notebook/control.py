@@ -43,8 +43,8 @@ def take_control(run_dir: Path) -> bool:
 
 
 def controller_of(run_dir: Path) -> str:
-    """Describe the process that controlled a run last."""
+    """Describe the process that controlled a run last; empty: none did."""
     try:
-        return (run_dir / _FILE).read_text(encoding="utf-8") or "another process"
+        return (run_dir / _FILE).read_text(encoding="utf-8", errors="replace")[:100]
     except OSError:
-        return "another process"
+        return ""

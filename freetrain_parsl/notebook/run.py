@@ -198,7 +198,9 @@ class StartedRun(WatchedRun):
 
     def _refuse_without_control(self, verb: str) -> None:
         if not self.controls:
+            other = controller_of(self.directory)
+            there = f"in the notebook that controls it ({other}), or " if other else ""
             raise InvalidInput(
-                f"{self.directory} is controlled by another notebook ({controller_of(self.directory)}), and is shown "
-                f"here read-only; {verb} it there, or in a shell: freetrain {verb} {self.directory}"
+                f"{self.directory} is shown here read-only; {verb} it {there}in a shell: "
+                f"freetrain {verb} {self.directory}"
             )

@@ -71,9 +71,7 @@ class Lab:
         address = f"{self._address}/lab/tree/{notebook}?token={self._token}&reset"
         self._browser.open(address, width=width, height=height)
         self.until("window.jupyterapp && document.querySelector('.jp-Notebook .jp-Cell')")
-        self.until(
-            "[...document.querySelectorAll('.jp-Notebook-ExecutionIndicator')].some(e => e.dataset.status === 'idle')"
-        )
+        self.until("jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
 
     def command(self, name: str) -> None:
         """Run a command of JupyterLab, as its menu does."""

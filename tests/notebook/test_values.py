@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import builtins
-import threading
+import itertools
+import platform
+import subprocess
+import sys
 from concurrent.futures import Future
 
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import environment_of_user, run_command
 from freetrain_parsl.notebook.live import LiveDisplay, in_kernel
 from freetrain_parsl.notebook.run import WatchedRun
 from freetrain_parsl.notebook.shown import ShownFutures
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
 from freetrain_parsl.notebook.timeline import stays_of, timeline_picture
-from freetrain_parsl.notebook.values import TextLines, outcome_row, results_table
+from freetrain_parsl.notebook.values import Picture, TextLines, outcome_row, results_table
 from freetrain_parsl.notebook.watching import watch
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.run_view import RunView
 
 HOSTILE = "<script>alert('1')</script>"
 
@@ -117,30 +123,67 @@ def test_watch_refuses_a_directory_that_is_no_run(tmp_path):
         watch(tmp_path)
 
 
-def test_a_display_updates_only_what_has_changed_and_ends_with_the_run(monkeypatch):
-    """Reading the same state again sends nothing; an unreadable run is tried again; the last state is shown."""
-    waiting = snapshot(TrainingRow("a", "waiting"))
-    finished = snapshot(TrainingRow("a", "finished"), state="finished")
-    states = iter([waiting, waiting, OSError("gone for now"), finished])
-    shown: list[str] = []
+class _States:
+    """A run whose states are given in order; an error is raised."""
 
-    class Handle:
-        def update(self, bundle, *, raw):
-            shown.append(bundle["text/plain"])
+    def __init__(self, *states):
+        self._states = iter(states)
 
-    def read():
-        state = next(states)
-        if isinstance(state, OSError):
+    def snapshot(self):
+        state = next(self._states)
+        if isinstance(state, Exception):
             raise state
         return state
 
-    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: shown.append(bundle["text/plain"]) or Handle())
-    display = LiveDisplay(read, lambda state: {"text/plain": state.state}, pause=lambda seconds: False)
+    def view(self):
+        return RunView("sweep")
+
+
+def displayed(monkeypatch, *states, seconds, picture=lambda: Picture("none")):
+    """Open a display of a run and return what its output shows, one after the other, until its thread ends."""
+    shown = []
+    ticks = itertools.count(step=seconds)
+
+    class Handle:
+        def update(self, bundle, *, raw):
+            shown.append(bundle)
+
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: shown.append(bundle) or Handle())
+    display = LiveDisplay(_States(*states), picture, pause=lambda _: False, clock=lambda: float(next(ticks)))
     display.open()
-    for thread in threading.enumerate():
-        if thread.name == "freetrain-notebook":
-            thread.join(10)
-    assert shown == ["running", "finished"]
+    display.settle()
+    return shown
+
+
+WAITING, FINISHED = snapshot(TrainingRow("a", "waiting")), snapshot(TrainingRow("a", "finished"), state="finished")
+RUNNING = snapshot(TrainingRow("a", "running"))
+
+
+def test_a_table_is_updated_when_something_has_changed(monkeypatch):
+    """The same state is not sent again, an unreadable run is tried again, and the last state ends the updates."""
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.delitem(sys.modules, "freetrain_parsl.notebook.widget", raising=False)
+    states = (WAITING, WAITING, OSError("gone for now"), RUNNING, RUNNING, FINISHED)
+    shown = displayed(monkeypatch, *states, seconds=3, picture=lambda: Picture("nodes", b"png"))
+    assert [bundle["text/plain"].split(",")[0] for bundle in shown] == [
+        "sweep: running",
+        "sweep: running",
+        "sweep: finished",
+    ]
+    assert "a         running" in shown[1]["text/plain"]
+    assert "data:image/png;base64,cG5n" in shown[2]["text/html"]
+    assert not any(kind.startswith("application/") for bundle in shown for kind in bundle)
+
+
+def test_a_widget_is_replaced_only_at_the_end(monkeypatch):
+    """Each update of the output would draw the view anew, with what the reader has chosen in it lost."""
+    shown = displayed(monkeypatch, WAITING, RUNNING, RUNNING, FINISHED, seconds=3)
+    assert ["application/vnd.jupyter.widget-view+json" in bundle for bundle in shown] == [True, False]
+
+
+def test_a_run_that_is_over_is_shown_once(monkeypatch):
+    """Nothing follows it."""
+    assert len(displayed(monkeypatch, FINISHED, seconds=1)) == 1
 
 
 def test_the_environment_of_a_driver_is_that_of_the_user():
@@ -151,6 +194,7 @@ def test_the_environment_of_a_driver_is_that_of_the_user():
     assert environment_of_user({"MPLBACKEND": "agg"}) == {"MPLBACKEND": "agg"}
 
 
+@pytest.mark.slow
 def test_a_refused_command_is_one_line_without_the_name_of_the_command(tmp_path):
     """The reader of a notebook has not typed it."""
     with pytest.raises(InvalidInput, match=rf"^{tmp_path}/none\.yaml: cannot read the campaign file"):
@@ -173,3 +217,61 @@ def test_stays_last_from_start_to_end_of_a_block(tmp_path):
         ("n3", 2.0, 9.0),
     ]
     assert timeline_picture([], "sweep").png is None
+
+
+@pytest.mark.slow
+def test_one_process_controls_a_run_at_a_time(tmp_path):
+    """Another process is refused until the first ends; the same one may ask again."""
+    code = "import sys; from pathlib import Path; from freetrain_parsl.notebook.control import take_control\n"
+    code += "print(take_control(Path(sys.argv[1])), flush=True); input()"
+
+    def other():
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    assert controller_of(tmp_path) == ""
+    with other() as first:
+        assert first.stdout.readline() == "True\n"
+        assert not take_control(tmp_path)
+        assert controller_of(tmp_path) == f"process {first.pid} on {platform.node()}"
+        first.kill()
+    assert take_control(tmp_path)
+    assert take_control(tmp_path)
+    with other() as second:
+        assert second.stdout.readline() == "False\n"
+        second.communicate("\n")
+
+
+def test_a_widget_sends_changes_and_everything_when_it_is_asked():
+    """A browser that has missed changes gets all of them, based on nothing."""
+    from freetrain_parsl.notebook.widget import RunWidget
+
+    view = RunView("sweep")
+    widget = RunWidget(view)
+    assert (widget.change["base"], widget.change["delta"]["reset"]) == (0, True)
+    view.take([(1.0, record.TrainingSubmitted("a", 1, 2, 100))])
+    widget.push("starting")
+    first = widget.change
+    assert first["base"] == 0
+    assert first["delta"]["trainings"]["name"] == ["a"]
+    assert widget.line == "starting"
+    view.take([(2.0, record.TrainingSubmitted("b", 1, 2, 100))])
+    widget.push()
+    assert widget.change["base"] == first["delta"]["version"]
+    assert widget.change["delta"]["trainings"]["name"] == ["b"]
+    same = widget.change
+    widget.push()
+    assert widget.change is same, "nothing has changed"
+    widget._on_message(widget, {"want": "everything"}, [])
+    assert widget.change["base"] == 0
+    assert widget.change["delta"]["trainings"]["name"] == ["a", "b"]
+
+
+def test_the_themes_of_a_notebook_have_the_colours_of_the_page():
+    """They are taken from the page's style sheet."""
+    from freetrain_parsl.notebook.widget import RunWidget
+
+    light, dark = RunWidget._css.split('body[data-jp-theme-light="true"]')[1].split('body[data-jp-theme-light="false"]')
+    assert "--ft-page: #ffffff" in light
+    assert "--ft-page: #14171b" in dark
