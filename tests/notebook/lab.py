@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from tests.replay.browser import Browser
 
+_PANEL = "[...jupyterapp.shell.widgets('main')].find(one => one.sessionContext)"
 SETTINGS = {
     "notification": '{"fetchNews": "false", "checkForUpdates": false}',
     "themes": '{"theme": "JupyterLab %s"}',
@@ -71,11 +72,15 @@ class Lab:
         address = f"{self._address}/lab/tree/{notebook}?token={self._token}&reset"
         self._browser.open(address, width=width, height=height)
         self.until("window.jupyterapp && document.querySelector('.jp-Notebook .jp-Cell')")
-        self.until("jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
+        self.until(f"{_PANEL}?.sessionContext.session?.kernel?.status === 'idle'")
 
     def command(self, name: str) -> None:
         """Run a command of JupyterLab, as its menu does."""
         self._browser.evaluate(f"jupyterapp.commands.execute('{name}'); 0")
+
+    def save(self) -> None:
+        """Save the notebook."""
+        self._browser.evaluate(f"{_PANEL}.context.save(); 0")
 
     def text(self, cell: int) -> str:
         """Return the visible text of the outputs of a cell."""
@@ -96,7 +101,11 @@ class Lab:
     def close(self) -> None:
         """Stop the server, with its kernels."""
         self._process.terminate()
-        self._process.wait(30)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _until_it_answers(self) -> None:
         end = time.monotonic() + 60

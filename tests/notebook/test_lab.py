@@ -103,7 +103,7 @@ def test_a_campaign_is_seen_live_and_saved(
         assert chromium.evaluate("document.querySelector('.ft-run')") is None, "the picture takes the place of the view"
         shown(lab, "1200", cell=3)
         chromium.screenshot(tmp_path / "end.png")
-        lab.command("docmanager:save")
+        lab.save()
         saved = directory / "sweep.ipynb"
         end = time.monotonic() + 30
         while "trainings finished" not in saved.read_text():
