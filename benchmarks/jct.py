@@ -97,7 +97,8 @@ def main() -> int:
     applications = read_profiles(options.profiles)
     file = options.published or options.profiles / "published-jct.csv"
     rows = []
-    for workload in options.workloads:
+    for number, workload in enumerate(options.workloads, start=1):
+        print(f"{workload.stem} ({number} of {len(options.workloads)})", file=sys.stderr, flush=True)
         requests = read_workload(workload, applications, options.cluster.gpus)
         result = compare_policies(workload.stem, requests, options.cluster, chosen)
         pollux = published_times(file, workload.stem)

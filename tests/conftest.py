@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Part -> the marks of its tests; a test with marks of several is in the first of these parts, one with none in `quick`.
-MARKS = {"gpu": ("gpu",), "alone": ("alone",), "daemons": ("cluster", "slurm", "hosts", "globus"), "slow": ("slow",)}
+MARKS = {
+    "gpu": ("gpu",),
+    "alone": ("alone",),
+    "daemons": ("cluster", "slurm", "hosts", "globus"),
+    "slow": ("slow", "browser"),
+}
 
 REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # comma-separated requirements whose absence is a failure instead of a skip
 

@@ -285,3 +285,15 @@ def test_options_page_is_complete():
     verbs = page.read_text(encoding="utf-8").split("## The session's methods")[1].split("## Recipes")[0]
     for name in (name for name in dir(TrainingSession) if not name.startswith("_")):
         assert re.search(rf"`{name}\b", verbs), name
+
+
+@pytest.mark.parametrize("site", ["perlmutter", "polaris"])
+def test_a_page_that_starts_from_zero_sets_the_variables_of_the_sites_file(site):
+    """All of those without a default, and no other."""
+    variables = re.findall(r"\$\{(\w+)(:-)?", (ROOT / "configs" / f"{site}.yaml").read_text(encoding="utf-8"))
+    page = (DOCS / "start" / f"{site}.md").read_text(encoding="utf-8")
+    exported = {
+        pair.partition("=")[0] for line in re.findall(r"^\$ export (.*)$", page, re.MULTILINE) for pair in line.split()
+    }
+    assert {name for name, default in variables if not default} <= exported <= {name for name, _ in variables}
+    assert f"--config {site}" in page

@@ -52,7 +52,8 @@ ROOMS = {
     },
     "remote": {"campaign", "cluster", "planning", "report", "storage"},
     "notebook": {"campaign", "executor", "protocol", "remote", "report", "storage", "training"},
-    "report": {"protocol", "executor"},
+    "report": {"protocol", "executor", "windows"},
+    "dashboard": {"campaign", "report"},
     "replay": {"planning", "windows", "cluster", "report"},
     "simulate": {"planning", "replay", "report"},
     "testing": {"protocol", "planning", "windows", "cluster", "training", "executor", "trackers"},
@@ -69,6 +70,7 @@ ROOMS = {
         "remote",
         "replay",
         "simulate",
+        "dashboard",
     },
 }
 

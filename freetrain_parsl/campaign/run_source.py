@@ -161,7 +161,7 @@ class ScriptSource:
 
     def log(self, training: str, tail: int) -> Iterable[LogLine]:
         """Return the last lines of a training's log."""
-        return log_lines(self._directory, training, tail=tail)
+        return log_lines(self._directory, training, tail=tail) if (self._directory / LOGS).is_dir() else ()
 
     def stop(self) -> str:
         """Refuse: only the script can end itself."""

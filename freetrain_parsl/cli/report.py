@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sqlite3
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from freetrain_parsl.campaign.report_page import PHASES, UNUSED, write_report_page
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import trainings_of
@@ -26,21 +28,20 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 _HOUR = 3600.0
-_PHASES = {
-    "starting": "starting, until the workers are ready",
-    "training": "training",
-    "between": "ready, without a training",
-    "leaving": "leaving: saving, and ending the block",
-}
 
 
 def report(
     run_dir: RunDirectory = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
+    page: Annotated[
+        Path | None, typer.Option("--page", metavar="FILE", help="Also write a page: one HTML file without scripts.")
+    ] = None,
 ) -> None:
     """Show what a run used, by cause, and what it gave back."""
     with errors_in_one_line("report"):
         figures = run_report(RunStore(find_run(run_dir).absolute()))
+        if page is not None:
+            _write_page(figures, page)
         if json:
             typer.echo(json_format.dumps(figures, indent=2))
             return
@@ -54,6 +55,13 @@ def report(
         console.print(_time_table(figures))
         for line in _block_lines(figures):
             console.print(Text(line), soft_wrap=True)
+
+
+def _write_page(figures: dict[str, Any], path: Path) -> None:
+    try:
+        write_report_page(figures, path)
+    except OSError as error:
+        raise InvalidInput(f"--page {path} cannot be written: {error.strerror or error}") from None
 
 
 def run_report(store: RunStore) -> dict[str, Any]:
@@ -92,6 +100,7 @@ def run_report(store: RunStore) -> dict[str, Any]:
         "node_seconds": {phase.value: seconds for phase, seconds in account.phases.items()},
         "useful_node_seconds": useful,
         "returned_node_seconds": account.returned,
+        "cut_short_node_seconds": account.cut_short,
         "blocks_requested": account.requested,
         "blocks_started": account.started,
         "blocks_unfinished": account.unfinished,
@@ -99,6 +108,10 @@ def run_report(store: RunStore) -> dict[str, Any]:
         "blocks_yielded": account.yielded,
         "closing_notices": account.closing_notices,
         "fragments_lost": account.lost_fragments,
+        "requests": dict(sum(account.requests.values(), Counter[str]())),
+        "requests_by_hour": [
+            {"begin": hour, "counts": dict(counts)} for hour, counts in sorted(account.requests.items())
+        ],
     }
 
 
@@ -130,12 +143,13 @@ def _time_table(figures: dict[str, Any]) -> Table:
 
     rows = [("held by our blocks", held)]
     for phase, seconds in figures["node_seconds"].items():
-        rows.append((f"  {_PHASES[phase]}", seconds))
+        rows.append((f"  {PHASES[phase]}", seconds))
         if phase == "training":
             rows.append(("    of it in steps that count", figures["useful_node_seconds"]))
     for name, seconds in rows:
         table.add_row(name, f"{seconds / _HOUR:.3f}", f"{seconds / held:.1%}" if held else "")
-    table.add_row("requested, but given back before the walltime", f"{figures['returned_node_seconds'] / _HOUR:.3f}")
+    for name, key in UNUSED.items():
+        table.add_row(name, f"{figures[key] / _HOUR:.3f}")
     return table
 
 
@@ -148,6 +162,10 @@ def _block_lines(figures: dict[str, Any]) -> list[str]:
     lines = [head, *(f"  {count}: {reason}" for reason, count in figures["block_endings"].items())]
     if figures["blocks_unfinished"]:
         lines.append(f"  {figures['blocks_unfinished']}: running, or their driver was killed")
+    if figures["requests"]:
+        counts = ", ".join(f"{count:,} {command}" for command, count in sorted(figures["requests"].items()))
+        busiest = max(sum(hour["counts"].values()) for hour in figures["requests_by_hour"])
+        lines.append(f"requests to the batch system: {counts}; at most {busiest:,} in an hour")
     lines.append(
         f"samples lost {figures['samples_lost']:,}, trained on more than once in an epoch "
         f"{figures['duplicate_samples']:,}; {figures['fragments_lost']} fragments ended by a failure"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.cluster import processes
+from freetrain_parsl.cluster import processes, registry
 from freetrain_parsl.cluster.accounting import MainRecord, Usage
 from freetrain_parsl.cluster.scheduling import Job, PreemptJob, Scheduler, StartJob
 from freetrain_parsl.errors import InvalidSettings
@@ -140,6 +140,7 @@ class BatchSystem:
         self.history: list[Interval] = []
         self.records: dict[str, JobRecord] = {}
         self.drained = asyncio.Event()
+        self._mark_prefix = registry.mark_prefix(name)
         self._loop = loop
         self._zero = loop.time()
         self._epoch = time.time()
@@ -398,7 +399,7 @@ class BatchSystem:
             self.drained.set()
 
     def _mark(self, job_id: str, node: str) -> str:
-        return f"{self.name}/{job_id}/{node}"
+        return f"{self._mark_prefix}{job_id}/{node}"
 
     def _members(self, records: Sequence[JobRecord]) -> dict[tuple[str, str], list[processes.ProcessInfo]]:
         """(job id, node) -> living processes."""

@@ -301,7 +301,7 @@ class EmbeddedCluster:
         if self.name not in {info.name for info in registry.running_clusters()}:
             # Repeatedly: a killed daemon may have been about to start another process.
             give_up = time.monotonic() + 5.0
-            while (left := processes.marked(f"{self.name}/")) and time.monotonic() < give_up:
+            while (left := processes.marked(registry.mark_prefix(self.name))) and time.monotonic() < give_up:
                 processes.kill(left)
                 time.sleep(0.02)
 

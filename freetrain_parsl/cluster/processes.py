@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 MARK = "FREETRAIN_CLUSTER_MARK"
-"""Environment variable that marks a process as ``cluster/job/node``."""
+"""Environment variable that marks a process as ``directory of the cluster/job/node``."""
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36

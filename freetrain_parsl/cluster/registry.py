@@ -90,6 +90,15 @@ def socket_path(name: str) -> Path:
     return path
 
 
+def mark_prefix(name: str) -> str:
+    """Return the beginning of the marks of a cluster's processes.
+
+    It contains the runtime directory, because a name is unique only there: a cluster that stops must not kill the
+    processes of another one of the same name.
+    """
+    return f"{socket_path(name).parent}/"
+
+
 def new_name() -> str:
     """Generate a name that no other cluster has."""
     return f"c{secrets.token_hex(4)}"

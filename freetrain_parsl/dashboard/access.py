@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Access", "Verdict"]
+__all__ = ["Access", "AccessVerdict"]
 
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
-class Verdict(Enum):
+class AccessVerdict(Enum):
     """Whether a request is served; the value is the reason for people."""
 
     GRANTED = ""
@@ -69,7 +69,7 @@ class Access:
         """What requests for changes must have."""
         return self._derived("change")
 
-    def to_see(self, headers: Mapping[str, str], token: str | None, cookies: Mapping[str, str]) -> Verdict:
+    def to_see(self, headers: Mapping[str, str], token: str | None, cookies: Mapping[str, str]) -> AccessVerdict:
         """Decide on a request to see something.
 
         Parameters
@@ -82,29 +82,29 @@ class Access:
             Of the request.
         """
         if not self._is_own_host(headers.get("host", "")):
-            return Verdict.WRONG_HOST
+            return AccessVerdict.WRONG_HOST
         if not self._is_own_origin(headers):
-            return Verdict.WRONG_ORIGIN
+            return AccessVerdict.WRONG_ORIGIN
         if not self.token_needed:
-            return Verdict.GRANTED
+            return AccessVerdict.GRANTED
         if token is not None:
-            return Verdict.GRANTED if _equal(token, self.token) else Verdict.NOT_THE_USER
+            return AccessVerdict.GRANTED if _equal(token, self.token) else AccessVerdict.NOT_THE_USER
         cookie = cookies.get(self.cookie_name)
         if cookie is None:
-            return Verdict.NOT_SIGNED_IN
-        return Verdict.GRANTED if _equal(cookie, self.cookie) else Verdict.NOT_THE_USER
+            return AccessVerdict.NOT_SIGNED_IN
+        return AccessVerdict.GRANTED if _equal(cookie, self.cookie) else AccessVerdict.NOT_THE_USER
 
-    def to_change(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Verdict:
+    def to_change(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> AccessVerdict:
         """Decide on a request to change something; the token in the address does not count."""
         verdict = self.to_see(headers, None, cookies)
-        if verdict is not Verdict.GRANTED:
+        if verdict is not AccessVerdict.GRANTED:
             return verdict
         if headers.get("sec-fetch-site", "same-origin") != "same-origin":
-            return Verdict.WRONG_ORIGIN
+            return AccessVerdict.WRONG_ORIGIN
         return (
-            Verdict.GRANTED
+            AccessVerdict.GRANTED
             if _equal(headers.get("x-freetrain-change", ""), self.change_token)
-            else Verdict.NOT_FROM_THE_PAGE
+            else AccessVerdict.NOT_FROM_THE_PAGE
         )
 
     def _is_own_host(self, host: str) -> bool:

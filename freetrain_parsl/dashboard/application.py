@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from freetrain_parsl.campaign.run_source import without_colours
-from freetrain_parsl.dashboard.access import Access, Verdict
+from freetrain_parsl.dashboard.access import Access, AccessVerdict
 from freetrain_parsl.dashboard.feed import Feed
 from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.replay.page.markup import document, element
 from freetrain_parsl.report.run_reader import RunReader
 from freetrain_parsl.report.web import run_view_script, run_view_style
+from freetrain_parsl.report.web.markup import document, element
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.run_source import RunSource
 
-__all__ = ["make_application"]
+__all__ = ["make_application", "page_size"]
 
 _MOST_VIEWERS: Final = 20
 _LOG_LINES: Final = 500
@@ -35,7 +35,7 @@ _HEARTBEAT: Final = 15.0  # seconds without an event after which a comment keeps
 _SLOWEST: Final = 60.0  # seconds within which a viewer must have taken an event
 _HEADERS: Final = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     ),
     "cache-control": "no-store",
@@ -60,6 +60,7 @@ def make_application(source: RunSource, access: Access, prefix: str = "") -> ASG
         its end.
     """
     pages = _Pages(source, access, prefix)
+    pages.feed.read_ahead()
     routes = [
         Route("/", pages.page),
         Route("/dashboard.js", pages.script),
@@ -86,7 +87,7 @@ class _Guarded:
         request = Request(scope)
         verdict = self._verdict(request)
         answer = self._application
-        if verdict is not Verdict.GRANTED:
+        if verdict is not AccessVerdict.GRANTED:
             answer = PlainTextResponse(verdict.value + "\n", status_code=403)
         if self._prefix and scope["path"].startswith(self._prefix + "/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
@@ -99,7 +100,7 @@ class _Guarded:
 
         await answer(scope, receive, send_with_headers)
 
-    def _verdict(self, request: Request) -> Verdict:
+    def _verdict(self, request: Request) -> AccessVerdict:
         headers = {name.lower(): value for name, value in request.headers.items()}
         if request.method in ("GET", "HEAD"):
             return self._access.to_see(headers, request.query_params.get("token"), request.cookies)
@@ -111,9 +112,9 @@ class _Pages:
         self._source = source
         self._access = access
         self._prefix = prefix
-        self._feed = Feed(RunReader(source.name, source.journals))
         self._reading_log = asyncio.Semaphore(2)
-        self.events = _Events(self._feed)
+        self.feed = Feed(RunReader(source.name, source.journals))
+        self.events = _Events(self.feed)
 
     async def page(self, _request: Request) -> Response:
         response = Response(_page(self._source.name, self._access.change_token), media_type="text/html")
@@ -128,10 +129,10 @@ class _Pages:
         return response
 
     async def script(self, _request: Request) -> Response:
-        return Response(_own("dashboard.js") + run_view_script(), media_type="text/javascript")
+        return Response(_script(), media_type="text/javascript")
 
     async def style(self, _request: Request) -> Response:
-        return Response(_own("dashboard.css") + run_view_style(), media_type="text/css")
+        return Response(_style(), media_type="text/css")
 
     async def log(self, request: Request) -> Response:
         training = request.query_params.get("training", "")
@@ -217,6 +218,19 @@ def _page(name: str, change_token: str) -> str:
     )
     body = element("body", element("main", element("p", "Reading the journal …", class_="ft-loading"), id="run"))
     return document(element("html", head, body, lang="en"))
+
+
+def page_size() -> int:
+    """Return the size in bytes of everything that the page loads before its data."""
+    return sum(len(text.encode()) for text in (_page("", ""), _script(), _style()))
+
+
+def _script() -> str:
+    return _own("dashboard.js") + run_view_script()
+
+
+def _style() -> str:
+    return _own("dashboard.css") + run_view_style()
 
 
 def _own(name: str) -> str:

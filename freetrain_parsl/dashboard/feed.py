@@ -39,9 +39,19 @@ class Feed:
         self._lock = threading.Lock()
         self._instance = secrets.token_hex(4)
         self._version = 0
+        self._made: dict[int, tuple[int, str, str]] = {}
+        """Version that a viewer has -> changes since, up to the present version; most viewers have the same."""
         self._changed = asyncio.Condition()
         self._viewers = 0
         self._task: asyncio.Task[None] | None = None
+
+    def read_ahead(self) -> None:
+        """Begin to read what there is, in a thread, before anybody watches."""
+        threading.Thread(target=self._read_all, name="freetrain-read-ahead", daemon=True).start()
+
+    def _read_all(self) -> None:
+        while self._refresh():
+            pass
 
     @property
     def viewers(self) -> int:
@@ -87,9 +97,13 @@ class Feed:
 
     def _since(self, after: int) -> tuple[int, str, str]:
         with self._lock:
-            delta = self._reader.view.since(after)
-        version = delta["version"]
-        return version, f"{self._instance}-{version}", json.dumps(delta, separators=(",", ":"))
+            made = self._made.get(after)
+            if made is None or made[0] != self._reader.view.version:
+                delta = self._reader.view.since(after)
+                version = delta["version"]
+                made = version, f"{self._instance}-{version}", json.dumps(delta, separators=(",", ":"))
+                self._made = {known: one for known, one in self._made.items() if one[0] == version} | {after: made}
+        return made
 
     async def _follow(self) -> None:
         while True:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerOptions", "serve"]
 
+_NICENESS = 10  # the driver, which may be on the same host, comes first
 _LONGEST_SOCKET = 107  # bytes of the path of a Unix socket
 
 
@@ -83,6 +84,7 @@ def serve(source: RunSource, options: ServerOptions, started: Callable[[str], No
         ) from None
     prefix = options.prefix.rstrip("/")
     access = Access(hosts=options.hosts, any_host=options.path is not None, token_needed=options.token_needed)
+    os.nice(_NICENESS)
     with _listening(options) as listener:
         token = f"?token={access.token}" if access.token_needed else ""
         if options.path is None:

@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.executor.value_samples import ValueSamples
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import type_name
 from freetrain_parsl.protocol.journal import record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from freetrain_parsl.protocol.journal import Record
@@ -93,6 +95,7 @@ class Journal:
         self._clock = clock
         self._entries: deque[tuple[float, str, str, str]] = deque()
         self._progress: dict[str, tuple[float, str]] = {}
+        self._samples = ValueSamples()
         self._dropped = 0
         self._failures = 0
         self._retry_at = 0.0
@@ -121,8 +124,19 @@ class Journal:
         self._entries.append((time, type_name(type(record)), subject, json.dumps(detail)))
 
     def keep_progress(self, time: float, training: str, progress: Progress) -> None:
-        """Replace the last progress report of a training: reports are too frequent to keep all."""
+        """Replace the last progress report of a training: reports are too frequent to keep all.
+
+        A sample of their losses is kept.
+        """
         self._progress[training] = (time, json.dumps(asdict(progress)))
+        self._samples.admit(training)
+        if progress.loss is not None and (kept := self._samples.choose(time, training, {"loss": progress.loss})):
+            self.write(time, record.ValuesSampled(training, progress.step, kept))
+
+    def keep_values(self, time: float, training: str, rows: Sequence[str]) -> None:
+        """Keep a sample of the values that a training has logged; `rows` as in `protocol.reports.Logged`."""
+        for step, kept in self._samples.choose_rows(time, training, rows):
+            self.write(time, record.ValuesSampled(training, step, kept))
 
     def commit(self) -> None:
         """Make the entries visible to readers; on failure, log a warning and retry later."""

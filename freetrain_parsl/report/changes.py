@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Curves", "Rows"]
+__all__ = ["CurvePoints", "Rows"]
 
 
 class Rows:
@@ -77,7 +77,7 @@ class Rows:
         return {"row": numbers, "first": self.count - len(self._rows), **columns}
 
 
-class Curves:
+class CurvePoints:
     """Values against steps, by training and name; a curve with too many points loses every second one.
 
     Parameters
@@ -100,6 +100,12 @@ class Curves:
         curve = self._curves.setdefault((training, name), _Curve())
         curve.add(self._version(), step, value, self._most)
 
+    def end(self, training: int, name: str, step: int, value: float) -> None:
+        """Add the last point of a curve, unless it has it."""
+        curve = self._curves.get((training, name))
+        if curve is None or curve.last_step < step:
+            self.add(training, name, step, value)
+
     def since(self, version: int) -> list[dict[str, Any]]:
         """Return the curves changed after a version, each with its points from the number ``from`` on."""
         found = []
@@ -118,6 +124,11 @@ class _Curve:
         self._points: list[tuple[int, int, float]] = []  # version, step, value
         self._last: tuple[int, int, float] | None = None
         """The newest point, if the stride leaves it out."""
+
+    @property
+    def last_step(self) -> int:
+        last = self._last or (self._points[-1] if self._points else None)
+        return -1 if last is None else last[1]
 
     def add(self, version: int, step: int, value: float, most: int) -> None:
         self.changed = version

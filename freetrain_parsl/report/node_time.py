@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["NodePhase", "NodeTime", "NodeTimeFold", "node_time"]
 
 
+_HOUR = 3600.0
 _WITH_THE_DRIVER = "ended with the driver"
 _ENDED_BY_ITSELF = (BlockState.COMPLETED.value, _WITH_THE_DRIVER)
 
@@ -65,6 +66,8 @@ class NodeTime:
         Number of blocks whose end is not recorded; they are counted until the last entry.
     slots_per_node
         Number of slots of a node.
+    requests
+        Hour, in seconds since the epoch -> how often each command of the batch system was run in it.
     """
 
     phases: dict[NodePhase, float] = field(default_factory=lambda: dict.fromkeys(NodePhase, 0.0))
@@ -80,6 +83,7 @@ class NodeTime:
     end: float | None = None
     unfinished: int = 0
     slots_per_node: int = 1
+    requests: dict[float, Counter[str]] = field(default_factory=dict)
 
     @property
     def held(self) -> float:
@@ -99,6 +103,8 @@ class NodeTime:
         self.closing_notices += other.closing_notices
         self.lost_fragments += other.lost_fragments
         self.unfinished += other.unfinished
+        for hour, counts in other.requests.items():
+            self.requests[hour] = self.requests.get(hour, Counter()) + counts
         self.slots_per_node = max(self.slots_per_node, other.slots_per_node)
         self.begin = min((time for time in (self.begin, other.begin) if time is not None), default=None)
         self.end = max((time for time in (self.end, other.end) if time is not None), default=None)
@@ -161,6 +167,9 @@ class NodeTimeFold:
             case record.BlockReleased(subject=block):
                 if entry.reason != BlockState.PREEMPTED.value:
                     self._released.add(block)
+            case record.BatchRequests():
+                hour = (time - entry.seconds) // _HOUR * _HOUR
+                account.requests.setdefault(hour, Counter()).update(entry.counts)
             case record.BlockYields():
                 account.yielded += 1
             case record.NodeClosing():

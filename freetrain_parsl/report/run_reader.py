@@ -110,6 +110,7 @@ class RunReader:
             if place.damage:
                 problem = f"the journal {journal.path} is damaged: {place.damage}; the rest of it is shown"
         self.view.report_problem(problem)
+        self.view.report_reading(self.is_behind)
         return self.view
 
     def _follow(self, journal: DriverJournal, place: _Place) -> None:

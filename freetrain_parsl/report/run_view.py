@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.report.changes import Curves, Rows
+from freetrain_parsl.report.changes import CurvePoints, Rows
 from freetrain_parsl.report.node_states import NodeStates, WindowHistory, short_hosts
 from freetrain_parsl.report.node_time import NodeTime, NodeTimeFold
 from freetrain_parsl.report.run import RunState
@@ -27,13 +27,14 @@ FORMAT = 1
 """Number of the format of the changes."""
 
 _MOST_SHOWN = 3000  # decisions, incidents, windows: the newest ones
+_MOST_SILENT = 10.0  # seconds after which the time is stated even if nothing happens
 _TABLES = {
     "nodes": ("name", "kind"),
     "spans": ("node", "state", "begin", "end"),
-    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane"),
+    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane", "array"),
     "trainings": (
         "name", "state", "min_nodes", "max_nodes", "submitted", "ended", "nodes", "hosts", "fragments", "rescales",
-        "losses", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
+        "failures", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
     ),
     "decisions": ("time", "cause", "actions", "policy", "value", "proven", "milliseconds"),
     "windows": ("opens", "closes", "ended", "nodes", "names", "kind", "used", "blocks"),
@@ -55,18 +56,20 @@ class RunView:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._version = 0
+        self._version = 1  # a reader that has 0 has nothing
         self._origin: float | None = None
         self._now = 0.0
+        self._stated_now = 0.0
         self._state = RunState()
         self._ended: str | None = None
         self._problem = ""
+        self._reading = False
         self._policy = ""
         self._tables = {
             table: Rows(columns, lambda: self._version, _MOST_SHOWN if table in _BOUNDED else None)
             for table, columns in _TABLES.items()
         }
-        self._curves = Curves(lambda: self._version)
+        self._curves = CurvePoints(lambda: self._version)
         self._node_states = NodeStates(self._tables["nodes"], self._tables["spans"], self._relative)
         self._windows = WindowHistory(self._tables["windows"], self._relative)
         self._node_time = NodeTimeFold()
@@ -74,7 +77,7 @@ class RunView:
         """Node time of earlier drivers."""
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
-        self._lost: dict[str, int] = {}  # training -> fragments that ended by a failure
+        self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
         self._touched: set[str] = set()  # trainings whose rows are to be written
         self._solves: list[record.Decision] = []
 
@@ -98,12 +101,18 @@ class RunView:
         self._version += 1
         self._state.take_progress(reports)
         self._touched |= reports.keys()
+        for name, report in reports.items():
+            row, loss = self._training_rows.get(name), report.get("loss")
+            if row is not None and loss is not None and self._state.trainings[name].state == "finished":
+                self._curves.end(row, "loss", report["step"], loss)
         self._write_trainings()
 
     def pass_time(self, now: float) -> None:
         """Note the time while a driver runs, seconds since the epoch."""
         if self._origin is not None and now > self._now:
             self._now = now
+            if now - self._stated_now >= _MOST_SILENT:
+                self._version, self._stated_now = self._version + 1, now
 
     def begin_driver(self) -> None:
         """Note that a driver runs: the records that follow are of its journal."""
@@ -144,6 +153,12 @@ class RunView:
         if text != self._problem:
             self._version += 1
             self._problem = text
+
+    def report_reading(self, reading: bool) -> None:  # noqa: FBT001 - the only parameter
+        """State whether there are records that are known, but have not been taken yet."""
+        if reading != self._reading:
+            self._version += 1
+            self._reading = reading
 
     # What a reader gets.
 
@@ -186,6 +201,7 @@ class RunView:
             "origin": self._origin,
             "now": None if self._origin is None else self._relative(self._now),
             "ended": self._ended,
+            "reading": self._reading,
             "problem": self._problem,
             "starts_failed": "" if failed is None else failed.sentence(self._now),
             "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,
@@ -286,7 +302,9 @@ class RunView:
         match entry:
             case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded():
                 self._touch_fragment(name)
-                self._lost[name] = self._lost.get(name, 0) + (isinstance(entry, record.FragmentEnded) and entry.failure)
+                self._failures[name] = self._failures.get(name, 0) + (
+                    isinstance(entry, record.FragmentEnded) and entry.failure
+                )
             case record.ValuesSampled():
                 for key, value in entry.values.items():
                     self._curves.add(self._training_rows[name], key, entry.step, value)
@@ -304,7 +322,9 @@ class RunView:
             return
         nodes = _runs(sorted(self._node_states.number(node) for node in fragment.nodes))
         begin = self._relative(fragment.start)
-        rows.add(self._training_rows[training], nodes, begin, end, int(fragment.failure), None, fragment.lane)
+        rows.add(
+            self._training_rows[training], nodes, begin, end, int(fragment.failure), None, fragment.lane, fragment.array
+        )
 
     def _write_trainings(self) -> None:
         for name in self._touched & self._training_rows.keys():
@@ -326,7 +346,7 @@ class RunView:
             "hosts": short_hosts(training.nodes),
             "fragments": training.fragments,
             "rescales": training.rescales,
-            "losses": self._lost.get(training.name, 0),
+            "failures": self._failures.get(training.name, 0),
             "checkpoints": training.checkpoints,
             "share": 1.0 if training.state == "finished" else None if share is None else round(share, 4),
             "samples": progress.get("samples", 0),

@@ -11,71 +11,78 @@ from freetrain_parsl.protocol import journal as record
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["Level", "actions_in_words", "cause_in_words", "incident_of"]
+__all__ = ["IncidentLevel", "actions_in_words", "cause_in_words", "incident_of"]
 
 _LONGEST = 400
 _MOST_NAMES = 4
 
 
-class Level(IntEnum):
+class IncidentLevel(IntEnum):
     """What an incident means."""
 
     REPAIR = 0
     """Something works again."""
-    LOSS = 1
-    """Something was lost or does not work, and the run deals with it."""
-    FAILURE = 2
-    """A training failed, or the run needs its user."""
+    FAILURE = 1
+    """Something failed or does not work, and the run deals with it."""
+    ERROR = 2
+    """A training has ended with an error."""
 
 
-def incident_of(entry: record.Record) -> tuple[Level, str] | None:  # noqa: C901 - a table by class
-    """Return a failure, loss or repair in words; ``None`` if the record is none."""
+def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # noqa: C901 - a table by class
+    """Return a failure or repair in words; ``None`` if the record is none."""
     match entry:
         case record.FragmentEnded(failure=True):
-            return Level.LOSS, f"a process or node failed; the group of {_count(len(entry.nodes), 'node')} ended"
+            return (
+                IncidentLevel.FAILURE,
+                f"a process or node failed; the group of {_count(len(entry.nodes), 'node')} ended",
+            )
         case record.FragmentResumed():
-            return Level.REPAIR, f"resumed from the checkpoint of step {entry.step:,}"
+            return IncidentLevel.REPAIR, f"resumed from the checkpoint of step {entry.step:,}"
         case record.TrainingFailed():
-            return Level.FAILURE, f"failed: {_first_line(entry.error)}"
+            return IncidentLevel.ERROR, f"failed: {_first_line(entry.error)}"
         case record.TrainingStalled(reason=reason):
-            return (Level.LOSS, f"makes no progress: {reason}") if reason else (Level.REPAIR, "makes progress again")
+            return (
+                (IncidentLevel.FAILURE, f"makes no progress: {reason}")
+                if reason
+                else (IncidentLevel.REPAIR, "makes progress again")
+            )
         case record.TrainingWaits():
-            return Level.LOSS, f"waits: {entry.reason}"
+            return IncidentLevel.FAILURE, f"waits: {entry.reason}"
         case record.TrainingTriesAgain():
-            return Level.REPAIR, "the checkpoint directory can be used again"
+            return IncidentLevel.REPAIR, "the checkpoint directory can be used again"
         case record.SavingFails():
-            return Level.LOSS, f"cannot save: {entry.reason}"
+            return IncidentLevel.FAILURE, f"cannot save: {entry.reason}"
         case record.SavingWorks():
-            return Level.REPAIR, "checkpoints are saved again"
+            return IncidentLevel.REPAIR, "checkpoints are saved again"
         case record.CodeChanged():
-            return Level.LOSS, entry.note
+            return IncidentLevel.FAILURE, entry.note
         case record.ArrayEnded(failure=True):
-            return Level.LOSS, f"the process of {entry.array} on {entry.node} failed"
+            return IncidentLevel.FAILURE, f"the process of {entry.array} on {entry.node} failed"
         case record.SlotLost():
-            return Level.LOSS, f"slot on {entry.node} lost: {entry.reason}"
+            return IncidentLevel.FAILURE, f"slot on {entry.node} lost: {entry.reason}"
         case record.NodeSetAside():
-            return Level.LOSS, f"set aside for {entry.seconds:.0f} s: {entry.reason}"
+            return IncidentLevel.FAILURE, f"set aside for {entry.seconds:.0f} s: {entry.reason}"
         case record.EnvironmentDiffers():
-            return Level.LOSS, entry.difference + ("; no training can run there" if entry.refused else "")
+            return IncidentLevel.FAILURE, entry.difference + ("; no training can run there" if entry.refused else "")
         case record.NodeClosing():
-            return Level.LOSS, f"the batch system reclaims it in {entry.closes_in:.0f} s"
+            return IncidentLevel.FAILURE, f"the batch system reclaims it in {entry.closes_in:.0f} s"
         case record.BlockYields():
-            return Level.LOSS, f"leaves {_count(len(entry.nodes), 'node')} early: {entry.reason}"
+            return IncidentLevel.FAILURE, f"leaves {_count(len(entry.nodes), 'node')} early: {entry.reason}"
         case record.StartsFailed(count=0):
-            return Level.REPAIR, "blocks start again"
+            return IncidentLevel.REPAIR, "blocks start again"
         case record.StartsFailed():
             last = "; nothing is submitted any more" if entry.next_attempt is None else ""
             return (
-                Level.LOSS,
+                IncidentLevel.FAILURE,
                 f"{entry.count} of at most {entry.most} attempts to start a block failed: {entry.reason}{last}",
             )
         case record.InterchangeEnded():
-            return Level.LOSS, f"HTEX's interchange ended: {entry.reason}"
+            return IncidentLevel.FAILURE, f"HTEX's interchange ended: {entry.reason}"
         case record.InterchangeRestarted():
-            return Level.REPAIR, "HTEX's interchange was restarted"
+            return IncidentLevel.REPAIR, "HTEX's interchange was restarted"
         case record.ClockStepped():
             way = "forward" if entry.seconds > 0 else "back"
-            return Level.LOSS, f"the wall clock was set {way} by {abs(entry.seconds):.1f} s"
+            return IncidentLevel.FAILURE, f"the wall clock was set {way} by {abs(entry.seconds):.1f} s"
     return None
 
 
@@ -131,11 +138,10 @@ def actions_in_words(actions: Iterable[Mapping[str, Any]]) -> str:
             case "stop":
                 parts.append(f"{action['trainer']}: stop")
             case "request_block":
-                parts.append(
-                    f"request {action['block']}: {_count(len(action['nodes']), 'node')} for {action['seconds']:.0f} s"
-                )
+                nodes = _count(len(action["nodes"]), "node")
+                parts.append(f"request block {action['block']}: {nodes} for {action['seconds']:.0f} s")
             case "release_block":
-                parts.append(f"release {action['block']}")
+                parts.append(f"release block {action['block']}")
             case "lend":
                 parts.append(f"{_count(len(action['nodes']), 'node')} for ordinary tasks")
     return "; ".join(parts)[:_LONGEST]

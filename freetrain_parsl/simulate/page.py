@@ -9,10 +9,10 @@ import numpy as np
 from freetrain_parsl.replay.page import charts
 from freetrain_parsl.replay.page.charts import Series
 from freetrain_parsl.replay.page.dates import TimeAxis
-from freetrain_parsl.replay.page.markup import document, element, page, scrolling_table
 from freetrain_parsl.replay.page.wording import count, duration, milliseconds, percent
 from freetrain_parsl.report.colours import colour_of
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.report.web.markup import document, element, page, scrolling_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

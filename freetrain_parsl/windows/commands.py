@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+from collections import Counter
 from datetime import timedelta
-from typing import Protocol
+from typing import Final, Protocol
 
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound
 
-__all__ = ["Commands", "Runner"]
+__all__ = ["COMMAND_COUNTS", "CommandCounts", "Commands", "Runner"]
+
+
+class CommandCounts:
+    """Counts commands by name, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, command: str) -> None:
+        """Count a command; `command`: its name or path."""
+        with self._lock:
+            self._counts[os.path.basename(command)] += 1  # noqa: PTH119 - a name, not a path to open
+
+    def take(self) -> dict[str, int]:
+        """Return the counts, and begin anew."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+
+COMMAND_COUNTS: Final = CommandCounts()
+"""The batch system's commands that this process has run, or tried to run."""
 
 
 class Runner(Protocol):
@@ -43,6 +68,7 @@ class Commands:
             first line of its error output.
         """
         command = arguments[0]
+        COMMAND_COUNTS.add(command)
         try:
             done = subprocess.run(
                 arguments,

@@ -11,6 +11,7 @@ from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress
 from tests.cli.test_status import FACTS
 from tests.report.test_node_time import BLOCK
@@ -27,6 +28,7 @@ def run(tmp_path):
         journal = Journal(path)
         for time, written in BLOCK:
             journal.write(time, written)
+        journal.write(50.0, record.BatchRequests("", 40.0, {"squeue": 20, "sbatch": 1}))
         journal.keep_progress(50.0, "a", Progress(0, 10 * number, 100 * number, None, slot_seconds=10.0 * number))
         journal.close()
         store.describe_driver(driver, "ft-", path)
@@ -43,7 +45,9 @@ def test_node_time_adds_up_over_drivers_and_progress_is_the_last(run):
     figures = json.loads(invoke(run, "--json").stdout)
     assert figures["held_node_seconds"] == sum(figures["node_seconds"].values()) == 160
     assert figures["node_seconds"]["training"] == 100
-    assert figures["returned_node_seconds"] == 240
+    assert (figures["returned_node_seconds"], figures["cut_short_node_seconds"]) == (0, 240)
+    assert figures["requests"] == {"squeue": 40, "sbatch": 2}
+    assert figures["requests_by_hour"] == [{"begin": 0.0, "counts": {"squeue": 40, "sbatch": 2}}]
     assert (figures["samples"], figures["useful_node_seconds"]) == (200, 20.0)
     assert figures["block_endings"] == {"preempted": 2}
     assert figures["trainings"] == {"finished": 1, "running": 0, "waiting": 1, "failed": 0, "cancelled": 0}
@@ -54,8 +58,30 @@ def test_the_table_names_each_cause(run):
     result = invoke(run)
     assert result.exit_code == 0
     assert "sweep: 1 of 2 trainings finished, 200 samples" in result.stdout
-    for words in ("held by our blocks", "starting, until the workers are ready", "given back", "2: preempted"):
+    for words in (
+        "held by our blocks",
+        "starting, until the workers are ready",
+        "given back",
+        "2: preempted",
+        "40 squeue",
+    ):
         assert words in result.stdout
+
+
+def test_the_page_has_the_same_figures_and_loads_nothing(run, tmp_path):
+    path = tmp_path / "report.html"
+    assert invoke(run, "--page", path).exit_code == 0
+    text = path.read_text()
+    for words in ("0.0444 node-hours", "given back before the walltime", "0.0667", "62.5%", "squeue", "preempted"):
+        assert words in text
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_a_page_that_cannot_be_written_is_one_line(run, tmp_path):
+    result = invoke(run, "--page", tmp_path / "nowhere" / "report.html")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "nowhere/report.html cannot be written" in result.stderr
 
 
 def test_a_damaged_journal_is_refused_by_name(run):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 
@@ -92,7 +93,7 @@ def test_descendants_that_left_the_session_go_with_the_job(start_cluster, eventu
     cluster = start_cluster()
     script = "(setsid bash -c 'trap \"\" TERM; sleep 61' &) ; (sleep 62 &) ; sleep 63"
     job_id = cluster.client.submit(["bash", "-c", script], walltime=LONG)
-    mark = f"{cluster.name}/{job_id}/"
+    mark = registry.mark_prefix(cluster.name) + f"{job_id}/"
     eventually(lambda: len(processes.marked(mark)) == 3)
     cluster.client.cancel([job_id])
     eventually(ended(cluster.client, job_id))
@@ -104,7 +105,7 @@ def test_what_a_job_leaves_behind_is_swept_up_when_its_own_process_ends(start_cl
     job_id = cluster.client.submit(["bash", "-c", "sleep 60 & exit 0"], walltime=LONG)
     found = eventually(ended(cluster.client, job_id))
     assert found["state"] == "COMPLETED"
-    assert processes.marked(f"{cluster.name}/{job_id}/") == []
+    assert processes.marked(registry.mark_prefix(cluster.name) + f"{job_id}/") == []
 
 
 def test_a_main_job_drives_a_preemptible_one_out_and_starts_when_it_is_gone(start_cluster, eventually, tmp_path):
@@ -172,9 +173,9 @@ def test_usage_counts_what_main_jobs_leave_and_what_of_it_was_used(start_cluster
 def test_a_stopped_cluster_leaves_no_process_and_no_entry(start_cluster, eventually):
     cluster = start_cluster(workload=[MainJob(0, 2, 60, 60)])
     cluster.client.submit(["bash", "-c", "trap '' TERM; sleep 61 & wait; sleep 62"], walltime=LONG)
-    eventually(lambda: len(processes.marked(f"{cluster.name}/")) >= 4)
+    eventually(lambda: len(processes.marked(registry.mark_prefix(cluster.name))) >= 4)
     cluster.stop()
-    assert processes.marked(f"{cluster.name}/") == []
+    assert processes.marked(registry.mark_prefix(cluster.name)) == []
     assert registry.running_clusters() == []
     with pytest.raises(ClusterGone):
         cluster.client.ping()
@@ -200,7 +201,7 @@ def test_a_cluster_whose_process_is_killed_leaves_nothing_after_stop(start_clust
     with pytest.raises(ClusterGone):
         cluster.client.ping()
     cluster.stop()
-    assert processes.marked(f"{cluster.name}/") == []
+    assert processes.marked(registry.mark_prefix(cluster.name)) == []
     assert not registry.socket_path(cluster.name).parent.exists()
 
 
@@ -217,7 +218,7 @@ def test_a_cluster_ends_with_the_process_that_it_was_started_for(eventually, tmp
         assert [info.name for info in registry.running_clusters()] == ["orphan"]
         parent.kill()
     eventually(lambda: not registry.running_clusters())
-    eventually(lambda: not processes.marked("orphan/"))
+    eventually(lambda: not processes.marked(registry.mark_prefix("orphan")))
 
 
 def test_shutdown_on_request_ends_the_process(start_cluster, eventually):
@@ -242,6 +243,19 @@ def test_a_second_cluster_of_the_same_name_is_refused_and_does_the_first_no_harm
     job_id = first.client.submit(["sleep", "60"], walltime=LONG)
     with pytest.raises(BatchSystemError, match=r"'first' of .* is already running"):
         EmbeddedCluster(tmp_path / "other", name="first").start()
+    found = job(first.client, job_id)
+    assert found["state"] == "RUNNING", found
+
+
+def test_a_cluster_that_stops_leaves_one_of_the_same_name_in_another_runtime_directory_alone(
+    start_cluster, tmp_path, monkeypatch
+):
+    first = start_cluster(name="first")
+    job_id = first.client.submit(["sleep", "60"], walltime=LONG)
+    with monkeypatch.context() as elsewhere, tempfile.TemporaryDirectory(prefix="ft-") as directory:
+        elsewhere.setenv("XDG_RUNTIME_DIR", directory)
+        with EmbeddedCluster(tmp_path / "other", name="first"):
+            pass
     found = job(first.client, job_id)
     assert found["state"] == "RUNNING", found
 

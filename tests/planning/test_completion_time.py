@@ -58,6 +58,16 @@ def test_attained_service_lowers_the_urgency():
     assert values(objective, old, 1)[1] == values(objective, replace(old, work_left=1.0), 1)[1]
 
 
+def test_the_weight_of_a_job_rises_with_its_age_beyond_ten_thousand_seconds():
+    objective = CompletionTime(aging=0.5)
+
+    def value(now):
+        return value_table(at_moment(objective, Moment([TRAINER], {}, 4, now)), TRAINER, 0, 4, 1.0)[1]
+
+    assert value(9_999.0) == value(0.0) == values(CompletionTime(), TRAINER, 0)[1]
+    assert value(40_000.0) == pytest.approx(2 * value(0.0))
+
+
 def test_knowing_nothing_work_and_service_do_not_matter():
     objective = CompletionTime.knowing(Urgency.NONE)
     other = replace(TRAINER, service=1e6, work_left=1.0)
@@ -124,7 +134,8 @@ def test_policies_with_costs_of_their_own_take_the_gross_objective():
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("fairness", 1.0), ("fairness", -0.1), ("preference", -1.0), ("horizon", 0.0)]
+    ("setting", "value"),
+    [("fairness", 1.0), ("fairness", -0.1), ("preference", -1.0), ("horizon", 0.0), ("aging", -0.1)],
 )
 def test_settings_out_of_range_are_refused(setting, value):
     with pytest.raises(InvalidSettings, match=f"'completion-time': {setting}"):

@@ -39,7 +39,8 @@ def find() -> str | None:
 class Browser:
     """One page of a headless Chromium.
 
-    `events` contains all unsolicited messages: network requests, log entries, exceptions.
+    `events` contains all unsolicited messages: network requests, log entries, exceptions. `process` is the browser's
+    first process.
     """
 
     def __init__(self, executable: str) -> None:
@@ -51,7 +52,7 @@ class Browser:
         ours_in, theirs_out = _pipe()
         # Chromium reads from descriptor 3 and writes to 4.
         command = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out} {theirs_in}<&- {theirs_out}>&-'
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             ["bash", "-c", command, "bash", executable, *_FLAGS, f"--user-data-dir={self._profile}", "about:blank"],
             pass_fds=(theirs_in, theirs_out),
             stdin=subprocess.DEVNULL,
@@ -73,10 +74,10 @@ class Browser:
         self._session = None
         try:
             self.call("Browser.close")
-            self._process.wait(10)
+            self.process.wait(10)
         except (OSError, EOFError, TimeoutError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         os.close(self._read)
         os.close(self._write)
         shutil.rmtree(self._profile, ignore_errors=True)

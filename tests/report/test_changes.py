@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.report.changes import Curves, Rows
+from freetrain_parsl.report.changes import CurvePoints, Rows
 
 
 class Reader:
@@ -65,7 +65,7 @@ def test_reading_now_and_then_gives_the_same_rows_as_reading_everything(steps, m
 @given(st.lists(st.one_of(st.integers(-4, 3), st.none()), max_size=80))
 def test_curves_read_now_and_then_are_those_read_at_once(steps):
     version = step = 0
-    curves = Curves(lambda: version, most=8)
+    curves = CurvePoints(lambda: version, most=8)
     reader, read = Reader(), 0
     for move in steps:
         version += 1
@@ -94,6 +94,6 @@ def test_a_change_to_the_same_value_is_none():
 
 
 def test_values_that_json_has_not_are_left_out():
-    curves = Curves(lambda: 1)
+    curves = CurvePoints(lambda: 1)
     curves.add(0, "loss", 1, float("nan"))
     assert curves.since(0) == []

@@ -87,9 +87,9 @@ def test_a_decision_has_its_reason_and_its_value():
     assert (decision["value"], decision["proven"], decision["milliseconds"]) == (12.5, True, 2.0)
 
 
-def test_losses_are_counted_and_stated():
+def test_failures_are_counted_and_stated():
     delta = view_of(*RUN).since()
-    assert table(delta, "trainings")[0]["losses"] == 1
+    assert table(delta, "trainings")[0]["failures"] == 1
     assert "the group of 2 nodes ended" in table(delta, "incidents")[0]["text"]
 
 
@@ -183,6 +183,19 @@ def test_a_run_without_a_journal_yet_is_empty_and_has_no_problem(tmp_path):
     reader = RunReader("demo", lambda: [DriverJournal(tmp_path / "journal.sqlite")], clock=lambda: 500.0)
     delta = reader.refresh().since()
     assert (delta["run"]["problem"], delta["run"]["origin"]) == ("", None)
+    assert delta["version"] > 0, "a reader that has nothing gets it"
+    assert delta["reset"]
+
+
+def test_time_passes_for_a_reader_although_nothing_happens(journal):
+    now = 300.0
+    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: now)
+    reader.refresh()
+    version = reader.refresh().version
+    now = 305.0
+    assert reader.refresh().version == version
+    now = 311.0
+    assert reader.refresh().since(version)["run"]["now"] == 211.0
 
 
 def test_the_script_is_one_module_that_loads_nothing():

@@ -3,7 +3,7 @@ const start = () => {
   const main = document.getElementById("run");
   const part = (selector) => main.querySelector(selector);
   if (location.search) history.replaceState(null, "", location.pathname); // the token stays out of the history
-  const connection = make("p", { class: "ft-connection", role: "status" });
+  const connection = make("p", { class: "ft-connection", role: "status" }, "Reading the journal …");
   const place = make("div");
   const log = make("section", { class: "ft-run ft-log", "aria-label": "Log", hidden: true });
   const stopper = make("button", { type: "button", class: "ft-stop", hidden: true }, "Stop the run …");
@@ -20,10 +20,10 @@ const start = () => {
     source.onmessage = (event) => {
       const delta = JSON.parse(event.data);
       view.update(delta);
-      running = delta.run.ended === null && delta.run.origin !== null;
+      running = delta.run.ended === null && delta.run.origin !== null && !delta.run.reading;
       stopper.hidden = !running;
       connection.textContent = "";
-      document.title = `${delta.run.name}: ${delta.run.ended ?? "running"}`;
+      document.title = `${delta.run.name}: ${delta.run.reading ? "reading" : delta.run.ended ?? "running"}`;
     };
     source.onerror = () => {
       if (source.readyState !== EventSource.CLOSED) {

@@ -21,6 +21,7 @@ from parsl.providers.pbspro.template import template_string
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE
+from freetrain_parsl.windows.commands import COMMAND_COUNTS
 from freetrain_parsl.windows.pbs.source import PbsWindowSource, pbs_walltime_request
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
@@ -166,8 +167,10 @@ def _run(limit: float, command: str, timeout: float | None = None) -> tuple[int,
     The provider's shell survives the timeout (``sbatch`` waits for minutes when the queue is full), and would later
     submit a block that the executor no longer expects.
     """
+    arguments = shlex.split(command)
+    COMMAND_COUNTS.add(arguments[0])
     done = subprocess.run(
-        shlex.split(command),
+        arguments,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -56,6 +56,7 @@ from freetrain_parsl.protocol.messages import (
     Values,
 )
 from freetrain_parsl.windows.base import Survey
+from freetrain_parsl.windows.commands import COMMAND_COUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +119,7 @@ class ControlLoop(threading.Thread):
 
     _PASS = 0.25  # maximum seconds between iterations: bounds the delay in detecting a timeout
     _STEP = 1.0  # steps of the wall clock by more than this, in seconds, are recorded
+    _COUNTING = 600.0  # seconds between records of the requests to the batch system
     _STOPPED = 1.0  # an iteration longer than this, in seconds, may mean that the process was stopped
     _BACKLOG = 0.5  # seconds for which queued messages are then read before timeouts are checked
 
@@ -157,6 +159,7 @@ class ControlLoop(threading.Thread):
         self._planner = RecordedPlanner(policy, planner_settings, journal.write, self._clock())
         self._survey_times = SurveyTimes()
         self._lead = 0.0
+        self._counted_at = self._clock()
         self._listened = self._clock()
         self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -229,12 +232,14 @@ class ControlLoop(threading.Thread):
         finally:
             for slot in self._registry.slots:
                 self._server.send(slot, Exit())
+            self._record_requests(last=True)
             self._journal.close()
             self._server.close()
 
     def _turn(self) -> None:
         now = self._clock()
         self._record_step()
+        self._record_requests()
         self._listen(min(self._PASS, self._planner.wake_at(now) - now))
         while not self._posted.empty():
             self._on_post(self._posted.get())
@@ -275,6 +280,14 @@ class ControlLoop(threading.Thread):
             step, self._lead = lead - self._lead, lead
             logger.warning("the wall clock was set %s by %.0f s", "forward" if step > 0 else "back", abs(step))
             self._write(record.ClockStepped("", step, lead))
+
+    def _record_requests(self, *, last: bool = False) -> None:
+        """Record how often commands of the batch system were run, every few minutes and at the end."""
+        seconds = self._clock() - self._counted_at
+        if (last or seconds >= self._COUNTING) and (counts := COMMAND_COUNTS.take()):
+            self._write(record.BatchRequests("", seconds, counts))
+        if seconds >= self._COUNTING:
+            self._counted_at = self._clock()
 
     # What other threads posted.
 
@@ -361,6 +374,7 @@ class ControlLoop(threading.Thread):
             return
         if isinstance(message, Values):
             self._take_values(message.training, message.rows)
+            self._journal.keep_values(self._clock(), message.training, message.rows)
             return
         try:
             self._on_message(name, message)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["CompletionTime", "Urgency"]
 
 _YOUNG = 600.0  # node-seconds: jobs that have had less are equally likely to end soon
+_OLD = 10_000.0  # seconds since submission from which a job's weight rises with its age
 
 
 class Urgency(str, Enum):
@@ -42,11 +43,12 @@ class CompletionTime(Contextual):
 
     ::
 
-        maximise  sum_j  [s_j(n_j) (1 - c_j/h [n_j changes])]^(1-a) / (1-a)  R_j^(-b)
+        maximise  sum_j  [s_j(n_j) (1 - c_j/h [n_j changes])]^(1-a) / (1-a)  R_j^(-b)  max(1, T_j/10,000 s)^d
 
     with s_j(n) the rate on n nodes relative to that on ``min_nodes``, c_j the cost of the change in seconds, h the time
-    that a decision is expected to last, and R_j the seconds that trainer j still needs. With b = 0 and a -> 1, the
-    shares are proportionally fair; a larger b favours short jobs, as shortest-remaining-time-first does.
+    that a decision is expected to last, R_j the seconds that trainer j still needs, and T_j those since its submission.
+    With b = 0 and a -> 1, the shares are proportionally fair; a larger b favours short jobs, as
+    shortest-remaining-time-first does, and d > 0 keeps it from starving long ones (priority aging).
 
     Parameters
     ----------
@@ -58,12 +60,15 @@ class CompletionTime(Contextual):
         b, zero or more.
     horizon
         h, seconds.
+    aging
+        d, zero or more.
     """
 
     urgency: Urgency = Urgency.WORK
     fairness: float = 0.35
     preference: float = 0.35
     horizon: float = 180.0
+    aging: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.fairness < 1:
@@ -74,6 +79,8 @@ class CompletionTime(Contextual):
             )
         if not (math.isfinite(self.horizon) and self.horizon > 0):
             raise InvalidSettings(f"objective 'completion-time': horizon must be positive, got {self.horizon!r}")
+        if not (math.isfinite(self.aging) and self.aging >= 0):
+            raise InvalidSettings(f"objective 'completion-time': aging must be zero or more, got {self.aging!r}")
 
     @classmethod
     def knowing(cls, urgency: Urgency) -> CompletionTime:
@@ -82,21 +89,26 @@ class CompletionTime(Contextual):
 
     def at_moment(self, moment: Moment) -> Objective:
         """Make the objective; see `Contextual.at_moment`."""
-        weights = {trainer.name: self._weight(trainer) for trainer in moment.trainers}
+        weights = {trainer.name: self._weight(trainer, moment.now) for trainer in moment.trainers}
         gross = _Progress(weights, self.fairness)
         return NetOfChanges(gross, _Kept(gross, moment.held, self.horizon))
 
-    def _weight(self, trainer: Trainer) -> float:
+    def _weight(self, trainer: Trainer, now: float) -> float:
         seconds = _YOUNG
         if self.urgency is Urgency.SERVICE:
             seconds += trainer.service
         elif self.urgency is Urgency.WORK and math.isfinite(trainer.work_left):
             seconds = max(trainer.work_left / _unit(trainer), 1.0)
-        return float(seconds**-self.preference)
+        age = max((now - trainer.submitted) / _OLD, 1.0)
+        return float(seconds**-self.preference * age**self.aging)
 
 
-_EXPONENTS = {Urgency.WORK: (0.35, 0.35, 180.0), Urgency.SERVICE: (0.65, 0.12, 200.0), Urgency.NONE: (0.75, 0.0, 150.0)}
-"""What is known -> a, b, h."""
+_EXPONENTS = {
+    Urgency.WORK: (0.35, 0.35, 180.0, 0.0),
+    Urgency.SERVICE: (0.6, 0.15, 200.0, 0.4),
+    Urgency.NONE: (0.75, 0.0, 150.0, 0.0),
+}
+"""What is known -> a, b, h, d."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.replay.page.comparison import comparison
 from freetrain_parsl.replay.page.dates import TimeAxis, period
 from freetrain_parsl.replay.page.details import policy_by_policy
-from freetrain_parsl.replay.page.markup import document, element, page
 from freetrain_parsl.replay.page.sites import site_parts
 from freetrain_parsl.replay.page.sweeps import sweep_parts
 from freetrain_parsl.replay.page.what_if import what_if_table
@@ -25,6 +24,7 @@ from freetrain_parsl.replay.page.wording import (
     percent,
 )
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.report.web.markup import document, element, page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

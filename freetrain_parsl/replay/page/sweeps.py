@@ -8,9 +8,9 @@ from freetrain_parsl.replay.page import charts
 from freetrain_parsl.replay.page.charts import Series
 from freetrain_parsl.replay.page.dates import period
 from freetrain_parsl.replay.page.details import node_use
-from freetrain_parsl.replay.page.markup import element, scrolling_table
 from freetrain_parsl.replay.page.wording import NO_FIGURE, count, duration, milliseconds, percent, ways
 from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.web.markup import element, scrolling_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -3,7 +3,7 @@ import { colourOf, make, words } from "./parts.js";
 
 const IDLE = 1, OTHERS = 2, OURS = 3;
 const LABELS = 76, AXIS = 22, TALLEST = 420, ROW = 16;
-const SPANS = [60, 300, 600, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800];
+const SPANS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800];
 
 export function createNodeChart(element, store, select) {
   const canvas = make("canvas", { tabindex: 0, role: "img", "aria-describedby": null });
@@ -194,13 +194,14 @@ export function createNodeChart(element, store, select) {
       }
     }
     const parts = store.table("fragments");
-    let lanes = 1;
-    for (let i = 0; i < store.count("fragments"); i++) lanes = Math.max(lanes, parts.lane[i] + 1);
+    const sizes = {}; // members that share a node
+    for (let i = 0; i < store.count("fragments"); i++) sizes[parts.array[i]] = Math.max(sizes[parts.array[i]] ?? 1, parts.lane[i] + 1);
     for (let i = 0; i < store.count("fragments"); i++) {
       const last = parts.end[i] ?? now;
       if (last < begin || parts.begin[i] > end) continue;
       pen.globalAlpha = selected === null || selected === parts.training[i] ? 1 : 0.18;
       pen.fillStyle = colourOf(parts.training[i]);
+      const lanes = sizes[parts.array[i]];
       for (let run = 0; run < parts.nodes[i].length; run += 2) {
         for (let node = parts.nodes[i][run]; node < parts.nodes[i][run] + parts.nodes[i][run + 1]; node++) {
           bar(node, x(parts.begin[i]), x(last), gap, 1 / lanes, parts.lane[i] / lanes);
@@ -248,7 +249,7 @@ export function createNodeChart(element, store, select) {
     pen.textAlign = "center";
     pen.textBaseline = "top";
     pen.strokeStyle = rule;
-    for (let time = first; time <= end; time += (end - begin) < 10 ? end : step) {
+    for (let time = first; time <= end; time += step) {
       const text = words.clock(store, time);
       const half = pen.measureText(text).width / 2;
       pen.beginPath();

@@ -7,7 +7,7 @@ import { createCurves } from "./curves.js";
 import { colourOf, make, Store, words } from "./parts.js";
 
 const STATES = ["running", "waiting", "failed", "cancelled", "finished"];
-const LEVELS = ["repair", "loss", "failure"];
+const LEVELS = ["repair", "failure", "error"];
 const PHASES = {
   starting: "starting, until the workers are ready",
   training: "training",
@@ -64,6 +64,7 @@ export function createRunView(element) {
       panel.body.hidden = !on;
       panel.tab.setAttribute("aria-selected", String(on));
       panel.tab.tabIndex = on ? 0 : -1;
+      if (on && tabs.scrollWidth > tabs.clientWidth) tabs.scrollLeft = panel.tab.offsetLeft - tabs.offsetLeft - 24;
     }
     draw();
   };
@@ -86,12 +87,12 @@ export function createRunView(element) {
     addPanel(name, () => list.draw(store, table)).append(list.element);
   };
   const at = (key) => (rows, i) => words.clock(store, rows[key][i]);
-  listing("Losses and repairs", "incidents", [
+  listing("Failures and repairs", "incidents", [
     ["Time", at("time")],
     ["What", (rows, i) => make("span", { class: `ft-level ft-${LEVELS[rows.level[i]]}` }, LEVELS[rows.level[i]])],
     ["Of", (rows, i) => rows.subject[i] || "run"],
     ["", (rows, i) => rows.text[i], "ft-wide"],
-  ], "What failed or was lost, and what works again; newest first", "Nothing was lost so far.");
+  ], "What failed, and what works again; newest first", "Nothing failed so far.");
   listing("Decisions", "decisions", [
     ["Time", at("time")],
     ["Because", (rows, i) => rows.cause[i], "ft-wide"],
@@ -121,11 +122,10 @@ export function createRunView(element) {
   // Trainings: rows are made once, and cells change in place.
 
   const nodeKindNote = make("p", { class: "ft-note" });
-  const trainingHead = ["Training", "State", "Done", "Left", "Nodes", "Samples/s", "Epoch", "Loss", "Changes", "Lost", "Remark"];
+  const trainingHead = ["Training", "State", "Done", "Left", "Nodes", "Samples/s", "Epoch", "Loss", "Changes", "Failures", "Remark"];
   const trainingBody = make("tbody");
   trainings.append(
-    scrolling("Trainings", make("table", {}, make("caption", {}, "Choose a training to highlight its nodes, curves and log"),
-      make("thead", {}, make("tr", {}, ...trainingHead.map((name, place) => make("th", { scope: "col", class: place > 2 && place < 10 ? "ft-number" : "" }, name)))), trainingBody)),
+    scrolling("Trainings; choose one to highlight its nodes, curves and log", make("table", {}, make("thead", {}, make("tr", {}, ...trainingHead.map((name, place) => make("th", { scope: "col", class: place > 2 && place < 10 ? "ft-number" : "" }, name)))), trainingBody)),
     nodeKindNote,
   );
   const trainingRows = [];
@@ -168,7 +168,7 @@ export function createRunView(element) {
       put(cells[5], rows.step[i] ? String(rows.epoch[i]) : "");
       put(cells[6], rows.loss[i] === null ? "" : words.number(rows.loss[i]));
       put(cells[7], rows.rescales[i] ? String(rows.rescales[i]) : "");
-      put(cells[8], rows.losses[i] ? String(rows.losses[i]) : "");
+      put(cells[8], rows.failures[i] ? String(rows.failures[i]) : "");
       put(cells[9], rows.error[i] || rows.remark[i] || (rows.state[i] === "waiting" ? "waits for nodes" : ""));
     };
     return { element: row, draw };
@@ -192,15 +192,14 @@ export function createRunView(element) {
     lines.push(line("requested, but given back before the walltime", run.returned_node_seconds, 0, false));
     lines.push(line("requested, but preempted or lost before the walltime", run.cut_short_node_seconds, 0, false));
     const head = (...names) => make("thead", {}, make("tr", {}, ...names.map((name, place) => make("th", { scope: "col", class: place ? "ft-number" : "" }, name))));
-    const parts = [scrolling("Node time", make("table", { class: "ft-narrow" }, make("caption", {}, "Node-hours, by cause"), head("", "Node-hours", "Share"), make("tbody", {}, ...lines)))];
+    const parts = [scrolling("Node-hours, by cause", make("table", { class: "ft-narrow" }, head("", "Node-hours", "Share"), make("tbody", {}, ...lines)))];
     const blocks = run.blocks;
     parts.push(make("p", { class: "ft-note" }, `${words.count(blocks.requested, "block")} requested, ${blocks.started} started; ${blocks.yielded} left early for jobs of other users; ${words.count(run.closing_notices, "notice")} that a node is reclaimed.`));
     const requests = requestsPerHour(store);
     if (requests.commands.length) {
-      parts.push(scrolling("Requests to the batch system", make("table", { class: "ft-narrow" },
-        make("caption", {}, "Commands of the batch system that the driver ran, by hour"),
+      parts.push(scrolling("Requests to the batch system: commands that the driver ran, by hour", make("table", { class: "ft-narrow" },
         head("Hour from", ...requests.commands), make("tbody", {}, ...requests.hours.map(([hour, counts]) => make("tr", {},
-          make("th", { scope: "row" }, words.clock(store, hour)), ...requests.commands.map((name) => make("td", { class: "ft-number" }, String(counts[name] ?? 0)))))))));
+          make("th", { scope: "row" }, words.clock(store, hour).slice(0, -3)), ...requests.commands.map((name) => make("td", { class: "ft-number" }, String(counts[name] ?? 0)))))))));
     }
     accounts.replaceChildren(...parts);
   };
@@ -217,9 +216,9 @@ export function createRunView(element) {
       if (rows.state[i] === "running") nodes += rows.nodes[i];
     }
     put(title, run.name);
-    const ended = run.ended === null ? "running" : run.ended;
+    const ended = run.reading ? "reading …" : run.ended ?? "running";
     put(state, ended);
-    state.className = `ft-badge ft-${ended}`;
+    state.className = `ft-badge ft-${run.reading ? "reading" : ended}`;
     put(lede, run.origin === null ? "The journal has no entries yet."
       : `${run.ended === null ? "Runs since" : "Ran from"} ${words.date(store, 0)}${run.ended === null ? "" : ` to ${words.date(store, run.now)}`}, ${words.duration(run.now)}${run.policy ? `, policy ${run.policy}` : ""}.`);
     const notes = [run.problem, run.starts_failed].filter(Boolean);
@@ -235,7 +234,7 @@ export function createRunView(element) {
     ];
     if (cards.children.length !== facts.length) cards.replaceChildren(...facts.map(() => make("div", {}, make("dt"), make("dd", { class: "ft-value" }), make("dd"))));
     facts.forEach((fact, place) => fact.forEach((text, part) => put(cards.children[place].children[part], text)));
-    for (const [name, table] of [["Trainings", "trainings"], ["Losses and repairs", "incidents"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
+    for (const [name, table] of [["Trainings", "trainings"], ["Failures and repairs", "incidents"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
       put(panels.get(name).count, store.count(table) ? String(store.count(table)) : "");
     }
   };
@@ -275,7 +274,7 @@ const value = (number, proven) => (number === null ? "" : `${words.number(number
 
 const windowOutcome = (rows, i) => {
   const end = rows.ended[i] === null ? "open" : "closed";
-  return rows.used[i] ? `${rows.used[i]} of ${rows.nodes[i]} nodes used, in ${rows.blocks[i]}; ${end}` : rows.ended[i] === null ? "open, not used so far" : "closed, not used";
+  return rows.used[i] ? `${rows.used[i]} of ${rows.nodes[i]} nodes used, in block ${rows.blocks[i]}; ${end}` : rows.ended[i] === null ? "open, not used so far" : "closed, not used";
 };
 
 const requestsPerHour = (store) => {
@@ -283,7 +282,7 @@ const requestsPerHour = (store) => {
   const hours = new Map();
   const commands = new Set();
   for (let i = 0; i < store.count("requests"); i++) {
-    const hour = Math.max(0, Math.floor(rows.begin[i] / 3600)) * 3600;
+    const hour = Math.floor((store.run.origin + Math.max(0, rows.begin[i])) / 3600) * 3600 - store.run.origin;
     const counts = hours.get(hour) ?? {};
     counts[rows.command[i]] = (counts[rows.command[i]] ?? 0) + rows.count[i];
     commands.add(rows.command[i]);
@@ -294,7 +293,9 @@ const requestsPerHour = (store) => {
 
 const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
 
-const scrolling = (name, table) => make("div", { class: "ft-scroll", tabindex: 0, role: "region", "aria-label": name }, table);
+// A table with a note above it, in a box that scrolls by itself, also by keyboard.
+const scrolling = (note, table) => make("div", {}, make("p", { class: "ft-note" }, note),
+  make("div", { class: "ft-scroll", tabindex: 0, role: "region", "aria-label": note }, table));
 
 // A table of the newest rows, with a button for more.
 const makeList = (columns, caption, empty) => {
@@ -302,7 +303,7 @@ const makeList = (columns, caption, empty) => {
   const note = make("p", { class: "ft-note" });
   const more = make("button", { type: "button", hidden: true }, "Show more");
   const head = make("tr", {}, ...columns.map(([name, , style]) => make("th", { scope: "col", class: style === "ft-number" ? style : "" }, name)));
-  const element = make("div", {}, scrolling(caption, make("table", {}, make("caption", {}, caption), make("thead", {}, head), body)), note, more);
+  const element = make("div", {}, scrolling(caption, make("table", {}, make("thead", {}, head), body)), note, more);
   let shown = ROWS_SHOWN;
   let latest = null;
   const draw = (store, table) => {

@@ -1,0 +1,84 @@
+"""Where the page is served: on the loopback, or on a private socket, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+
+import pytest
+
+from freetrain_parsl.campaign.run_source import ScriptSource
+from freetrain_parsl.dashboard.server import ServerOptions, serve
+from freetrain_parsl.errors import InvalidInput
+
+
+class Started(Exception):
+    """Raised instead of serving."""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Begin to serve with these options; return the printed address, and call `look` while connections are accepted."""
+    monkeypatch.setattr(os, "nice", lambda _by: 0)  # it would last for the other tests
+
+    def start_server(look=lambda _address: None, **options):
+        found = []
+
+        def started(address):
+            found.append(address)
+            look(address)
+            raise Started
+
+        with pytest.raises(Started):
+            serve(ScriptSource(tmp_path, tmp_path / "journal.sqlite"), ServerOptions(**options), started)
+        return found[0]
+
+    return start_server
+
+
+def test_a_port_is_on_the_loopback_and_the_address_has_a_new_token(start):
+    first, second = start(), start()
+    assert first.startswith("http://127.0.0.1:")
+    tokens = {address.partition("?token=")[2] for address in (first, second)}
+    assert len(tokens) == 2
+    assert all(len(token) >= 43 for token in tokens)
+
+
+def test_a_port_that_is_taken_is_one_line(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidInput, match=f"--port {port} cannot be used"):
+            start(port=port)
+
+
+def test_a_socket_is_private_and_removed_afterwards(start, tmp_path):
+    path = tmp_path / "page.sock"
+    modes = []
+    start(lambda _address: modes.append(stat.S_IMODE(path.stat().st_mode)), path=path)
+    assert modes == [0o600]
+    assert not path.exists()
+
+
+def test_a_stale_socket_is_replaced_but_nothing_else(start, tmp_path):
+    path = tmp_path / "page.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    start(path=path)
+    with socket.socket(socket.AF_UNIX) as used:
+        used.bind(str(path))
+        used.listen()
+        with pytest.raises(InvalidInput, match="cannot be used"):
+            start(path=path)
+    path.unlink()
+    path.write_text("a file of the user")
+    with pytest.raises(InvalidInput, match="cannot be used"):
+        start(path=path)
+    assert path.read_text() == "a file of the user"
+
+
+def test_a_missing_package_is_named_with_the_remedy(start, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(InvalidInput, match=r"needs the package uvicorn: pip install 'freetrain-parsl\[dashboard\]'"):
+        start()
