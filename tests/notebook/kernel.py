@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
@@ -64,7 +64,7 @@ class Notebook:
 
     def _interrupt(self, after: float) -> None:
         time.sleep(after)
-        run_sync(self._client.km.interrupt_kernel)()
+        os.killpg(os.getpgid(self._client.km.provisioner.pid), signal.SIGINT)  # as jupyter_client does, without a loop
 
     def restart(self) -> None:
         """Restart the kernel, as by the button: it is killed, with its process group."""

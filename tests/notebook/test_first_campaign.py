@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.processes import MARK, marked
+from tests.processes import MARK
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -26,17 +25,12 @@ def outputs_of(book: nbformat.NotebookNode) -> list[str]:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_a_notebook_of_the_docs_runs(path, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("event_loop_closed")
+def test_a_notebook_of_the_docs_runs(path, tmp_path, monkeypatch, mark):
     """All trainings finish, and the table, the logs and the picture are there."""
-    mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     book = nbformat.read(path, as_version=4)
-    try:
-        NotebookClient(book, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    finally:
-        for process in marked(mark):
-            process.kill()
+    NotebookClient(book, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = outputs_of(book)
     assert "digits: finished, 3 of 3 trainings finished" in outputs[1]
     assert outputs[3] == "'finished'"

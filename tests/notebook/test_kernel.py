@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 import psutil
@@ -12,7 +11,6 @@ import pytest
 from freetrain_parsl.campaign.store import RunStore
 from tests.campaign.shell import APP
 from tests.notebook.kernel import Notebook, text_of
-from tests.processes import marked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.cluster,
-    # nbclient leaves its event loop to the garbage collector, and jupyter_client its sockets.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),
+    pytest.mark.usefixtures("event_loop_closed"),
 ]
 
 SITE = """\
@@ -58,15 +55,6 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "site.yaml").write_text(SITE)
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN.replace("SLOW", str(tmp_path / "slow")))
     return tmp_path
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    """Mark the processes of a test, and end those that are left."""
-    mark = uuid.uuid4().hex
-    yield mark
-    for process in marked(mark):
-        process.kill()
 
 
 @pytest.fixture

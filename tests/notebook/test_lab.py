@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 import nbformat
@@ -14,7 +13,6 @@ from nbformat.v4 import new_code_cell, new_notebook
 from freetrain_parsl.campaign.store import RunStore
 from tests.notebook.lab import Lab
 from tests.notebook.test_kernel import CAMPAIGN, SITE, START
-from tests.processes import marked
 from tests.replay import browser
 
 if TYPE_CHECKING:
@@ -43,15 +41,6 @@ def chromium() -> Iterator[browser.Browser]:
     window = browser.Browser(executable)
     yield window
     window.close()
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    """Mark the processes of a test, and end those that are left."""
-    mark = uuid.uuid4().hex
-    yield mark
-    for process in marked(mark):
-        process.kill()
 
 
 @pytest.fixture
