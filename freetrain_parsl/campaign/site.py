@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.planning.policies import PolicyLike
 
-__all__ = ["NodeShape", "Site", "SiteKind", "shipped_sites"]
+__all__ = ["NodeShape", "Site", "SiteKind", "find_site_file", "shipped_sites"]
 
 SYSTEMS = ("local", "slurm", "pbs")
 LAUNCHERS = ("srun", "mpiexec", "mpirun", "single")
@@ -163,7 +163,7 @@ class Site:
         InvalidInput
             It cannot be read, or a value is invalid; the message gives file and line.
         """
-        file = _find(Path(path))
+        file = find_site_file(Path(path))
         return cls.parse(read_text(file, "site file"), str(file), variables or Variables())
 
     @classmethod
@@ -232,7 +232,7 @@ def shipped_sites() -> dict[str, Path]:
     return {}
 
 
-def _find(path: Path) -> Path:
+def find_site_file(path: Path) -> Path:
     """Resolve a path, or the bare name of a shipped file."""
     path = user_path(str(path))
     try:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.run import CELLS
-from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.site import find_site_file
 from freetrain_parsl.campaign.store import DATABASE, RunStore
-from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidInput, InvalidTrainer, UsageError
 from freetrain_parsl.notebook.cells import CellCampaign
 from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import run_command
@@ -150,21 +149,23 @@ class NotebookCampaign:
                 raise InvalidInput(f"{self._run_dir} is not empty, and not a run; give another run_dir")
             made = not self._run_dir.exists()
             self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = self._cells.write(cells)
+            try:
+                self._run(self._cells.write(cells))
+            except UsageError:
+                if not (self._run_dir / DATABASE).exists():
+                    CellCampaign.remove(cells)
+                    if made:
+                        self._run_dir.rmdir()
+                raise
         else:
             assert self._file is not None, "a campaign is a file, or of cells"
-            file = self._file
+            self._run(self._file)
+
+    def _run(self, file: Path) -> None:
         command = ["run", str(file), "--config", self._config, "--run-dir", str(self._run_dir), "--detach"]
         for name, value in self._settings.items():
             command += ["--set", f"{name}={value}"]
-        try:
-            run_command(command)
-        except InvalidInput:
-            if self._cells is not None and not (self._run_dir / DATABASE).exists():
-                CellCampaign.remove(cells)
-                if made:
-                    self._run_dir.rmdir()
-            raise
+        run_command(command, self._here)
 
     def _refuse_another_campaign(self) -> None:
         store = RunStore(self._run_dir)
@@ -174,11 +175,11 @@ class NotebookCampaign:
                 f"{self._run_dir} is the run of another version of this campaign; give another run_dir to start this "
                 f"one, or look at that one: watch({str(self._run_dir)!r})"
             )
-        variables = Variables(store.fact("variables"))
-        site = Site.load(self._config, variables)
-        if store.fact("site_file") != str(Path(site.file).absolute()):
+        in_directory = self._here / self._config
+        site = find_site_file(in_directory if in_directory.exists() else Path(self._config)).absolute()
+        if store.fact("site_file") != str(site):
             raise InvalidInput(
-                f"{self._run_dir} is a run at {store.fact('site_file')}, not at {site.file}; give another run_dir"
+                f"{self._run_dir} is a run at {store.fact('site_file')}, not at {site}; give another run_dir"
             )
 
     def _file_text(self) -> str:
@@ -203,6 +204,7 @@ class NotebookCampaign:
             )
         if not seen.over:
             raise InvalidInput(f"{since}, which is {seen.state}; stop it first: Campaign(…).attach().stop()")
+        run.check_control("resume")
         self._cells.write(self._run_dir / CELLS)
         how = "goes on from the checkpoints" if on_code_change == "resume" else "starts over"
         print(f"{changed} has changed: what has not finished {how} with the new code")  # noqa: T201 - as above

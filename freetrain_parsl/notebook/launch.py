@@ -12,6 +12,7 @@ from freetrain_parsl.errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 __all__ = ["environment_of_user", "run_command"]
 
@@ -30,13 +31,15 @@ def environment_of_user(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run_command(arguments: Sequence[str]) -> str:
+def run_command(arguments: Sequence[str], directory: Path | None = None) -> str:
     """Run a command that returns within seconds, and return its output.
 
     Parameters
     ----------
     arguments
         Those of ``freetrain``.
+    directory
+        Where it runs; default: the current directory.
 
     Raises
     ------
@@ -45,6 +48,7 @@ def run_command(arguments: Sequence[str]) -> str:
     """
     done = subprocess.run(
         [sys.executable, "-c", _COMMAND, *arguments],
+        cwd=directory,
         env=environment_of_user(os.environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -163,7 +163,7 @@ class StartedRun(WatchedRun):
         InvalidInput
             Another notebook controls the run.
         """
-        self._refuse_without_control("stop")
+        self.check_control("stop")
         end = time.monotonic() + timeout
         while (state := self.state) == "starting" and time.monotonic() < end:
             self._sleep(_POLL)  # a driver that begins ignores earlier requests
@@ -187,7 +187,7 @@ class StartedRun(WatchedRun):
         InvalidInput
             The driver runs, or another notebook controls the run.
         """
-        self._refuse_without_control("resume")
+        self.check_control("resume")
         command = ["resume", str(self.directory), "--detach"]
         if on_code_change is not None:
             command += ["--on-code-change", on_code_change]
@@ -196,7 +196,14 @@ class StartedRun(WatchedRun):
         run_command(command)
         self.show()
 
-    def _refuse_without_control(self, verb: str) -> None:
+    def check_control(self, verb: str) -> None:
+        """Refuse what only the notebook that controls the run may do.
+
+        Raises
+        ------
+        InvalidInput
+            It is another one.
+        """
         if not self.controls:
             other = controller_of(self.directory)
             there = f"in the notebook that controls it ({other}), or " if other else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -34,25 +35,44 @@ class ShownRun(ABC):
     directory: Path
     """Run directory of the campaign, or Parsl's."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # cells and the thread of the live display read the same journal
+
     def snapshot(self) -> RunSnapshot:
         """Return the state of the run."""
+        with self._lock:
+            return self._snapshot()
 
-    @abstractmethod
     def results(self) -> list[dict[str, Any]]:
         """Return one row for each training, see `outcome_row`."""
+        with self._lock:
+            return self._results()
 
-    @abstractmethod
+    def explanation(self) -> list[str]:
+        """Return why trainings wait, and what became of the others."""
+        with self._lock:
+            return self._explanation()
+
     def view(self) -> RunView:
         """Return the view of the run for the browser, with what is new."""
+        with self._lock:
+            return self._view()
 
     @abstractmethod
     def journals(self) -> list[Path]:
         """Return the journals of its drivers that exist, the first one first."""
 
     @abstractmethod
-    def explanation(self) -> list[str]:
-        """Return why trainings wait, and what became of the others."""
+    def _snapshot(self) -> RunSnapshot: ...
+
+    @abstractmethod
+    def _results(self) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _explanation(self) -> list[str]: ...
+
+    @abstractmethod
+    def _view(self) -> RunView: ...
 
 
 class ShownCampaign(ShownRun):
@@ -72,13 +92,14 @@ class ShownCampaign(ShownRun):
     """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        super().__init__()
         self.directory = run_dir.absolute()
         self.store = RunStore(self.directory)
         self._clock = clock
         self._journal = _JournalReader()
         self._reader = RunReader(self.store.fact("name"), CampaignSource(self.store).journals, clock)
 
-    def snapshot(self) -> RunSnapshot:
+    def _snapshot(self) -> RunSnapshot:
         """Return the state in the store, with progress from the journal of the last driver."""
         status = local_status(self.store)
         run = self._last_journal()
@@ -95,11 +116,11 @@ class ShownCampaign(ShownRun):
             over=status.over,
         )
 
-    def view(self) -> RunView:
+    def _view(self) -> RunView:
         """Return the view over all drivers."""
         return self._reader.refresh()
 
-    def results(self) -> list[dict[str, Any]]:
+    def _results(self) -> list[dict[str, Any]]:
         """Return the results in the store."""
         return [
             outcome_row(item.name, item.state, item.share, item.result, item.error) for item in trainings_of(self.store)
@@ -110,7 +131,7 @@ class ShownCampaign(ShownRun):
         paths = (Path(driver.journal) for driver in self.store.drivers() if driver.journal is not None)
         return [path for path in paths if path.exists()]
 
-    def explanation(self) -> list[str]:
+    def _explanation(self) -> list[str]:
         """Return the state of the driver, of the windows, and of each training that has not finished."""
         status = local_status(self.store)
         lines = ["the driver is starting"] if status.state == "starting" else [driver_line(self.store)]
@@ -146,6 +167,7 @@ class ShownFutures(ShownRun):
     def __init__(
         self, futures: Mapping[str, Future[Any]], journal: Path, directory: Path, clock: Callable[[], float] = time.time
     ) -> None:
+        super().__init__()
         self.directory = directory
         self._futures = dict(futures)
         self._path = journal
@@ -153,7 +175,7 @@ class ShownFutures(ShownRun):
         self._journal = _JournalReader()
         self._reader = RunReader(directory.name, self._driver_journals, clock)
 
-    def snapshot(self) -> RunSnapshot:
+    def _snapshot(self) -> RunSnapshot:
         """Return the state of the futures, with progress from the journal."""
         run = self._journal.read(self._path)
         rows = tuple(
@@ -172,11 +194,11 @@ class ShownFutures(ShownRun):
             over=over,
         )
 
-    def view(self) -> RunView:
+    def _view(self) -> RunView:
         """Return the view of the executor's journal."""
         return self._reader.refresh()
 
-    def results(self) -> list[dict[str, Any]]:
+    def _results(self) -> list[dict[str, Any]]:
         """Return the results of the futures that are done."""
         rows = []
         run = self._journal.read(self._path)
@@ -192,7 +214,7 @@ class ShownFutures(ShownRun):
         """Return the journal, if the executor has started."""
         return [self._path] if self._path.exists() else []
 
-    def explanation(self) -> list[str]:
+    def _explanation(self) -> list[str]:
         """Return the state of the windows and of each training that has not finished."""
         run = self._journal.read(self._path)
         lines = [] if run is None else _machine_lines(run, self._clock())

@@ -43,6 +43,9 @@ def drive_detached(run_dir: Path, *, config: Path | None = None, on_code_change:
 
 
 def local_status(store: RunStore) -> RemoteStatus:
-    """Return the state of a run on this host: of its detached process if it has one, else of its last driver."""
+    """Return the state of a run on this host: of its detached process if it has one, else of its last driver.
+
+    It has no summary, so that it can be asked for every second.
+    """
     directory = store.directory / DRIVER
-    return status_of(directory, process_of(directory), store)
+    return status_of(directory, process_of(directory), store, with_summary=False)

@@ -250,10 +250,11 @@ def test_a_widget_sends_changes_and_everything_when_it_is_asked():
     view = RunView("sweep")
     widget = RunWidget(view)
     assert (widget.change["base"], widget.change["delta"]["reset"]) == (0, True)
+    sent = widget.change["delta"]["version"]
     view.take([(1.0, record.TrainingSubmitted("a", 1, 2, 100))])
     widget.push("starting")
     first = widget.change
-    assert first["base"] == 0
+    assert first["base"] == sent
     assert first["delta"]["trainings"]["name"] == ["a"]
     assert widget.line == "starting"
     view.take([(2.0, record.TrainingSubmitted("b", 1, 2, 100))])
