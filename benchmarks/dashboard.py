@@ -8,15 +8,17 @@ the start of ``freetrain dashboard``, whose imports and reading of the journal a
 page adds to the memory of the browser's process for it (PSS), compared with a page of one word, after all views were
 shown; ``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, its script and its style sheet.
 
-``driver_slowdown`` is the ratio of the median duration of the driver's turns, in which the progress of all trainings
-and some records are written and committed, with and without five viewers: the same seconds, in turns. Viewers, server
-and driver share the machine's cores.
+``driver_slowdown`` is the ratio of the durations of the driver's turns with and without five viewers. In a turn the
+progress of all trainings and some records are written and committed, four times a second. Server and viewers are
+stopped (SIGSTOP) and continued every two seconds, because the load of a shared machine changes; the ratio is the median
+of those of neighbouring periods. Viewers, server and driver share the machine's cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,7 +43,7 @@ READY = (
     " && document.querySelector('canvas')?.height > 200"
 )
 TABS = "document.querySelectorAll('[role=tab]')"
-_ROUNDS = 6
+VIEWERS = 5
 TURN = 0.25  # seconds between turns of the driver
 
 
@@ -114,31 +116,33 @@ def measure_page(run: Path) -> dict[str, Any]:
     }
 
 
-def measure_driver(run: Path, journal: Path, seconds: float, *, nodes: int, trainings: int) -> dict[str, Any]:
-    """Measure the driver's turns with and without five viewers, alternately."""
+def measure_driver(run: Path, journal: Path, pairs: int, *, nodes: int, trainings: int) -> dict[str, Any]:
+    """Measure the driver's turns while server and viewers are stopped, and while they run, alternately."""
+    seconds = 2.0
     driver = LongRun(journal, nodes=nodes, trainings=trainings, begin=time.time() - 86400)
     driver.advance(3600.0)
-    turns: dict[int, list[float]] = {0: [], 5: []}
-    for _ in range(_ROUNDS):
-        for viewers, found in turns.items():
-            server = Server(run) if viewers else None
-            streams = [
-                subprocess.Popen(["curl", "-sN", "-o", "/dev/null", server.address.replace("/?", "/events?")])
-                for _ in range(viewers)
-                if server is not None
-            ]
-            time.sleep(5.0 if streams else 0.0)  # they have the history
-            found.extend(_turns(driver, seconds))
-            for stream in streams:
-                stream.terminate()
-                stream.wait()
-            if server is not None:
-                server.close()
+    server = Server(run)
+    address = server.address.replace("/?", "/events?")
+    viewers = [subprocess.Popen(["curl", "-sN", "-o", "/dev/null", address]) for _ in range(VIEWERS)]
+    time.sleep(10.0)  # they have the history
+    ratios, alone, watched = [], [], []
+    for _ in range(pairs):
+        pair = []
+        for number, found in ((signal.SIGSTOP, alone), (signal.SIGCONT, watched)):
+            for process in (server.process, *viewers):
+                process.send_signal(number)
+            pair.append(statistics.median(_turns(driver, seconds)))
+            found.append(pair[-1])
+        ratios.append(pair[1] / pair[0])
+    for process in viewers:
+        process.terminate()
+        process.wait()
+    server.close()
     driver.journal.close()
     return {
-        "turn_ms": 1000 * statistics.median(turns[0]),
-        "turn_ms_5_viewers": 1000 * statistics.median(turns[5]),
-        "driver_slowdown": statistics.median(turns[5]) / statistics.median(turns[0]),
+        "turn_ms": 1000 * statistics.median(alone),
+        f"turn_ms_{VIEWERS}_viewers": 1000 * statistics.median(watched),
+        "driver_slowdown": statistics.median(ratios),
     }
 
 
@@ -159,7 +163,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="an hour on 100 nodes with 20 trainings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the rows")
     arguments = parser.parse_args()
-    nodes, trainings, hours, seconds = (100, 20, 1, 2.0) if arguments.quick else (1000, 200, 24, 8.0)
+    nodes, trainings, hours, pairs = (100, 20, 1, 3) if arguments.quick else (1000, 200, 24, 25)
     with tempfile.TemporaryDirectory(prefix="ft-dashboard-") as directory:
         os.chmod(directory, 0o700)  # noqa: PTH101 - the run's directory is private
         past, live = Path(directory, "past"), Path(directory, "live")
@@ -171,7 +175,7 @@ def main() -> None:
         writer.journal.close()
         row = {"nodes": nodes, "trainings": trainings, "hours": hours}
         row |= measure_page(past)
-        row |= measure_driver(live, live / "freetrain" / "journal.sqlite", seconds, nodes=nodes, trainings=trainings)
+        row |= measure_driver(live, live / "freetrain" / "journal.sqlite", pairs, nodes=nodes, trainings=trainings)
     report("The live page", [row], ["starlette", "uvicorn"], arguments.json)
 
 

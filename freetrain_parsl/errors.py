@@ -29,7 +29,8 @@
         ├── UnreadableAnswer    its output cannot be parsed                           (retry may help)
         └── ClusterGone         the embedded cluster is not running
 
-``transient`` indicates whether a retry can help. Each message is one line: what failed, where, and the remedy.
+``transient`` indicates whether a retry can help, ``resumable`` whether ``freetrain resume`` continues a training that
+ended with the error. Each message is one line: what failed, where, and the remedy.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class FreeTrainError(Exception):
     """Base class of all exceptions that this package raises."""
 
     transient: ClassVar[bool] = False
+    resumable: ClassVar[bool] = False
 
 
 class UsageError(FreeTrainError, ValueError):
@@ -128,6 +130,8 @@ class CheckpointMismatch(CheckpointError):
 class CodeChanged(CheckpointError):
     """A checkpoint is intact, but the training's code has changed since it was written."""
 
+    resumable = True
+
 
 class ForeignCheckpoint(CheckpointError):
     """A checkpoint or its directory belongs to another user, or another user could have changed it."""
@@ -180,6 +184,7 @@ class TrainingInterrupted(TrainingError):
     """
 
     transient = True
+    resumable = True
 
 
 class TrainingCancelled(TrainingError, CancelledError):
@@ -222,6 +227,7 @@ class BatchSystemError(FreeTrainError):
     """The batch system refused a request or did not answer in time."""
 
     transient = True
+    resumable = True
 
 
 class UnreadableAnswer(BatchSystemError, ValueError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.trackers.settings import importable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,9 +117,7 @@ def _find(path: Path) -> Path:
 
 
 def _import(name: str, path: Path) -> ModuleType:
-    if str(path) not in sys.path:
-        sys.path.insert(0, str(path))
-    importlib.invalidate_caches()
+    importable(path)
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything, or exit

@@ -44,12 +44,15 @@ class CampaignTraining:
         Its arguments.
     kinds_at
         File and line of its kinds of nodes, or of the training.
+    min_nodes_at
+        File and line of its minimum number of nodes, or of the training.
     """
 
     name: str
     app: TrainingApp
     arguments: Mapping[str, Any]
     kinds_at: str = ""
+    min_nodes_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Campaign:
         """Parse the text of a campaign file from `directory`; `file` is its name in messages."""
         top = Section.parse(text, file, variables)
         name = top.text("name") or Path(file).stem
-        tracker = _read_tracker(top)
+        tracker = _read_tracker(top, directory)
         sections = top.sections("trainings")
         top.done()
         if not sections:
@@ -151,6 +154,7 @@ def _read_trainings(
     if count > _MOST_TRAININGS:
         raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
     kinds_at = section.where("node_kinds" if "node_kinds" in options else "scaling")
+    min_nodes_at = section.where("min_nodes")
     first_seed = options.get("seed", app.request("seed").options.seed)
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
@@ -161,7 +165,7 @@ def _read_trainings(
             if numbered:
                 name = f"{name}-{number + 1}"
             own = {**options, "seed": first_seed + number} if repeat > 1 else options
-            yield CampaignTraining(name, section.checked(app.options, name=name, **own), called, kinds_at)
+            yield CampaignTraining(name, section.checked(app.options, name=name, **own), called, kinds_at, min_nodes_at)
 
 
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "on_code_change": section.text("on_code_change"),
         "fuse": _read_fuse(section),
         "node_kinds": _read_node_kinds(section),
-        "tracker": _read_tracker(section),
+        "tracker": _read_tracker(section, directory),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
@@ -208,9 +212,9 @@ def _read_node_kinds(section: Section) -> list[str] | None:
     return kinds
 
 
-def _read_tracker(section: Section) -> Any:
+def _read_tracker(section: Section, directory: Path) -> Any:
     value = section.value("tracker")
-    section.checked(parse_trackers, value, key="tracker")
+    section.checked(parse_trackers, value, directory.resolve(), key="tracker")
     return value
 
 

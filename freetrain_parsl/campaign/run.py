@@ -20,17 +20,16 @@ from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_iden
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.campaign.providers import make_executor, make_window_source
+from freetrain_parsl.campaign.required_nodes import refuse_impossible, refuse_too_large
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import (
-    BatchSystemError,
-    CodeChanged,
     CollectionUnavailable,
+    FreeTrainError,
     InvalidInput,
     StorageUnavailable,
     TrainingCancelled,
-    TrainingInterrupted,
 )
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.run import RunState
@@ -85,20 +84,6 @@ def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
         make_window_source(site).check(least_walltime(site.planner_settings.in_seconds()))
 
 
-def _refuse_unknown_kinds(campaign: Campaign, site: Site) -> None:
-    """Reject trainings that ask for nodes of kinds that the site does not have."""
-    known = {kind.name for kind in site.kinds}
-    for training in campaign.trainings:
-        for kind in training.app.node_kinds:
-            if kind not in known:
-                choices = (
-                    f"the kinds of {site.file} are {', '.join(sorted(known))}" if known else f"{site.file} has none"
-                )
-                raise InvalidInput(
-                    f"{training.kinds_at}: training {training.name!r} needs nodes of kind {kind!r}; {choices}"
-                )
-
-
 def find_run(directory: Path | None) -> Path:
     """Return the given run directory, or the newest one in the current directory.
 
@@ -146,11 +131,11 @@ class CampaignRun:
         Raises
         ------
         InvalidInput
-            The directory is in use or cannot be created.
+            The directory is in use or cannot be created, or a training needs nodes that the site does not have.
         UsageError, BatchSystemError
             See `preflight`.
         """
-        _refuse_unknown_kinds(campaign, site)
+        refuse_impossible(campaign, site)
         now = datetime.now().astimezone()
         run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
         made = not run_dir.exists()
@@ -165,6 +150,8 @@ class CampaignRun:
             raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
         try:
             preflight(site, run_dir)
+            if site.outlives_driver:
+                refuse_too_large(campaign, site)
         except BaseException:
             shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # created by the preflight
             if made:
@@ -216,7 +203,7 @@ class CampaignRun:
             )
             campaign = replace(campaign, trainings=tuple(trainings))
         site = read_site(store) if config is None else Site.load(config, variables)
-        _refuse_unknown_kinds(campaign, site)
+        refuse_impossible(campaign, site)
         return cls(store, site, campaign)
 
     @property
@@ -381,9 +368,7 @@ class CampaignRun:
         elif isinstance(error, TrainingCancelled):
             self.store.cancel(name)
         else:
-            # A rejection by the site or the end of the driver is not a failure of the training, and changed code is
-            # for the user to decide: resume continues it.
-            final = not isinstance(error, (BatchSystemError, TrainingInterrupted, CodeChanged))
+            final = not (isinstance(error, FreeTrainError) and error.resumable)
             self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
 
     @contextmanager

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.run_source import open_source
 from freetrain_parsl.cli.campaign_view import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
@@ -41,8 +40,14 @@ def dashboard(
     with errors_in_one_line("dashboard"):
         hosts = tuple(name.lower() for name in allow_host or ())
         options = ServerOptions(port=port, path=socket, prefix=prefix, hosts=hosts, token_needed=not no_token)
-        source = open_source(find_run(run_dir))
+        source = open_source(_newest_run() if run_dir is None else run_dir)
         serve(source, options, lambda address: _print(source.directory, address))
+
+
+def _newest_run() -> Path:
+    from freetrain_parsl.campaign.run import find_run  # imports the planner, which the page does not need
+
+    return find_run(None)
 
 
 def _print(directory: Path, address: str) -> None:

@@ -32,7 +32,7 @@ from freetrain_parsl.cli.sources import (
 from freetrain_parsl.cli.windows import notes_view, window_row
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.planning.blocks.rules import format_span
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts
+from freetrain_parsl.windows.slurm.hostlist import show_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -76,7 +76,8 @@ def explain(
 def runs_here() -> Iterator[str]:
     """Report what a user should know of runs in this directory.
 
-    Blocks that cannot start, no storage, trainings that cannot fuse, and the batches that the driver has chosen.
+    Blocks that cannot start, no storage, trainings that make no progress or cannot fuse, and the batches that the
+    driver has chosen.
     """
     for directory in run_directories():
         try:
@@ -91,6 +92,8 @@ def runs_here() -> Iterator[str]:
         for training in run.trainings.values():
             if training.waits_for:
                 reasons[f"cannot start: {training.waits_for}"].append(training.name)
+            if training.state in ("waiting", "running") and (why := training.stalled or training.waiting_reason()):
+                reasons[why].append(training.name)
             if training.alone_because:
                 reasons[f"not fused: {training.alone_because}"].append(training.name)
             if batch := training.batch_remark():
@@ -130,12 +133,12 @@ def verdict_sentence(verdict: Verdict, now: float) -> str:
     window = verdict.window
     lasts = ", no end known" if window.closes is None else f" × {format_span(window.closes - now)}"  # noqa: RUF001 - a product
     kind = f" of kind {window.node_kind}" if window.node_kind else ""
-    head = f"window of {_nodes(len(window.nodes))}{kind}{lasts} ({compress_hosts(window.nodes)})"
+    head = f"window of {_nodes(len(window.nodes))}{kind}{lasts} ({show_hosts(window.nodes)})"
     if not verdict.why:
         return f"{head} used"
     if not verdict.used:
         return f"{head} not used: {verdict.why}"
-    return f"{head} used on {compress_hosts(verdict.used)} only: {verdict.why}"
+    return f"{head} used on {show_hosts(verdict.used)} only: {verdict.why}"
 
 
 def unused_lines(unused: Mapping[str, str], most: int | None) -> list[str]:
@@ -147,7 +150,7 @@ def unused_lines(unused: Mapping[str, str], most: int | None) -> list[str]:
         groups[why].append(node)
     ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
     lines = [f"{_nodes(len(unused))} in no window:"]
-    lines += [f"  {compress_hosts(nodes)}: {why}" for why, nodes in ranked[:most]]
+    lines += [f"  {show_hosts(nodes)}: {why}" for why, nodes in ranked[:most]]
     if rest := ranked[most:] if most is not None else []:
         lines.append(f"  {_nodes(sum(len(nodes) for _, nodes in rest))} for {len(rest)} other reasons: --all")
     return lines

@@ -31,7 +31,7 @@ from freetrain_parsl.cli.sources import (
 )
 from freetrain_parsl.errors import BatchSystemError, UsageError
 from freetrain_parsl.planning.model import Window, WindowKind
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts
+from freetrain_parsl.windows.slurm.hostlist import show_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -176,7 +176,7 @@ def format_closing(window: Window, now: float) -> str:
 
 def format_hosts(names: Iterable[str]) -> Text:
     """Format names as a host list; a narrow terminal may break the line after a comma."""
-    return Text(compress_hosts(names).replace(",", ", ").rstrip(), overflow="fold")
+    return Text(show_hosts(names).replace(",", ", ").rstrip(), overflow="fold")
 
 
 def format_duration(seconds: float) -> str:

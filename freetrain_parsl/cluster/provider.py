@@ -23,6 +23,7 @@ from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
 from freetrain_parsl.settings_checks import check_count, check_duration
+from freetrain_parsl.typed_arguments import wrong_types_refused
 
 if TYPE_CHECKING:
     from freetrain_parsl.windows.base import WindowSource
@@ -118,6 +119,7 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
         How the command is started on a node.
     """
 
+    @wrong_types_refused
     @typeguard.typechecked
     def __init__(
         self,

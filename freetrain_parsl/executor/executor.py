@@ -50,6 +50,7 @@ from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.settings_checks import check_duration
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.trackers.settings import parse_trackers
+from freetrain_parsl.typed_arguments import wrong_types_refused
 from freetrain_parsl.windows.base import OUR_JOBS, WindowSource
 from freetrain_parsl.windows.node_kinds import WindowsByKind
 
@@ -158,6 +159,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         A setting is out of range, or the checkpoint directory cannot be written.
     """
 
+    @wrong_types_refused
     @typeguard.typechecked
     def __init__(
         self,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from freetrain_parsl.trackers.base import Outcome
     from freetrain_parsl.trackers.settings import TrackerSpec
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class ValueWriter:
         self._trackers: dict[str, tuple[TrackerSpec, ...]] = {}
         self._values: dict[str, _Values] = {}
         self._waiting: dict[str, list[str]] = {}
-        self._ended: dict[str, str] = {}
+        self._ended: dict[str, Outcome] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
         self._failures = 0
@@ -147,8 +148,7 @@ class ValueWriter:
             self._write()
             self._values.pop(training, None)  # it may have started over
         elif training in self._trackers:
-            outcomes = {record.TrainingFinished: "finished", record.TrainingFailed: "failed"}
-            self._ended[training] = outcomes.get(type(entry), "interrupted")
+            self._ended[training] = _outcome(entry)
 
     def _write(self) -> None:
         while self._waiting:
@@ -214,6 +214,15 @@ class ValueWriter:
         self._process = None
         if self._starts < _MOST_STARTS:
             self._start_process()
+
+
+def _outcome(entry: record.Record) -> Outcome:
+    match entry:
+        case record.TrainingFinished():
+            return "finished"
+        case record.TrainingFailed(final=True):
+            return "failed"
+    return "interrupted"
 
 
 def _append(path: Path) -> IO[str]:

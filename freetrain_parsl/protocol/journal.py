@@ -26,6 +26,7 @@ __all__ = [
     "ClockStepped",
     "CodeChanged",
     "CohortJoined",
+    "CohortStalled",
     "Decision",
     "EnvironmentDiffers",
     "FragmentEnded",
@@ -350,6 +351,13 @@ class CohortJoined(Record):
 
 
 @dataclass(frozen=True)
+class CohortStalled(Record):
+    """None of the cohort's trainings runs, for `reason`; empty: an array runs again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class ArrayStarted(Record):
     """An array of a cohort starts on a node."""
 
@@ -440,7 +448,7 @@ class SavingWorks(Record):
 
 @dataclass(frozen=True)
 class TrainingStalled(Record):
-    """The training has made no progress for about a minute, for `reason`; empty: it makes progress again."""
+    """The training makes no progress, for `reason`; empty: it makes progress again, or has ended."""
 
     reason: str
 
@@ -460,9 +468,10 @@ class TrainingCancelled(Record):
 
 @dataclass(frozen=True)
 class TrainingFailed(Record):
-    """The training failed with an error."""
+    """The training ended with an error; not `final`: `freetrain resume` continues it."""
 
     error: str
+    final: bool = True
 
 
 KINDS: Mapping[str, type[Record]] = by_type(*Record.__subclasses__())

@@ -32,6 +32,7 @@ __all__ = ["SiteTerms", "compare_sites"]
 
 _HOUR = 3600.0
 _NEVER = 1e12  # hysteresis that no move pays
+_ROUNDING = 1e-4  # relative difference of values that is not worth a remark
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def compare_sites(
         "sites": [{"site": site.name, **log_figures(site.log)} for site in cut],
         "log": log_figures(union),
         "trainers": {"spec": trainers.name, "count": len(trainers.trainers), "objective": trainers.objective},
-        "notes": _notes(sites, cut),
+        "notes": [*_notes(sites, cut), *_note_on_moves(together["value"], apart["value"], together["moves"]["count"])],
         "policy": contestant.policy,
         "knowledge": contestant.knowledge.value,
         "objective": contestant.objective,
@@ -178,6 +179,25 @@ def _notes(sites: Sequence[SiteLog], cut: Sequence[SiteLog]) -> list[str]:
         for site, part in zip(sites, cut, strict=True)
         if site.log is not part.log
     ]
+
+
+def _note_on_moves(moved: float, stayed: float, moves: int) -> list[str]:
+    """Report that moves have cost more than they have gained, if they have.
+
+    Parameters
+    ----------
+    moved, stayed
+        Value with and without moves.
+    moves
+        Their number.
+    """
+    if not moved < stayed * (1 - _ROUNDING):
+        return []
+    note = (
+        f"with moves the sites do {100 * (1 - moved / stayed):.2g} % less than without: what each of the {moves:,} "
+        "moves gains until the next look is an estimate, which is poor where nodes are few or idle irregularly"
+    )
+    return [note]
 
 
 def _way_figures(outcome: FederationOutcome, yardstick: Yardstick, price: float | None) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class TrainingState:
     progress
         Last progress report; see ``protocol.reports.Progress``.
     error
-        Why it failed.
+        Why it failed or, if it waits for ``freetrain resume``, why it ended.
     """
 
     name: str
@@ -80,6 +80,10 @@ class TrainingState:
     """The array in which it trains now, fused with others."""
     fused_with: int = 0
     """Number of other trainings in this array."""
+    cohort: str = ""
+    """The trainings with which it may run fused."""
+    waits_with_cohort: str = ""
+    """Why it is in no array of its cohort."""
     alone_because: str = ""
     """Why it is not fused with others, although it may be."""
     node_kind: str = ""
@@ -102,10 +106,17 @@ class TrainingState:
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
             doing = (self._on_kind(), self.batch_remark(), self._fusion_remark())
-            return self.stalled or self.code_note or "; ".join(filter(None, doing))
+            waiting = self.waiting_reason()
+            return self.stalled or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
         head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
+
+    def waiting_reason(self) -> str:
+        """Return why it waits: the error with which it has ended until it is resumed, or that of its cohort."""
+        if self.state != "waiting":
+            return ""
+        return self.error.partition("\n")[0] or ("" if self.alone_because else self.waits_with_cohort)
 
     def _on_kind(self) -> str:
         return f"on {self.node_kind} nodes" if self.state == "running" and self.node_kind else ""
@@ -187,6 +198,8 @@ class RunState:
         self.windows: list[dict[str, Any]] = []
         self.gains: dict[str, tuple[int, float]] = {}
         """Cohort -> size of an array, and its speed relative to one by one."""
+        self.stalled_cohorts: dict[str, str] = {}
+        """Cohort -> why none of its trainings runs."""
         self.node_kinds: dict[str, str] = {}
         """Node -> its kind, where there are several kinds."""
         self.blocks_requested = 0
@@ -238,6 +251,12 @@ class RunState:
         sizes = Counter(training.array for training in self.trainings.values())
         for training in self.trainings.values():
             training.fused_with = sizes[training.array] - 1 if training.array else 0
+        training_cohorts = {training.cohort for training in self.trainings.values() if training.array}
+        for training in self.trainings.values():
+            if training.cohort in training_cohorts:
+                training.waits_with_cohort = f"waits for a place in an array of {training.cohort}"
+            else:
+                training.waits_with_cohort = self.stalled_cohorts.get(training.cohort, "")
 
     @property
     def completed(self) -> int:
@@ -260,12 +279,25 @@ class RunState:
             case record.StartsFailed():
                 failed = FailedStarts(entry.count, entry.most, entry.next_attempt, entry.reason)
                 self.failed_starts = failed if entry.count else None
-            case record.ArrayMeasured(subject=cohort):
-                if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
-                    self.gains[cohort] = (entry.members, entry.gain)
+            case record.CohortJoined() | record.CohortStalled() | record.ArrayMeasured():
+                self._on_cohort_record(entry.subject, entry)
             case record.Decision():
                 self.solve_seconds.append(entry.seconds)
                 self.solves_proven += entry.proven
+
+    def _on_cohort_record(
+        self, cohort: str, entry: record.CohortJoined | record.CohortStalled | record.ArrayMeasured
+    ) -> None:
+        match entry:
+            case record.CohortJoined():
+                for name in entry.trainings:
+                    if name in self.trainings:
+                        self.trainings[name].cohort = cohort
+            case record.CohortStalled():
+                self.stalled_cohorts[cohort] = entry.reason
+            case record.ArrayMeasured():
+                if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
+                    self.gains[cohort] = (entry.members, entry.gain)
 
     def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
         match entry:
@@ -286,7 +318,8 @@ class RunState:
             case record.TrainingFinished():
                 training.state, training.ended, training.trained = "finished", time, entry.trained
             case record.TrainingFailed():
-                training.state, training.ended, training.error = "failed", time, entry.error
+                training.state = "failed" if entry.final else "waiting"  # for `freetrain resume`
+                training.ended, training.error = time, entry.error
             case record.TrainingCancelled():
                 training.state, training.ended = "cancelled", time
 
@@ -302,9 +335,10 @@ class RunState:
             case record.FragmentStarted():
                 nodes = tuple(entry.nodes)
                 training.rescales += last is not None and last.nodes != nodes
-                training.state, training.nodes = "running", nodes
+                training.state, training.nodes, training.error = "running", nodes, ""
                 training.fragments += 1
                 training.array = entry.array
+                training.cohort = training.cohort if entry.array else ""
                 training.node_kind = ", ".join(sorted({self.node_kinds.get(node, "") for node in nodes}))
                 fragment = Fragment(
                     training.name,

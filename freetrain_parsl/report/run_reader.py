@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from dataclasses import dataclass
+from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.journal import newest_entry, read_journal, read_progress
@@ -50,7 +51,7 @@ class _Place:
     """Its device and inode."""
     entry: int = 0
     damage: str = ""
-    """Which entries were read, but have unexpected content."""
+    """The last entry that was left out, and why."""
     is_over: bool = False
     changed: tuple[int, ...] = ()
     """Sizes and times of its files when they were read last."""
@@ -107,6 +108,7 @@ class RunReader:
                     f"the journal {journal.path} cannot be read after entry {place.entry}: {error}; what was read of "
                     "it is shown"
                 )
+                self._end(journal, place)
             if place.damage:
                 problem = f"the journal {journal.path} is damaged: {place.damage}; the rest of it is shown"
         self.view.report_problem(problem)
@@ -131,7 +133,12 @@ class RunReader:
                 place.is_over = False
                 self.view.begin_driver()
             self.view.pass_time(self._clock())
-        elif not place.is_over:
+        else:
+            self._end(journal, place)
+
+    def _end(self, journal: DriverJournal, place: _Place) -> None:
+        """State that the driver has ended, unless it runs or that was stated before."""
+        if journal.how is not None and place.file is not None and not place.is_over:
             place.is_over = True
             self.view.end_driver(journal.ended, journal.how)
 
@@ -155,11 +162,14 @@ class RunReader:
         self.view.take_progress(read_progress(journal.path))
 
     def _take(self, portion: list[tuple[float, Record | None]], place: _Place, number: int) -> None:
-        first, place.entry = place.entry + 1, number
-        try:
-            self.view.take(portion)
-        except _DAMAGED as error:
-            place.damage = f"entries {first} to {number} are not complete ({error!r})"
+        """Pass records on, the last of which has this number; those with unexpected content are left out."""
+        place.entry, place.is_over = number, False
+        waiting = iter(portion)
+        while length_hint(waiting):
+            try:
+                self.view.take(waiting)
+            except _DAMAGED as error:  # noqa: PERF203 - once for each damaged entry
+                place.damage = f"entry {number - length_hint(waiting)} has unexpected content ({error!r})"
         portion.clear()
 
 

@@ -100,7 +100,7 @@ class RunView:
         """Take the last progress report of each training."""
         self._version += 1
         self._state.take_progress(reports)
-        self._touched |= reports.keys()
+        self._touched |= self._training_rows.keys()  # remarks depend on other trainings, too
         for name, report in reports.items():
             row, loss = self._training_rows.get(name), report.get("loss")
             if row is not None and loss is not None and self._state.trainings[name].state == "finished":

@@ -38,9 +38,11 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
             )
         case record.FragmentResumed():
             return IncidentLevel.REPAIR, f"resumed from the checkpoint of step {entry.step:,}"
+        case record.TrainingFailed(final=False):
+            return IncidentLevel.FAILURE, f"interrupted: {_first_line(entry.error)}; freetrain resume continues it"
         case record.TrainingFailed():
             return IncidentLevel.ERROR, f"failed: {_first_line(entry.error)}"
-        case record.TrainingStalled(reason=reason):
+        case record.TrainingStalled(reason=reason) | record.CohortStalled(reason=reason):
             return (
                 (IncidentLevel.FAILURE, f"makes no progress: {reason}")
                 if reason

@@ -6,7 +6,7 @@ import csv
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 from freetrain_parsl.trackers.shared_directory import name_in
 
@@ -34,15 +34,14 @@ class CsvTracker:
     directory: str | None = None
 
     def open(self, training: TrackedTraining) -> Mapping[str, int]:
-        """See `Tracker.open`; a line that is not complete is removed."""
+        """See `Tracker.open`; a record that is not complete is removed."""
         directory = training.directory if self.directory is None else Path(self.directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = training.name if self.directory is None else name_in(directory, training)
         path = directory / f"{name}.csv"
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         with os.fdopen(descriptor, "rb+") as file:
-            text = file.read()
-            file.truncate(text.rfind(b"\n") + 1)
+            file.truncate(_length_of_records(file))
         self._file: IO[str] = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file)
         steps: dict[str, int] = {}
@@ -62,3 +61,14 @@ class CsvTracker:
     def close(self, outcome: Outcome) -> None:  # noqa: ARG002 - a file has no state
         """See `Tracker.close`."""
         self._file.close()
+
+
+def _length_of_records(file: BinaryIO) -> int:
+    """Return the length of the complete records, in bytes: a line feed ends one unless it is between quotes."""
+    length = position = quotes = 0
+    for line in file:
+        position += len(line)
+        quotes += line.count(b'"')
+        if line.endswith(b"\n") and quotes % 2 == 0:
+            length = position
+    return length

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.trackers.base import TrackedTraining
 from freetrain_parsl.trackers.rows import fresh, read_rows
-from freetrain_parsl.trackers.settings import TrackerSpec
+from freetrain_parsl.trackers.settings import TrackerSpec, importable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,6 +173,8 @@ class _Process:
         followers = self._followers.setdefault(key, [])
         for one in item["trackers"]:
             spec = TrackerSpec(one["kind"], one["options"])
+            if (import_path := one.get("import_path")) is not None:
+                importable(Path(import_path))
             directory = Path(item["directory"]) / spec.kind.replace(":", "-")
             training = TrackedTraining(item["training"], item["id"], directory)
             follower = Follower(training, Path(item["rows"]), spec)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.trackers.base import Tracker
 
-__all__ = ["TrackerSpec", "parse_trackers"]
+__all__ = ["TrackerSpec", "importable", "parse_trackers"]
 
 
 class _Kind(NamedTuple):
@@ -60,19 +62,27 @@ class TrackerSpec:
         return tracker
 
     def as_json(self) -> dict[str, Any]:
-        """Describe it."""
-        return {"kind": self.kind, "options": dict(self.options)}
+        """Describe it, with the directory from which its module was imported if it is not one of this package's."""
+        described = {"kind": self.kind, "options": dict(self.options)}
+        return described if self.kind in _KINDS else {**described, "import_path": _import_path(self.kind)}
 
 
-def parse_trackers(value: Any) -> tuple[TrackerSpec, ...]:
+def parse_trackers(value: Any, beside: Path | None = None) -> tuple[TrackerSpec, ...]:
     """Return the trackers that a setting names; ``None`` or an empty list: none.
+
+    Parameters
+    ----------
+    value
+        The setting.
+    beside
+        Directory whose modules can be imported too.
 
     Raises
     ------
     InvalidSettings
         It names an unknown tracker or option, or one whose package is not installed.
     """
-    specs = tuple(_specs(value))
+    specs = tuple(_specs(value, beside))
     kinds = [spec.kind for spec in specs]
     for kind in kinds:
         if kinds.count(kind) > 1:
@@ -80,34 +90,57 @@ def parse_trackers(value: Any) -> tuple[TrackerSpec, ...]:
     return specs
 
 
-def _specs(value: Any) -> Iterator[TrackerSpec]:
+def _specs(value: Any, beside: Path | None) -> Iterator[TrackerSpec]:
     if value is None:
         return
     if isinstance(value, str):
-        yield _checked(value, {})
+        yield _checked(value, {}, beside)
     elif isinstance(value, dict):
         for kind, options in value.items():
-            yield _checked(kind, {} if options is None else options)
+            yield _checked(kind, {} if options is None else options, beside)
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _specs(each)
+            yield from _specs(each, beside)
     else:
         raise InvalidSettings(f"tracker is a name, or a mapping from names to options, got {value!r}")
 
 
-def _checked(kind: Any, options: Any) -> TrackerSpec:
+def _checked(kind: Any, options: Any, beside: Path | None) -> TrackerSpec:
     if not isinstance(kind, str) or not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
         raise InvalidSettings(f"tracker is a name, or a mapping from names to options, got {kind!r}: {options!r}")
     spec = TrackerSpec(kind, options)
     if ":" not in kind:
         _check_own(kind, options)
+    elif kind.startswith("__main__:"):
+        raise InvalidSettings(f"tracker {kind!r}: another process uses it, so its class must be in a module")
+    elif beside is not None:
+        importable(beside)
     try:
         spec.make()
     except InvalidSettings as error:
         raise InvalidSettings(f"tracker {kind!r}: {error}") from None
-    except (ImportError, AttributeError, TypeError) as error:
-        raise InvalidSettings(f"tracker {kind!r} cannot be created: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code, which may raise anything, or exit
+        raise InvalidSettings(
+            f"tracker {kind!r} cannot be created: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from None
     return spec
+
+
+def importable(directory: Path) -> None:
+    """Search the modules in a directory first when one is imported."""
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+    importlib.invalidate_caches()
+
+
+def _import_path(reference: str) -> str | None:
+    """Return the directory in which the import of a tracker's module has begun; ``None`` if it is not in a file."""
+    module = reference.partition(":")[0]
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return None
+    levels = module.count(".") + (Path(file).stem == "__init__")
+    return str(Path(file).absolute().parents[levels])
 
 
 def _check_own(kind: str, options: Mapping[str, Any]) -> None:

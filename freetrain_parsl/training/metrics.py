@@ -288,7 +288,13 @@ class TrainingMetrics:
 
 
 def _plain(name: str, value: Any) -> float | int | str | bool:
-    if hasattr(value, "item"):  # tensors and numpy scalars
+    if hasattr(value, "item"):  # tensors, arrays and numpy scalars
+        shape = tuple(getattr(value, "shape", ()))
+        if math.prod(shape) != 1:
+            raise UsageError(
+                f"session.log({name}=…) takes one number or string, got {type(value).__name__} of shape {shape}; "
+                "log its mean, or each of its elements with a name of its own"
+            )
         value = value.item()
     if isinstance(value, (bool, int, float, str)):
         return value

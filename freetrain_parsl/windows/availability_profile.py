@@ -84,12 +84,15 @@ class Staircase:
         Assumptions where the plan is incomplete, one line each.
     unused
         Node of the partition that is in no window -> why, in plain English.
+    suitable
+        Number of nodes of the partition that have what a block requires, in use or not; those that are down count.
     """
 
     windows: tuple[Window, ...] = ()
     wanted: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unused: dict[str, str] = field(default_factory=dict)
+    suitable: int = 0
 
 
 def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()) -> Staircase:
@@ -113,9 +116,10 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
     if partition is None:
         hint = did_you_mean(needs.partition, state.partitions)
         raise InvalidSettings(f"the batch system has no partition or queue {needs.partition!r}{hint}")
+    suitable = sum(_may_suit(state.nodes.get(name), needs) for name in partition.nodes)
     if not partition.up:
         why = f"partition {partition.name} is down: jobs in it do not start"
-        return Staircase(notes=(why,), unused=dict.fromkeys(partition.nodes, why))
+        return Staircase(notes=(why,), unused=dict.fromkeys(partition.nodes, why), suitable=suitable)
     occupancy = Occupancy(state, ours)
     closings = _Closings(occupancy, partition)
     hidden = HiddenQueue(occupancy, partition) if state.hides_jobs else None
@@ -149,7 +153,7 @@ def find_windows(state: BatchState, needs: NodeNeeds, ours: Collection[str] = ()
     notes = closings.notes
     if hidden is not None:
         wanted, notes = {**wanted, **hidden.wanted}, [*hidden.notes, *notes]
-    return Staircase(tuple(windows), wanted, tuple(notes), unused)
+    return Staircase(tuple(windows), wanted, tuple(notes), unused, suitable)
 
 
 class _Closings:
@@ -253,16 +257,8 @@ def _why_not(node: Node, needs: NodeNeeds, occupancy: Occupancy) -> str:
     reservation = occupancy.in_force(node.name)
     if reservation is not None:
         return f"in reservation {reservation.name} until {_clock(reservation.end, occupancy.now)}"
-    missing = needs.features - node.features
-    if missing:
-        return f"does not have feature {', '.join(sorted(missing))}"
-    for what, asked, has in (
-        ("CPUs", needs.cpus, node.cpus),
-        ("GPUs", needs.gpus, node.gpus),
-        ("MiB of memory", needs.memory, node.memory),
-    ):
-        if asked > has:
-            return f"has {has} {what}, {asked} required"
+    if unsuitable := _why_unsuitable(node, needs):
+        return unsuitable
     jobs = occupancy.jobs_on.get(node.name, ())
     for job in jobs:
         if job.job in occupancy.ours:
@@ -273,6 +269,26 @@ def _why_not(node: Node, needs: NodeNeeds, occupancy: Occupancy) -> str:
         until = "" if jobs[0].ends is None else f" until {_clock(jobs[0].ends, occupancy.now)}"
         return f"runs job {jobs[0].job} of {jobs[0].user}{until}"
     return "" if node.idle else "busy with a job that is not visible"
+
+
+def _may_suit(node: Node | None, needs: NodeNeeds) -> bool:
+    """Return whether blocks can ever start on a node, as far as known; one that is down may not state what it has."""
+    return node is None or bool(node.unusable) or not _why_unsuitable(node, needs)
+
+
+def _why_unsuitable(node: Node, needs: NodeNeeds) -> str:
+    """Explain what a block requires that a node does not have, even if it is free; empty if nothing."""
+    missing = needs.features - node.features
+    if missing:
+        return f"does not have feature {', '.join(sorted(missing))}"
+    for what, asked, has in (
+        ("CPUs", needs.cpus, node.cpus),
+        ("GPUs", needs.gpus, node.gpus),
+        ("MiB of memory", needs.memory, node.memory),
+    ):
+        if asked > has:
+            return f"has {has} {what}, {asked} required"
+    return ""
 
 
 def _lacks(node: Node, needs: NodeNeeds) -> str:

@@ -108,7 +108,7 @@ class Survey:
         Cost of such a round to the batch system, relative to an ordinary one: the pause until the next is longer by
         this factor.
     nodes
-        Total number of nodes available to blocks, in use or not; ``None`` if unknown.
+        Number of nodes on which blocks can ever start, in use or not; ``None`` if unknown.
     terms_by_kind, nodes_by_kind
         Kind of node -> `terms` and `nodes` there; empty where there is one kind only.
     """

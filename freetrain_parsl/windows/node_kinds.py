@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts
+from freetrain_parsl.windows.slurm.hostlist import show_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,7 +107,7 @@ def _distinct(surveys: Mapping[str, Survey]) -> tuple[list[Window], list[str]]:
                 windows.append(replace(window, nodes=tuple(own), node_kind=kind))
         seen |= {node: kind for window in survey.windows for node in window.nodes if node not in seen}
     notes = [
-        f"{compress_hosts(nodes)}: of the kinds {first!r} and {other!r}, counted as {first!r}"
+        f"{show_hosts(nodes)}: of the kinds {first!r} and {other!r}, counted as {first!r}"
         for (first, other), nodes in shared.items()
     ]
     return windows, notes

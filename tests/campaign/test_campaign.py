@@ -239,6 +239,20 @@ trainings:
     assert campaign(f"trainings: [{{app: '{APP}'}}]").trainings[0].app.request("t").trackers is None
 
 
+def test_the_module_of_a_tracker_may_be_next_to_the_campaign_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "apps").mkdir()
+    (tmp_path / "apps" / "one_app.py").write_text((HERE / "slow_app.py").read_text())
+    (tmp_path / "my_tracker.py").write_text("class Mine:\n    pass\n")
+    text = "trainings: [{app: 'apps/one_app.py:train', name: a%s}]%s"
+    for own, all_ in ((", tracker: 'my_tracker:Mine'", ""), ("", "\ntracker: 'my_tracker:Mine'")):
+        (training,) = campaign(text % (own, all_), tmp_path).trainings
+        (spec,) = training.app.request("a").trackers
+        assert spec.as_json() == {"kind": "my_tracker:Mine", "options": {}, "import_path": str(tmp_path)}
+        sys.modules.pop("my_tracker", None)
+        sys.path.remove(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

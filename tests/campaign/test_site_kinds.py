@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from parsl.providers import PBSProProvider, SlurmProvider
 
 from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.providers import make_executor, make_provider, make_window_source
+from freetrain_parsl.campaign.required_nodes import refuse_too_large
 from freetrain_parsl.campaign.run import CampaignRun
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.windows.base import Survey, WindowSource
 from freetrain_parsl.windows.node_kinds import WindowsByKind
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SLURM = """
 system: slurm
@@ -146,3 +152,74 @@ def test_a_campaign_that_needs_unknown_nodes_is_refused_before_a_run_is_created(
     with pytest.raises(InvalidInput, match=r"kind 'gpu'; site.yaml has none"):
         CampaignRun.create(campaign("node_kinds: [gpu]"), site("system: local\n"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "site_text", "message"),
+    [
+        (
+            "min_nodes: 4",
+            LOCAL,
+            "time, all of one kind, but site.yaml has only 2 of kind 'fast' and 3 of kind 'slow'; lower min_nodes",
+        ),
+        ("{min_nodes: 3, node_kinds: [fast]}", LOCAL, "but site.yaml has only 2 of kind 'fast'; lower min_nodes"),
+        ("min_nodes: 5", NAMED, "but site.yaml has only 2 of kind 'fast' and 4 of kind 'slow'; lower"),
+        (
+            "min_nodes: 3",
+            "system: local\nblock: {nodes: 2}\n",
+            "at the same time, but site.yaml has only 2; lower min_nodes",
+        ),
+    ],
+)
+def test_a_training_larger_than_the_nodes_of_the_site_file_is_refused_before_a_run_is_created(
+    options: str, site_text: str, message: str, tmp_path: Path
+) -> None:
+    options = options.strip("{}").replace(", ", "\n    ")
+    with pytest.raises(InvalidInput) as error:
+        CampaignRun.create(campaign(f"max_nodes: 8\n    {options}"), site(site_text), tmp_path / "run")
+    assert str(error.value).startswith("c.yaml:4: training 'slow_app' needs min_nodes=")
+    assert message in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+class CountedSource(WindowSource):
+    """A batch system of which only the number of nodes matters."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.answer, self.queries = survey, 0
+
+    def survey(self, job_ids: Sequence[str] = ()) -> Survey:
+        self.queries += 1
+        return self.answer
+
+    def cancel(self, job_ids: Sequence[str]) -> None:
+        raise AssertionError(job_ids)
+
+    def find_jobs(self, prefix: str) -> dict[str, str]:
+        raise AssertionError(prefix)
+
+
+@pytest.mark.parametrize(
+    ("survey", "message"),
+    [
+        (Survey(0.0, nodes=2), "the batch system has only 2; lower min_nodes"),
+        (Survey(0.0, nodes=4, nodes_by_kind={"gpu": 2, "cpu": 2}), "only 2 of kind 'gpu' and 2 of kind 'cpu'; lower"),
+        (Survey(0.0, nodes=4), ""),
+        (Survey(0.0, nodes=5, nodes_by_kind={"gpu": 2, "cpu": 3}), ""),
+        (Survey(0.0), ""),
+    ],
+)
+def test_a_training_larger_than_the_batch_system_is_refused_before_it_starts(
+    survey: Survey, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = CountedSource(survey)
+    monkeypatch.setattr("freetrain_parsl.campaign.required_nodes.make_window_source", lambda site: source)
+    refuse_too_large(campaign("max_nodes: 8"), site(SLURM))
+    assert source.queries == 0  # one node is not too large
+    large = campaign("min_nodes: 3\n    max_nodes: 8")
+    if not message:
+        refuse_too_large(large, site(SLURM))
+        return
+    with pytest.raises(InvalidInput, match=r"c.yaml:3: training 'slow_app' needs min_nodes=3 nodes") as error:
+        refuse_too_large(large, site(SLURM))
+    assert message in str(error.value)

@@ -18,6 +18,8 @@ from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.protocol.journal import (
     StartsFailed,
+    TrainingFailed,
+    TrainingStalled,
     TrainingSubmitted,
     TrainingTriesAgain,
     TrainingWaits,
@@ -182,6 +184,18 @@ def test_explain_names_the_trainings_that_wait_for_their_checkpoint_directory(st
     journal.write(3.0, TrainsAlone("a", "the models are of different classes"))
     journal.commit()
     assert list(runs_here()) == ["freetrain-run-1: a not fused: the models are of different classes"]
+    journal.close()
+
+
+def test_explain_names_the_trainings_that_make_no_progress(store, tmp_path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    for name in "ab":
+        journal.write(1.0, TrainingSubmitted(name, 1, 2, None))
+        journal.write(2.0, TrainingStalled(name, "has made no step for more than 10 min on n0"))
+    journal.write(3.0, TrainingFailed("b", "ValueError: bad"))
+    journal.commit()
+    store.describe_driver(store.begin_driver(*own_identity()), "freetrain.x.", journal.path)
+    assert list(runs_here()) == ["freetrain-run-1: a has made no step for more than 10 min on n0"]
     journal.close()
 
 

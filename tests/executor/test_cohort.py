@@ -76,6 +76,40 @@ def test_a_single_training_is_not_delayed_for_long_and_trains_alone(make) -> Non
     assert future.result(0) == "t"
 
 
+def test_members_of_an_array_without_a_step_for_ten_minutes_say_so(make) -> None:
+    world = make(nodes=1)
+    train(world, 2)
+    world.advance(601.0)
+    world.settle()
+    said = {(entry.subject, entry.reason.partition(";")[0]) for entry in records(world, record.TrainingStalled)}
+    stuck = "has made no step for more than 10 min on n0, in array-1"
+    assert said == {("t0", stuck), ("t1", stuck)}
+    world.settle(2)
+    last = {entry.subject: entry.reason for entry in records(world, record.TrainingStalled)}
+    assert last == {"t0": "", "t1": ""}
+
+
+def test_a_cohort_without_an_array_says_what_it_waits_for_and_takes_it_back(make) -> None:
+    world = make(nodes=1)
+    submit(world, 2)
+    world.advance(1.0)
+    world.advance(40.0)
+    assert records(world, record.CohortStalled) == []
+    world.advance(10.0)
+    world.advance(100.0)
+    reason = "waits for a node to join; `freetrain explain` shows why idle nodes are not used"
+    assert records(world, record.CohortStalled) == [record.CohortStalled("cohort-1", reason)]
+    world.assign("cohort-1", frozenset({"n7"}))
+    world.advance(40.0)
+    assert records(world, record.CohortStalled)[1:] == [record.CohortStalled("cohort-1", "")]
+    world.advance(10.0)
+    slots = "waits for slots on n7 to start or to become free"
+    assert records(world, record.CohortStalled)[2:] == [record.CohortStalled("cohort-1", slots)]
+    world.assign_all()
+    world.settle(2)
+    assert records(world, record.CohortStalled)[3:] == [record.CohortStalled("cohort-1", "")]
+
+
 def test_the_planner_sees_a_sweep_as_one_trainer_and_each_node_trains_its_share(make) -> None:
     world = make(nodes=2)
     submit(world, 8)

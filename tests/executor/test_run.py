@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import sys
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from parsl.serialize import deserialize
 
-from freetrain_parsl.errors import PeerFailed, StorageUnavailable, UsageError
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
 from freetrain_parsl.executor.payloads import error_in
+from freetrain_parsl.executor.slot.run_end import end_by
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
 from freetrain_parsl.protocol.messages import (
@@ -251,6 +253,39 @@ def test_sys_exit_is_an_error_of_the_user_that_does_not_end_the_driver(slot: _Sl
     error = error_in(ended.payload)
     assert isinstance(error, UsageError)
     assert str(error) == "the training function called sys.exit(3); return from it instead"
+
+
+def test_an_exception_that_is_no_error_fails_the_training_and_does_not_end_the_driver(slot: _Slot) -> None:
+    """It ended the slot: the training was repeated as after a crash, and its future had another error."""
+    slot.started()
+
+    def leave(_given: dict[str, Any]) -> Finished:
+        raise asyncio.CancelledError("timed out")
+
+    ended = slot.plays(leave)
+    error = error_in(ended.payload)
+    assert type(error) is TrainingError
+    assert str(error) == "the training function raised CancelledError: timed out"
+
+
+def test_a_keyboard_interrupt_ends_the_process_and_is_in_the_log(
+    slot: _Slot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A signal of another's is not the function's failure: the driver counts it as a crash."""
+    slot.started()
+
+    def play(_given: dict[str, Any]) -> Finished:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        slot.plays(play)
+    assert "KeyboardInterrupt" in capsys.readouterr().err
+
+
+def test_a_keyboard_interrupt_in_a_member_of_an_array_never_reaches_the_driver_as_it_is() -> None:
+    end, payload = end_by(KeyboardInterrupt())
+    assert end == RunFailed("TrainingError: the training function raised KeyboardInterrupt:")
+    assert type(error_in(payload)) is TrainingError
 
 
 @pytest.mark.parametrize("stream", ["closed", "removed"])

@@ -23,6 +23,31 @@ from freetrain_parsl.planning.policies import POLICIES
 
 
 @pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (FreeTrainExecutor, {"provider": 3}, "FreeTrainExecutor: provider must be ExecutionProvider | None, got 3"),
+        (FreeTrainExecutor, {"slots_per_node": "2"}, "FreeTrainExecutor: slots_per_node must be int, got '2'"),
+        (
+            FreeTrainExecutor,
+            {"grace": 5},
+            "FreeTrainExecutor: grace must be a timedelta, got 5; in seconds: timedelta(seconds=5)",
+        ),
+        (
+            FreeTrainExecutor,
+            {"available_accelerators": [1]},
+            "FreeTrainExecutor: available_accelerators must be int | list[str], got [1]",
+        ),
+        (EmbeddedClusterProvider, {"nodes": 2.5}, "EmbeddedClusterProvider: nodes must be int, got 2.5"),
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_refused_in_one_line(kind: type, settings: dict, message: str) -> None:
+    """Typeguard's own text has a line for each alternative of the annotation."""
+    with pytest.raises(InvalidSettings) as caught:
+        kind(**settings)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"policy": "best"}, "unknown policy 'best'"),

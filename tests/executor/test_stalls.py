@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from parsl.serialize import serialize
 
-from freetrain_parsl.errors import InvalidTrainer, TooManyRestarts
-from freetrain_parsl.protocol.reports import PeersFailed
+from freetrain_parsl.errors import CodeChanged, InvalidTrainer, TooManyRestarts, TrainingInterrupted
+from freetrain_parsl.executor.slot.run_end import serialized_exception
+from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFailed, RunFinished, RunPaused
 
 if TYPE_CHECKING:
     from tests.executor.stage import Stage
@@ -90,6 +92,96 @@ def test_a_newcomer_that_does_not_get_ready_is_named_while_the_others_train(stag
     stage.ready("s1")
     stage.turn()
     assert reasons(stage)[1:] == [""]
+
+
+# Steps that do not come, though the processes respond.
+
+
+def stepping(stage: Stage, *nodes: str, seconds: float, until: int) -> None:
+    """Let a training run on `nodes` and make steps that take `seconds`."""
+    stage.running(*nodes, step=0)
+    for step in range(1, until + 1):
+        stage.now += seconds
+        stage.progress("s0", step=step)
+    stage.turn()
+
+
+def test_a_training_without_a_step_for_ten_minutes_names_the_nodes_on_which_it_is_blocked(stage: Stage) -> None:
+    stepping(stage, "n0", "n1", "n2", seconds=0.5, until=8)
+    stage.now += 590
+    stage.turn()
+    assert reasons(stage) == []
+    for slot in ("s0", "s2"):
+        stage.waits(slot, 590.0)
+    stage.now += 20
+    stage.turn()
+    stage.now += 300
+    stage.turn()
+    blocked = "on n1, while n0, n2 only wait; the last that it reported was step 8, and a step took 0.5 s"
+    assert reasons(stage) == [f"has made no step for more than 10 min {blocked}"]
+    for slot in ("s0", "s2"):
+        stage.waits(slot, 1190.0)
+    stage.now += 300
+    stage.turn()
+    assert reasons(stage)[1:] == [f"has made no step for more than 20 min {blocked}"]
+    assert stage.killed == []
+    stage.progress("s0", step=9)
+    stage.turn()
+    assert reasons(stage)[2:] == [""]
+
+
+def test_slow_steps_are_given_fifty_times_their_median_and_one_long_step_changes_nothing(stage: Stage) -> None:
+    stepping(stage, "n0", seconds=60.0, until=9)
+    stage.now += 500
+    stage.progress("s0", step=10)
+    stage.now += 50 * 60 - 1
+    stage.turn()
+    assert reasons(stage) == []
+    stage.now += 2
+    stage.turn()
+    (reason,) = reasons(stage)
+    assert reason.startswith(
+        "has made no step for more than 50 min on n0; the last that it reported was step 10, and a step took 60 s"
+    )
+
+
+def test_the_time_without_nodes_is_not_one_without_steps(stage: Stage) -> None:
+    stepping(stage, "n0", seconds=1.0, until=3)
+    stage.on()
+    stage.ends("s0", RunPaused(PauseReason.REQUESTED, stage.report(step=3)))
+    stage.turn()
+    stage.now += 5000
+    stage.turn()
+    assert len(reasons(stage)) == 1  # waits for a node
+    stage.on("n0")
+    stage.progress("s0", step=3)
+    stage.now += 590
+    stage.turn()
+    assert reasons(stage)[1:] == [""]
+
+
+def test_a_training_that_ends_takes_its_reason_back(stage: Stage) -> None:
+    stepping(stage, "n0", seconds=1.0, until=3)
+    stage.now += 601
+    stage.turn()
+    stage.ends("s0", RunFinished(stage.report(step=4)), serialize(1))
+    assert reasons(stage)[1:] == [""]
+
+
+# Ends that are not failures.
+
+
+@pytest.mark.parametrize(
+    ("error", "final"), [(CodeChanged("edited"), False), (TrainingInterrupted("gone"), False), (ValueError("no"), True)]
+)
+def test_the_journal_says_whether_resume_continues_a_training_that_ended_with_an_error(
+    stage: Stage, error: Exception, final: bool
+) -> None:
+    future = stage.running("n0")
+    stage.ends("s0", RunFailed(str(error)), serialized_exception(error))
+    assert type(future.exception(0)) is type(error)
+    (entry,) = [entry for _, entry in stage.history() if entry.kind == "training_failed"]
+    assert entry.detail == {"error": f"{type(error).__name__}: {error}", "final": final}
 
 
 # Newcomers that hang between their command and the rendezvous.

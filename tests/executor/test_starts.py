@@ -207,6 +207,22 @@ def test_the_last_words_of_a_job_are_bounded_and_plain(tmp_path: Path) -> None:
     assert len(last_words({"job_stderr_path": str(stderr)})) < 1000
 
 
+def test_of_a_traceback_only_the_exception_is_among_the_last_words(tmp_path: Path) -> None:
+    """As of a worker pool that cannot reach the driver."""
+    stderr = tmp_path / "job.err"
+    stderr.write_text(
+        "module load: done\n"
+        "Traceback (most recent call last):\n"
+        '  File "pool.py", line 1003, in <module>\n    manager = Manager(\n              ^^^^^^^^\n'
+        "ConnectionError: No viable ZMQ url from: tcp://10.99.0.1:5000\n"
+        f"  an indented line\n{_mark()} 1\n"
+    )
+    assert last_words({"job_stderr_path": str(stderr)}) == (
+        "exit code 1; its stderr ends with 'module load: done / ConnectionError: No viable ZMQ url from: "
+        f"tcp://10.99.0.1:5000 / an indented line'; see {stderr}"
+    )
+
+
 def test_a_job_without_output_says_so(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("hello\n")
     missing = tmp_path / "err"

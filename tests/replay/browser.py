@@ -101,9 +101,10 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def screenshot(self, path: Path) -> None:
-        """Save a picture (PNG) of the whole page."""
-        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+    def screenshot(self, path: Path, clip: dict[str, float] | None = None) -> None:
+        """Save a picture (PNG) of the whole page, or of a rectangle of it (`x`, `y`, `width`, `height`)."""
+        region = {} if clip is None else {"clip": {**clip, "scale": 1}}
+        answer = self.call("Page.captureScreenshot", captureBeyondViewport=True, **region)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def requests(self) -> list[str]:

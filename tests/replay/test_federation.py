@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 
@@ -17,10 +18,13 @@ from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.planning.sites.model import SiteChoice, SitePlan, SitesSettings, TransferRate, Verb
 from freetrain_parsl.planning.sites.planner import plan_sites
+from freetrain_parsl.replay.comparison import Contestant
 from freetrain_parsl.replay.federation import FederationOutcome, replay_sites
 from freetrain_parsl.replay.ideal import BestRates
 from freetrain_parsl.replay.simulation import Cost, Knowledge, ReplaySettings, replay
+from freetrain_parsl.replay.site_comparison import SiteTerms, compare_sites
 from freetrain_parsl.replay.site_logs import SiteLog, same_length
+from freetrain_parsl.replay.trainers import TrainerSet
 from tests.replay.small_logs import SmallLog, random_logs, random_trainers
 
 FULL = ReplaySettings(cost=Cost.FULL, start_seconds=2.0)
@@ -151,3 +155,21 @@ def test_a_finished_training_is_not_looked_at_again():
     assert outcome.times_to_finish()
     assert outcome.audit() == (0.0, 0.0)
     assert sum(stint.account.samples for stint in outcome.stints["t"]) == pytest.approx(400.0)
+
+
+@pytest.mark.parametrize(("closes", "loss"), [(75.0, "5.4 %"), (95.0, None)])
+def test_moves_that_have_cost_more_than_they_have_gained_are_noted_with_the_figure(closes, loss):
+    """Site b has four nodes for 15 or 35 seconds, which nobody can foresee at the look at which they open."""
+    sites = [
+        SiteLog("a", SmallLog([("n0", 0.0, 600.0)], 0.0, 600.0)),
+        SiteLog("b", SmallLog([(f"m{number}", 60.0, closes) for number in range(4)], 0.0, 600.0)),
+    ]
+    trainer = Trainer("t", 1, 4, ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0}), CostsInSeconds(1.0, 1.0, 2.0))
+    terms = SiteTerms(SitesSettings(look=timedelta(seconds=60)), RATES, 200.0)
+    contestant = Contestant("milp", objective="throughput")
+    result = compare_sites(sites, TrainerSet("one", (trainer,), "throughput"), contestant, FULL, terms)
+    value = {way["way"]: way["value"] for way in result["ways"]}
+    assert (value["together"] < value["apart"]) == (loss is not None)
+    assert [note.partition(" less")[0] for note in result["notes"]] == (
+        [f"with moves the sites do {loss}"] if loss else []
+    )

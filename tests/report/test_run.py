@@ -73,6 +73,41 @@ def test_reading_on_adds_only_what_is_new(run: RunState, tmp_path: Path) -> None
     assert run.trainings["a"].fragments == 3
 
 
+def test_members_of_a_cohort_that_wait_say_what_for(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    for name in ("a", "b", "c"):
+        journal.write(1.0, record.TrainingSubmitted(name, 1, 2, None))
+    journal.write(1.5, record.CohortJoined("cohort-1", ["a", "b"]))
+    journal.write(50.0, record.CohortStalled("cohort-1", "waits for a node to join"))
+    journal.commit()
+    run = RunState(journal.path).refresh()
+    assert [training.remark() for training in run.trainings.values()] == ["waits for a node to join"] * 2 + [""]
+    journal.write(60.0, record.CohortStalled("cohort-1", ""))
+    journal.commit()
+    assert run.refresh().trainings["a"].remark() == ""
+    journal.write(61.0, record.FragmentStarted("a", 1, ["n0"], in_place=False, paused=0.0, array="array-1"))
+    journal.commit()
+    run.refresh()
+    assert run.trainings["b"].remark() == "waits for a place in an array of cohort-1"
+    assert run.trainings["a"].remark() == "in array-1, alone"
+    journal.write(62.0, record.TrainsAlone("b", "it has a sharded model"))
+    journal.close()
+    assert run.refresh().trainings["b"].remark() == "not fused: it has a sharded model"
+
+
+def test_a_training_that_resume_continues_waits_with_its_reason(tmp_path: Path) -> None:
+    """As in the run's own table; other errors are failures."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    for name in ("a", "b"):
+        journal.write(1.0, record.TrainingSubmitted(name, 1, 2, None))
+    journal.write(2.0, record.TrainingFailed("a", "CodeChanged: training 'a': it was edited\n", final=False))
+    journal.write(2.0, record.TrainingFailed("b", "ValueError: no"))
+    journal.close()
+    a, b = RunState(journal.path).refresh().trainings.values()
+    assert (a.state, a.remark()) == ("waiting", "CodeChanged: training 'a': it was edited")
+    assert (b.state, b.remark()) == ("failed", "")
+
+
 def test_a_run_without_a_journal_yet_is_empty(tmp_path: Path) -> None:
     assert RunState(tmp_path / "nowhere.sqlite").refresh().trainings == {}
 

@@ -93,6 +93,23 @@ def test_failures_are_counted_and_stated():
     assert "the group of 2 nodes ended" in table(delta, "incidents")[0]["text"]
 
 
+def test_a_training_that_was_interrupted_is_not_one_that_failed():
+    ends = [(170.0, record.TrainingFailed("a", "NoSpace: x", final=False)), (170.0, record.TrainingFailed("b", "E: x"))]
+    delta = view_of(*RUN, *ends).since()
+    assert [row["state"] for row in table(delta, "trainings")] == ["waiting", "failed"]
+    texts = {row["subject"]: row["text"] for row in table(delta, "incidents")}
+    assert "freetrain resume" in texts["a"]
+    assert texts["b"] == "failed: E: x"
+
+
+def test_why_a_cohort_waits_is_a_remark_of_its_trainings(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    reason = "waits for a node to join"
+    write(path, *RUN[:3], (101.0, record.CohortJoined("c", ["a", "b"])), (170.0, record.CohortStalled("c", reason)))
+    delta = RunReader("demo", lambda: [DriverJournal(path)], clock=lambda: 500.0).refresh().since()
+    assert all(reason in row["remark"] for row in table(delta, "trainings"))
+
+
 @pytest.mark.parametrize("cut", range(len(RUN)))
 def test_a_reader_that_follows_and_one_that_comes_late_have_the_same(cut):
     view = RunView("demo")
@@ -174,9 +191,14 @@ def test_a_damaged_journal_is_named_and_does_not_end_the_reader(journal, damage)
             broken = "{" if damage == "json" else '{"nodes": 3, "ends": "x"}'
             database.execute("UPDATE event SET detail = ? WHERE kind = 'block_started'", (broken,))
         database.close()
-    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
+    reader = RunReader("demo", lambda: [DriverJournal(journal, how="finished", ended=160.0)])
     for _ in range(2):
-        assert str(journal) in reader.refresh().since()["run"]["problem"]
+        delta = reader.refresh().since()
+        assert str(journal) in delta["run"]["problem"]
+        assert damage == "bytes" or delta["run"]["ended"] == "finished"
+    if damage == "fields":
+        assert "entry 7 has unexpected content" in delta["run"]["problem"]
+        assert len(table(delta, "fragments")) == 2, "the rest is shown"
 
 
 def test_a_run_without_a_journal_yet_is_empty_and_has_no_problem(tmp_path):

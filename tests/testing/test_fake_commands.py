@@ -13,8 +13,12 @@ from parsl.launchers import MpiExecLauncher, SrunLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 from parsl.providers.errors import SubmitException
 
+from freetrain_parsl.campaign.providers import make_provider, make_window_source
+from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
+from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for
 from freetrain_parsl.testing.fake_commands import (
     MISHAP_VARIABLE,
     PBS_COMMANDS,
@@ -33,6 +37,7 @@ from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 pytestmark = pytest.mark.cluster
 
+_RUNNING = BlockState.RUNNING
 NODES = ("n00", "n01", "n02", "n03")
 STEP = """echo "$FREETRAIN_CLUSTER_NODE hello"
 trap 'echo "$FREETRAIN_CLUSTER_NODE saved"; exit 0' TERM
@@ -160,6 +165,36 @@ def wait_for(ask, what, seconds=20.0):
 
 def state_of(source, job):
     return source.survey([job]).blocks[job].state
+
+
+def test_nodes_of_a_pbs_are_of_two_kinds_by_what_their_blocks_select(on_path, tmp_path):
+    """Blocks of each kind are submitted with its queue and options, and run on nodes of that kind."""
+    text = """
+system: pbs
+kinds:
+  even: {queue: backfill, select_options: island=even}
+  odd: {queue: preemptible, select_options: island=odd, cores: 4}
+"""
+    site = Site.parse(text, "site.yaml", Variables({}, {}))
+    with fake_of("pbs", tmp_path) as fake:
+        on_path(fake)
+        source = make_window_source(site)
+        survey = source.survey()
+        kinds = {node: window.node_kind for window in survey.windows for node in window.nodes}
+        assert kinds == {"n00": "even", "n01": "odd", "n02": "even", "n03": "odd"}
+        assert survey.nodes_by_kind == {"even": 2, "odd": 2}
+        jobs = {}
+        for kind in reversed(site.kinds):
+            nodes = next(window.nodes for window in survey.windows if window.node_kind == kind.name)
+            spec = BlockSpec(kind.name, nodes[:1], 120.0, 60.0, node_kind=kind.name)
+            provider = provider_for(make_provider(site.of_kind(kind)), spec)
+            provider.script_dir = str(tmp_path)
+            jobs[kind.name] = provider.submit("sleep 60", 1, f"ft-{kind.name}")
+        wait_for(lambda: {job: state_of(source, job) for job in jobs.values()}, dict.fromkeys(jobs.values(), _RUNNING))
+        blocks = source.survey(list(jobs.values())).blocks
+        assert {kind: blocks[job].nodes for kind, job in jobs.items()} == {"even": ("n00",), "odd": ("n01",)}
+        source.cancel(list(jobs.values()))
+        wait_for(fake.cluster.client.queue, {})
 
 
 # -- windows -------------------------------------------------------------------------------------------------

@@ -215,6 +215,25 @@ def test_a_training_that_starts_over_is_another_one_for_trackers(tmp_path) -> No
     assert _steps(tmp_path / "root" / "t" / "values-1.jsonl") == [1]
 
 
+@pytest.mark.parametrize(
+    ("entry", "outcome"),
+    [
+        (record.TrainingFinished("t", trained=True, step=1), "finished"),
+        (record.TrainingFailed("t", "ValueError: no"), "failed"),
+        (record.TrainingFailed("t", "TrainingInterrupted: the driver ended", final=False), "interrupted"),
+        (record.TrainingCancelled("t"), "interrupted"),
+    ],
+)
+def test_trackers_learn_how_a_training_ended_and_whether_it_goes_on(tmp_path, entry, outcome) -> None:
+    writer = _writer(tmp_path, TrackerSpec("csv"))
+    writer._start_process = lambda: None
+    writer.take("t", [_row(1, loss=1.0)])
+    writer.note(entry)
+    writer._turn()
+    last = json.loads((tmp_path / "log" / "trackers.jsonl").read_text().splitlines()[-1])
+    assert last["outcome"] == outcome
+
+
 def test_values_wait_while_the_directory_cannot_be_written(tmp_path, caplog) -> None:
     writer = _writer(tmp_path)
     (tmp_path / "root" / "t").write_text("in the way")
@@ -255,7 +274,6 @@ def test_a_tracker_that_hangs_holds_up_neither_the_driver_nor_another_tracker(tm
     (tmp_path / "hanging.py").write_text(
         "import time\nclass Hanging:\n    def open(self, training):\n        time.sleep(3600)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     writer = _writer(tmp_path, *parse_trackers(["hanging:Hanging", "csv"]))
     writer.start()
@@ -308,11 +326,12 @@ def test_the_process_catches_up_by_itself_from_its_files(tmp_path) -> None:
         (["csv", {"csv": None}], "tracker 'csv' is named twice"),
         (7, "tracker is a name, or a mapping from names to options, got 7"),
         ({"csv": 7}, "tracker is a name, or a mapping"),
-        ("nowhere:Class", "tracker 'nowhere:Class' cannot be created: No module named 'nowhere'"),
+        ("nowhere:Class", "tracker 'nowhere:Class' cannot be created: ModuleNotFoundError: No module named"),
         (
             {"tests.trackers.test_process:MemoryTracker": {"x": 1}},
-            "cannot be created: MemoryTracker() takes no arguments",
+            "cannot be created: TypeError: MemoryTracker() takes no arguments",
         ),
+        ("__main__:Class", "another process uses it, so its class must be in a module"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(value, message) -> None:
@@ -320,6 +339,25 @@ def test_settings_that_cannot_work_are_refused(value, message) -> None:
         parse_trackers(value)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_tracker_of_ones_own_is_described_with_the_directory_of_its_import(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").write_text("class Here:\n    pass\n")
+    (tmp_path / "own_package" / "inner.py").write_text("class There:\n    pass\n")
+    specs = parse_trackers(["own_package:Here", "own_package.inner:There", "csv"], tmp_path)
+    assert [spec.as_json().get("import_path") for spec in specs] == [str(tmp_path), str(tmp_path), None]
+
+
+def test_an_error_in_the_module_of_a_tracker_is_one_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "faulty_tracker.py").write_text("class Faulty(:\n")
+    (tmp_path / "leaving_tracker.py").write_text("import sys\nsys.exit(3)\n")
+    for reference, words in (("faulty_tracker:Faulty", "SyntaxError: invalid syntax"), ("leaving_tracker:X", "3")):
+        with pytest.raises(InvalidSettings, match=f"tracker '{reference}' cannot be created: .*{words}") as refused:
+            parse_trackers(reference, tmp_path)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_tracker_without_its_package_names_the_extra(monkeypatch) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from freetrain_parsl.testing.tracker_suite import TrackerConformance
 from freetrain_parsl.trackers.base import Row, TrackedTraining
 from freetrain_parsl.trackers.csv_file import CsvTracker
 from freetrain_parsl.trackers.mlflow import MlflowTracker
+from freetrain_parsl.trackers.rows import fresh
 from freetrain_parsl.trackers.tensorboard import TensorBoardTracker
 from freetrain_parsl.trackers.wandb import WandbTracker
 from tests.trackers.reading import read_csv, read_mlflow, read_tensorboard, read_wandb
@@ -32,6 +38,32 @@ class TestCsv(TrackerConformance):
         again.close("finished")
         tracker.close("finished")
         assert self.read(training) == {"a": [(1, 1.5), (2, 2.5)]}
+
+
+_AWKWARD = st.text(alphabet='a",\n\rä', max_size=6)
+
+
+@settings(max_examples=8)
+@example(values=[{"a": 'x"\ny', "b\n": "1\r\n2"}, {"a": "ä,\n\n"}])
+@given(values=st.lists(st.dictionaries(_AWKWARD, _AWKWARD, max_size=2), min_size=1, max_size=3))
+def test_a_csv_file_that_was_cut_anywhere_ends_as_if_it_had_not_been(values) -> None:
+    """Names and values may have quotes and line feeds: a line is not a record."""
+    rows = [Row(step, 1.0, each) for step, each in enumerate(values, start=1)]
+    with tempfile.TemporaryDirectory() as directory:
+        training = TrackedTraining("t", "1" * 16, Path(directory))
+        path = training.directory / "t.csv"
+
+        def write() -> None:
+            tracker = CsvTracker()
+            tracker.log(list(fresh(rows, dict(tracker.open(training)))))
+            tracker.close("finished")
+
+        write()
+        whole = path.read_bytes()
+        for length in range(len(whole)):
+            path.write_bytes(whole[:length])
+            write()
+            assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize("kind", [CsvTracker, pytest.param(TensorBoardTracker, marks=pytest.mark.slow)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -15,6 +16,7 @@ from freetrain_parsl.protocol.reports import Logged
 from freetrain_parsl.training.fragment import run_fragment
 from freetrain_parsl.training.logged_rows import LoggedRows
 from freetrain_parsl.training.mailbox import ControlMailbox, Membership
+from freetrain_parsl.training.metrics import TrainingMetrics
 
 
 def _train(session, mailbox=None, stop_at=None, every=2, fail_at=None):
@@ -103,3 +105,39 @@ def test_rows_are_bounded_and_reported_in_portions() -> None:
     copy = LoggedRows()
     copy.load(rows.state())
     assert list(copy.reports(0)) == portions
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (torch.tensor(2.0), 2.0),
+        (torch.tensor([[3]]), 3),
+        (torch.tensor([1.5], dtype=torch.bfloat16), 1.5),
+        (np.float32(0.5), 0.5),
+        (np.array([4]), 4),
+        (np.array(True), True),
+        (np.str_("a"), "a"),
+    ],
+)
+def test_tensors_and_arrays_of_one_element_are_logged_as_plain_values(value, plain) -> None:
+    metrics = TrainingMetrics()
+    metrics.log({"v": value})
+    logged = metrics.state()["log"]["v"]
+    assert (logged, type(logged)) == (plain, type(plain))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.array([1.0, 2.0]), r"session\.log\(v=…\) takes one number or string, got ndarray of shape \(2,\); log its"),
+        (torch.zeros(2, 3), r"got Tensor of shape \(2, 3\); log its mean, or each of its elements with a name"),
+        (torch.zeros(0), r"got Tensor of shape \(0,\)"),
+        (np.array([1j]), "takes numbers and strings, got complex"),
+    ],
+)
+@pytest.mark.parametrize("by_steps", [False, True])
+def test_other_tensors_and_arrays_are_refused_by_name_and_shape(value, words, by_steps) -> None:
+    metrics = TrainingMetrics()
+    metrics.step = 1
+    with pytest.raises(UsageError, match=words):
+        metrics.log_step(0, 1, {"v": value}) if by_steps else metrics.log({"v": value})

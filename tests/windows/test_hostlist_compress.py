@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts, expand_hosts
+from freetrain_parsl.windows.slurm.hostlist import compress_hosts, expand_hosts, show_hosts
 
 NAMES = st.from_regex(r"[ab0-2]{1,2}[0-9]{0,2}[a-]{0,1}", fullmatch=True)
 
@@ -42,6 +42,19 @@ def test_neighbours_become_one_range(first, count, width):
 )
 def test_lists_are_written_as_slurm_writes_them(names, text):
     assert compress_hosts(names) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["n1", "n2"], "n[1-2]"),
+        (["pbs1[10]", "pbs1[2]", "pbs1", "pbs2"], "pbs[1-2],pbs1[2],pbs1[10]"),
+        (["a,b"], "a,b"),
+    ],
+)
+def test_names_that_a_host_list_cannot_contain_are_shown_as_they_are(names, text):
+    assert show_hosts(names) == text
 
 
 @pytest.mark.parametrize("name", ["", "a,b", "a[1]"])

@@ -7,10 +7,13 @@ import pytest
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
 from freetrain_parsl.planning.model import BlockTerms, Window, WindowKind
 from freetrain_parsl.windows.base import BlockState
+from freetrain_parsl.windows.node_kinds import WindowsByKind
 from freetrain_parsl.windows.pbs.source import PbsWindowSource, pbs_walltime_request
 from tests.windows.pbs_answers import HEAD_START, NOW, Answers, content, text, with_hole
 
 HOLE = Window(("pbs1[6]",), 1795227999.0, HEAD_START, WindowKind.BACKFILL, "main")
+
+_WORDS = {"gpu": "ngpus", "cpu": "ncpus"}
 
 pytestmark = pytest.mark.usefixtures("utc")
 
@@ -98,6 +101,15 @@ def test_the_servers_default_queue_is_taken():
 def test_only_nodes_that_have_what_a_block_asks_are_windows(settings, nodes):
     found, _ = source(with_hole(), **settings)
     assert sum(len(window.nodes) for window in found.survey().windows) == nodes
+
+
+def test_the_nodes_that_blocks_can_never_use_do_not_count():
+    nodes = content("nodes.json")
+    nodes["nodes"]["pbs1[5]"]["resources_available"]["ngpus"] = 0
+    nodes["nodes"]["pbs1[4]"]["state"] = "down"  # it may have lost its resources with its state
+    del nodes["nodes"]["pbs1[4]"]["resources_available"]["ngpus"]
+    found, _ = source({"nodes.json": nodes}, select_options="ngpus=4")
+    assert found.survey().nodes == 7
 
 
 def test_a_site_that_hides_the_jobs_of_others_is_noted():
@@ -274,3 +286,11 @@ def test_walltimes_that_shrink_to_fit():
     assert pbs_walltime_request(60.0, 7200.9) == "min_walltime=00:01:00,max_walltime=02:00:00"
     with pytest.raises(InvalidSettings):
         pbs_walltime_request(600.0, 60.0)
+
+
+def test_a_vnode_of_two_kinds_is_named_in_the_note():
+    """The name of a vnode has brackets, which no host list can contain."""
+    sources = {kind: source(with_hole(), select_options=f"{word}=4")[0] for kind, word in _WORDS.items()}
+    survey = WindowsByKind(sources).survey()
+    assert {window.nodes: window.node_kind for window in survey.windows} == {("pbs1[6]",): "gpu"}
+    assert "pbs1[6]: of the kinds 'gpu' and 'cpu', counted as 'gpu'" in survey.notes

@@ -77,7 +77,7 @@ const start = () => {
   dialog.append(make("h2", { id: "ft-stop-title" }, "Stop this run?"),
     make("p", {}, "All trainings save their state and end, and the run's jobs are withdrawn. freetrain resume continues it later."),
     said, make("div", { class: "ft-tools" }, yes, no));
-  stopper.addEventListener("click", () => { said.textContent = ""; yes.disabled = false; dialog.showModal(); no.focus(); });
+  stopper.addEventListener("click", () => { said.textContent = ""; yes.hidden = yes.disabled = false; no.textContent = "Let it run"; dialog.showModal(); no.focus(); });
   no.addEventListener("click", () => dialog.close());
   yes.addEventListener("click", async () => {
     yes.disabled = true;
@@ -86,6 +86,7 @@ const start = () => {
       const answer = await fetch("stop", { method: "POST", headers: { "X-FreeTrain-Change": token } });
       const text = await answer.text();
       said.textContent = answer.headers.get("content-type")?.startsWith("application/json") ? JSON.parse(text).message : text;
+      yes.hidden = true;
       no.textContent = "Close";
     } catch {
       said.textContent = "The server does not answer; use freetrain stop.";

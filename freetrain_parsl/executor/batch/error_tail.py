@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = ["TELL_EXIT_CODE", "last_words"]
 
@@ -18,6 +18,7 @@ TELL_EXIT_CODE = f"trap 'echo \"{_MARK} $?\" >&2' EXIT"
 """Shell command at the start of a block's script: batch systems report exit codes late, or only in the accounting."""
 
 _BYTES_READ = 8192
+_TRACEBACK = "Traceback (most recent call last):"
 _MOST_LINES = 4
 _LONGEST = 400  # characters
 _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
@@ -56,15 +57,26 @@ def last_words(resource: Mapping[str, Any] | None) -> str:
 
 
 def _last_lines(path: Path) -> list[str]:
-    """Return the last non-empty lines of a file, without control characters."""
+    """Return the last non-empty lines of a file, without control characters and the frames of Python's tracebacks."""
     try:
         with path.open("rb") as file:
             file.seek(-min(_BYTES_READ, file.seek(0, os.SEEK_END)), os.SEEK_END)
             text = file.read(_BYTES_READ).decode(errors="replace")
     except (OSError, ValueError):  # not created yet, or removed with the script directory
         return []
-    plain = (_printable(line) for line in text.splitlines())
+    plain = (_printable(line) for line in _without_frames(text.splitlines()))
     return [line for line in plain if line]
+
+
+def _without_frames(lines: Iterable[str]) -> Iterator[str]:
+    """Leave out what is between the head of a traceback and its exception: it names files of Python and Parsl."""
+    in_traceback = False
+    for line in lines:
+        if line == _TRACEBACK:
+            in_traceback = True
+        elif not (in_traceback and (line.startswith(" ") or not line)):
+            in_traceback = False
+            yield line
 
 
 def _printable(line: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
 from freetrain_parsl.executor.payloads import error_in, settle_with_payload
@@ -154,7 +154,8 @@ class CommandRunner:
 
     def _fail(self, training: Training, error: BaseException) -> None:
         if not isinstance(error, TrainingCancelled):  # recorded when it was requested
-            self.log(record.TrainingFailed(training.name, f"{type(error).__name__}: {error}"))
+            final = not (isinstance(error, FreeTrainError) and error.resumable)
+            self.log(record.TrainingFailed(training.name, f"{type(error).__name__}: {error}", final))
         self._journal.commit()
         if not training.future.done():
             training.future.set_exception(error)
@@ -170,8 +171,8 @@ class CommandRunner:
                 logger.info("%s: %d trainings fused are %.2f times as fast as one by one", name, members, gain)
             case record.TrainsAlone(reason=reason):
                 logger.warning("training %s is not fused: %s", name, reason)
-            case record.TrainingStalled(reason=reason) if reason:
-                logger.warning("training %s %s", name, reason)
+            case record.CohortStalled(reason=reason) | record.TrainingStalled(reason=reason) if reason:
+                logger.warning("%s %s", name, reason)
             case record.BatchChanged(size=size, before=before):
                 logger.info("training %s has batches of %d samples, before %d", name, size, before)
             case record.CodeChanged(note=note):

@@ -46,7 +46,7 @@ def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind
         case record.TrainingFinished(step=step):
             return f"had finished at step {step} in an earlier run: nothing was trained"
         case record.TrainingFailed(error=error):
-            return f"failed: {' '.join(error.split())}"
+            return f"{'failed' if entry.final else 'ended'}: {' '.join(error.split())}"
     return None
 
 

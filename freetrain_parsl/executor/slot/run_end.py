@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import PeerFailed, StorageUnavailable, UsageError
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
             # Not passed on as it is: it would end the driver's program, too.
             usage = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
             error = usage.with_traceback(error.__traceback__)
+        case BaseException() if not isinstance(error, Exception):  # asyncio.CancelledError, …: the same
+            raised = TrainingError(f"the training function raised {type(error).__name__}: {_text_of(error)}")
+            error = raised.with_traceback(error.__traceback__)
     reason = shorten(f"{type(error).__name__}: {_text_of(error)}", _LONGEST_REASON)
     return RunFailed(reason), serialized_exception(error)
 

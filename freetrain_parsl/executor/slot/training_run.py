@@ -127,7 +127,12 @@ class TrainingRun:
                 payload = serialize(ended.value) if is_first else b""
             else:
                 end = RunPaused(ended.reason, ended.progress)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's function: passed to the user's future
+        except KeyboardInterrupt as error:
+            # SIGINT, from the batch system or a person: as with any other signal that ends a process, it is a crash.
+            self._attribute(f"!{self.source}")
+            print_exception(error)
+            raise
+        except BaseException as error:  # noqa: BLE001 - of the user's function: passed to the user's future
             end, payload = end_by(error, self._generation)
             if isinstance(end, RunFailed):
                 self._attribute(f"!{self.source}")

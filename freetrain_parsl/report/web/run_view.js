@@ -169,7 +169,7 @@ export function createRunView(element) {
       put(cells[6], rows.loss[i] === null ? "" : words.number(rows.loss[i]));
       put(cells[7], rows.rescales[i] ? String(rows.rescales[i]) : "");
       put(cells[8], rows.failures[i] ? String(rows.failures[i]) : "");
-      put(cells[9], rows.error[i] || rows.remark[i] || (rows.state[i] === "waiting" ? "waits for nodes" : ""));
+      put(cells[9], rows.error[i] || rows.remark[i] || (rows.state[i] !== "waiting" ? "" : store.run.ended === null ? "waits for nodes" : "not finished"));
     };
     return { element: row, draw };
   };

@@ -56,7 +56,7 @@ def qsub(store: Store, arguments: list[str]) -> None:
         queue,
         _chunks(resources.get("select", "1")),
         _LONGEST if walltime is None else walltime,
-        _named_nodes(resources.get("select", "1")),
+        _named_nodes(resources.get("select", "1"), store),
         stdout,
         stderr,
         env,
@@ -211,8 +211,14 @@ def _chunks(select: str) -> int:
     return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
 
-def _named_nodes(select: str) -> tuple[str, ...] | None:
-    return tuple(re.findall(r":(?:host|vnode)=([^:+]+)", select)) or None
+def _named_nodes(select: str, store: Store) -> tuple[str, ...] | None:
+    """Return the nodes that a selection names or, for one of an island, the first free ones of it."""
+    if named := re.findall(r":(?:host|vnode)=([^:+]+)", select):
+        return tuple(named)
+    if island := re.search(r":island=([^:+]+)", select):
+        free = [name for name, job in store.node_jobs().items() if job is None]
+        return tuple(answers.on_island(island[1], free, list(store.node_jobs())))[: _chunks(select)] or None
+    return None
 
 
 def _print(text: str, file: TextIO | None = None) -> None:

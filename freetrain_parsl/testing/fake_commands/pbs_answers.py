@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.testing.fake_commands.store import FakeJob, Store
 
-__all__ = ["SCHEDULER", "full_id", "jobs", "nodes", "queues", "server"]
+__all__ = ["SCHEDULER", "full_id", "jobs", "nodes", "on_island", "queues", "server"]
 
 SCHEDULER = """Sched default
     sched_host = fake
@@ -27,6 +27,7 @@ SCHEDULER = """Sched default
 """
 
 _SERVER = "fake"
+_ISLANDS = ("even", "odd")  # a site's own resource, by which a job may select nodes
 _PRIORITIES = {"main": 100, "backfill": 10, "preemptible": 1}
 _MEMORY = "16777216kb"
 _TERMINATED, _FINISHED, _FAILED = 91, 92, 93
@@ -134,20 +135,26 @@ def nodes(store: Store) -> str:
     """Format vnodes as ``pbsnodes -av -F json`` does."""
     cpus, now = store.settings.cpus, _now(store)
     records = {}
-    for name, job in store.node_jobs().items():
+    for number, (name, job) in enumerate(store.node_jobs().items()):
+        resources = {"arch": "linux", "host": name, "mem": _MEMORY, "ncpus": cpus, "vnode": name}
         records[name] = {
             "Mom": name,
             "ntype": "PBS",
             "state": "job-exclusive" if job else "free",
             "pcpus": cpus,
             **({"jobs": [full_id(job)]} if job else {}),
-            "resources_available": {"arch": "linux", "host": name, "mem": _MEMORY, "ncpus": cpus, "vnode": name},
+            "resources_available": {**resources, "island": _ISLANDS[number % 2]},
             "resources_assigned": {"ncpus": cpus} if job else {},
             "resv_enable": "True",
             "sharing": "default_excl",
             "last_used_time": int(now),
         }
     return _write(store, now, nodes=records)
+
+
+def on_island(island: str, names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """Return those of `names` that are on an island."""
+    return [name for name in names if _ISLANDS[all_names.index(name) % 2] == island]
 
 
 def queues(store: Store) -> str:

@@ -155,7 +155,7 @@ class PbsWindowSource(WindowSource):
             wanted=stairs.wanted,
             notes=(*notes, *stairs.notes),
             unused=stairs.unused,
-            nodes=len(partition.nodes) or None,
+            nodes=stairs.suitable or None,
         )
 
     def state(self) -> BatchState:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["compress_hosts", "expand_hosts", "natural_order"]
+__all__ = ["compress_hosts", "expand_hosts", "natural_order", "show_hosts"]
 
 _MOST_HOSTS = 1_000_000
 _NUMBER = re.compile(r"[0-9]{1,40}")
@@ -58,7 +58,7 @@ def compress_hosts(names: Iterable[str]) -> str:
     """
     families: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(set(names), key=lambda name: (natural_order(name), name)):
-        if not name or not set(name).isdisjoint("[],"):
+        if not _fits(name):
             raise ValueError(f"{name!r} is not a node name")
         match = _LAST_NUMBER.fullmatch(name)
         if match is None:
@@ -68,9 +68,22 @@ def compress_hosts(names: Iterable[str]) -> str:
     return ",".join(_brief(before, numbers, after) for (before, after), numbers in families.items())
 
 
+def show_hosts(names: Iterable[str]) -> str:
+    """Write names for people: a host list, then those that it cannot contain, such as vnodes of PBS (``host[0]``)."""
+    unique = set(names)
+    others = {name for name in unique if not _fits(name)}
+    shown = compress_hosts(unique - others)
+    return ",".join(filter(None, [shown, *sorted(others, key=natural_order)]))
+
+
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which n2 comes before n10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _fits(name: str) -> bool:
+    """Return whether a host list can contain a name."""
+    return bool(name) and set(name).isdisjoint("[],")
 
 
 def _brief(before: str, numbers: list[str], after: str) -> str:

@@ -125,7 +125,7 @@ class SlurmWindowSource(WindowSource):
             notes=(*self._notes(), *staircase.notes),
             unused=staircase.unused,
             effort=self._effort(partition) if state.hides_jobs else 1.0,
-            nodes=len(partition.nodes) or None,
+            nodes=staircase.suitable or None,
         )
 
     def state(self) -> BatchState:

@@ -17,6 +17,7 @@ from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
 from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
 from freetrain_parsl.executor.control.training.response import Response
+from freetrain_parsl.executor.control.training.stall import waiting_reason
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import PauseRun, ReleaseMember
 from freetrain_parsl.protocol.reports import (
@@ -104,6 +105,8 @@ class Cohort:
         self._gain = 0.0  # at this size
         self._structure = structure
         self._refusal = ""
+        self._stall = ""
+        self._stands_since = now  # without an array, or without nodes
         self._commands: list[Addressed] = []
         self._registry: SlotRegistry
         self.add(requests, now)
@@ -188,6 +191,8 @@ class Cohort:
                 self._tick()
             case on.Assigned():
                 if not self._holds:
+                    if not self._desired:
+                        self._stands_since = now
                     self._desired = event.nodes
             case on.MemberReported():
                 self._member_reported(event)
@@ -218,12 +223,24 @@ class Cohort:
                 self._pause(array)
             if array.deadline is not None and self._response.now > array.deadline:
                 self._do(do.Kill(array.slot, "it did not exit in time"))
+            for member in array.members.values():
+                member.explain_stall(array, self._response.now)
         if wanted:
             if len(self._members) <= len(wanted):
                 self._use_all_nodes()
             self._place(self._free(wanted))
         if self._members:
             self._trainer.update(self._members.values())
+        self._explain_stall()
+
+    def _explain_stall(self) -> None:
+        """Record why no array runs; why a member is in none of those that run follows from their number."""
+        if self._arrays or self.over or self._holds:
+            self._stands_since = self._response.now
+        reason = waiting_reason(self._desired, 1, self._response.now - self._stands_since)
+        if reason != self._stall:
+            self._stall = reason
+            self._log(record.CohortStalled(self.name, reason))
 
     def _use_all_nodes(self) -> None:
         """Let members train alone on whole nodes if each can have one or more, and could use more than one slot."""
@@ -338,7 +355,7 @@ class Cohort:
             member.response.log(started)
             if progress.resumed_from is not None:
                 member.response.log(record.FragmentResumed(member.name, progress.resumed_from))
-        member.tracker.take(progress)
+        member.tracker.take(progress, self._response.now)
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
         if sized.reason and not sized.fused:
@@ -445,6 +462,7 @@ class Cohort:
         """Take a member out of its array."""
         del array.members[member.name]
         array.releasing.discard(member.name)
+        member.note_stall("")
         if member.began is not None:
             seconds = max(0.0, self._response.now - member.began)
             member.response.log(

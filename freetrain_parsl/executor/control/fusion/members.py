@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.control.training.response import Response
+from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
     from freetrain_parsl.executor.control.training.commands import Command
@@ -70,6 +71,8 @@ class CohortMember:
         When its current fragment began, seconds; ``None``: it does not train.
     crashes
         Number of arrays that crashed while it trained in them.
+    stall
+        Why it makes no progress in its array, as it was last recorded; empty if it does.
     """
 
     request: TrainingRequest
@@ -79,6 +82,7 @@ class CohortMember:
     alone_because: str = ""
     began: float | None = None
     crashes: int = 0
+    stall: str = ""
 
     @property
     def name(self) -> str:
@@ -89,6 +93,18 @@ class CohortMember:
     def structure(self) -> str:
         """Equal for trainings that may be fused; empty if it is not known yet."""
         return "" if self.tracker.latest is None else self.tracker.latest.structure
+
+    def explain_stall(self, array: RunningArray, now: float) -> None:
+        """Record if it has made no step for long in `array`, in which it trains."""
+        steps = self.tracker.steps
+        overdue = None if self.began is None else steps.overdue(self.began, now)
+        self.note_stall("" if overdue is None else steps.sentence(overdue, f"{array.node}, in {array.name}"))
+
+    def note_stall(self, reason: str) -> None:
+        """Record why it makes no progress, if that has changed."""
+        if reason != self.stall:
+            self.stall = reason
+            self.response.log(record.TrainingStalled(self.name, reason))
 
     @property
     def seconds_left(self) -> float | None:

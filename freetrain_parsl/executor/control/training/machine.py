@@ -260,11 +260,15 @@ class TrainingMachine:
             reason = stall_reason(
                 self.phase,
                 self.participants,
+                steps=self._tracker.steps,
                 desired=self.desired,
                 assigned=self._assigned,
                 needed=self.request.min_nodes,
                 now=self._response.now,
             )
+        self._note_stall(reason)
+
+    def _note_stall(self, reason: str) -> None:
         if reason != self._stall:
             self._stall = reason
             self._log(record.TrainingStalled(self.name, reason))
@@ -386,7 +390,7 @@ class TrainingMachine:
         first = self._processes.report_training()
         if first and progress.resumed_from is not None:
             self._log(record.FragmentResumed(self.name, progress.resumed_from))
-        self._tracker.take(progress)
+        self._tracker.take(progress, self._response.now)
         self._planner.advance(progress)
 
     def _run_over(self, event: on.RunOver) -> None:
@@ -438,6 +442,7 @@ class TrainingMachine:
         self._end_group_if_empty()  # all its members may have failed
 
     def _end(self) -> None:
+        self._note_stall("")
         self._recovering = None
         self._processes.end()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import TooManyRestarts
 from freetrain_parsl.executor.control.training import commands as do
+from freetrain_parsl.executor.control.training.step_watch import StepWatch
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ class ProgressTracker:
     ----------
     latest
         The latest report.
+    steps
+        The times of its steps.
     storage_problem
         Why the checkpoint directory cannot be used; empty if it can.
     """
 
     def __init__(self, name: str, max_restarts: int, response: Response) -> None:
         self.latest: Progress | None = None
+        self.steps = StepWatch()
         self.storage_problem = ""
         self._name = name
         self._max_restarts = max_restarts
@@ -53,8 +57,9 @@ class ProgressTracker:
         """Whether its group can change in place, as far as is known."""
         return self.latest is None or self.latest.in_place
 
-    def take(self, progress: Progress) -> None:
+    def take(self, progress: Progress, now: float) -> None:
         """Take a report."""
+        self.steps.take(progress.step, now)
         if progress.code_note and progress.code_note != self._code_note:
             self._code_note = progress.code_note
             self._response.log(record.CodeChanged(self._name, progress.code_note))
