@@ -82,6 +82,10 @@ class FreeTrainError(Exception):
 class UsageError(FreeTrainError, ValueError):
     """The caller's input is wrong; nothing was started, submitted or overwritten."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows instead of a traceback: the message says what, where, and the remedy."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class InvalidTrainer(UsageError):
     """The description of a training app is invalid: it could never run."""

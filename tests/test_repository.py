@@ -52,6 +52,7 @@ ROOMS = {
         "trackers",
     },
     "remote": {"campaign", "cluster", "planning", "report", "storage"},
+    "notebook": {"campaign", "executor", "protocol", "remote", "report", "storage", "training"},
     "report": {"protocol", "executor", "windows"},
     "dashboard": {"campaign", "report"},
     "replay": {"planning", "windows", "cluster", "report"},

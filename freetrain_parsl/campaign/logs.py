@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.logs.lines import LogLine
 
-__all__ = ["LOGS", "log_lines", "trainings_of"]
+__all__ = ["LOGS", "log_lines", "shown_line", "trainings_of"]
 
 LOGS: Final = "logs"
 """Directory of the logs in the run directory."""
@@ -101,3 +102,27 @@ def _has_ended(run_dir: Path) -> bool:
     if (run_dir / DATABASE).exists():
         return driver_state(RunStore(run_dir.absolute()).last_driver()) is not DriverState.ALIVE
     return not has_writer(run_dir / LOGS)
+
+
+def shown_line(line: LogLine, width: int = 0, *, all_processes: bool = False, times: bool = False) -> str:
+    """Format a line, with its end, for people.
+
+    Parameters
+    ----------
+    line
+        The line.
+    width
+        Width of the column with the training's name; 0: no such column.
+    all_processes
+        Whether the lines are of all processes.
+    times
+        Whether to show when the line arrived.
+    """
+    name = f"{line.training:{width}} | " if width else ""
+    at = datetime.fromtimestamp(line.time).astimezone()
+    if line.is_mark:
+        return f"{name}── {at:%Y-%m-%d %H:%M:%S} {line.text} ──\n"
+    rank = line.source.lstrip("!")
+    process = "" if rank == "0" or (line.is_main and not all_processes) else f"[{'joining' if rank == '?' else rank}] "
+    stamp = f"{at:%H:%M:%S} " if times else ""
+    return f"{name}{stamp}{process}{line.text}\n"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.campaign.assignment import Assignment
 from freetrain_parsl.campaign.campaign import Campaign
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "CELLS",
     "CampaignRun",
     "find_run",
     "make_run_directory",
@@ -58,6 +59,9 @@ __all__ = [
     "run_directories",
     "run_signals",
 ]
+
+CELLS: Final = "notebook"
+"""Directory in the run directory with training apps of a notebook, which may exist before the run."""
 
 _PERIOD = 0.25  # seconds between polls of futures and signals
 _RUN_NAME = "freetrain-run-"
@@ -134,7 +138,7 @@ def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, boo
     made = not run_dir.exists()
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(run_dir.iterdir()):
+        if any(path.name != CELLS for path in run_dir.iterdir()):
             raise InvalidInput(
                 f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.site_nodes import NodeShape, SiteKind
     from freetrain_parsl.planning.policies import PolicyLike
 
-__all__ = ["Site", "read_costs", "shipped_sites"]
+__all__ = ["Site", "find_site_file", "read_costs", "shipped_sites"]
 
 SYSTEMS = ("local", "slurm", "pbs")
 _MANNERS = ("max_pending_blocks",)  # planner settings in the file's ``manners`` section
@@ -95,7 +95,7 @@ class Site:
         InvalidInput
             It cannot be read, or a value is invalid; the message gives file and line.
         """
-        file = _find(Path(path))
+        file = find_site_file(Path(path))
         return cls.parse(read_text(file, "site file"), str(file), variables or Variables())
 
     @classmethod
@@ -173,7 +173,7 @@ def shipped_sites() -> dict[str, Path]:
     return {}
 
 
-def _find(path: Path) -> Path:
+def find_site_file(path: Path) -> Path:
     """Resolve a path, or the bare name of a shipped file."""
     path = user_path(str(path))
     try:

@@ -140,6 +140,12 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
     raise typer.Exit(130 if how == "interrupted" else 1 if left else 0)
 
 
+def print_detached(directory: Path) -> None:
+    """Print where a detached driver works, and how to look at it and end it."""
+    typer.echo(f"run directory: {directory}")
+    typer.echo(f"the driver runs in the background: freetrain status {directory}, freetrain stop {directory}")
+
+
 def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:
     """Print one row per training, then each error on an unwrapped line: it may contain a path or a command."""
     console.print(_table(trainings))

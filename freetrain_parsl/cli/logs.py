@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from freetrain_parsl.campaign.logs import log_lines, trainings_of
+from freetrain_parsl.campaign.logs import log_lines, shown_line, trainings_of
 from freetrain_parsl.cli.sources import errors_in_one_line
-
-if TYPE_CHECKING:
-    from freetrain_parsl.executor.logs.lines import LogLine
 
 __all__ = ["logs"]
 
@@ -39,21 +35,10 @@ def logs(
         width = max(map(len, names), default=0) if len(names) > 1 else 0
         try:
             for line in log_lines(run_dir, training, follow=follow, tail=tail, all_processes=all_processes):
-                sys.stdout.write(_shown(line, width, all_processes=all_processes, times=times))
+                sys.stdout.write(shown_line(line, width, all_processes=all_processes, times=times))
                 if follow:
                     sys.stdout.flush()
             sys.stdout.flush()
         except BrokenPipeError:  # `freetrain logs … | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
-
-
-def _shown(line: LogLine, width: int, *, all_processes: bool, times: bool) -> str:
-    name = f"{line.training:{width}} | " if width else ""
-    at = datetime.fromtimestamp(line.time).astimezone()
-    if line.is_mark:
-        return f"{name}── {at:%Y-%m-%d %H:%M:%S} {line.text} ──\n"
-    rank = line.source.lstrip("!")
-    process = "" if rank == "0" or (line.is_main and not all_processes) else f"[{'joining' if rank == '?' else rank}] "
-    stamp = f"{at:%H:%M:%S} " if times else ""
-    return f"{name}{stamp}{process}{line.text}\n"

@@ -9,10 +9,11 @@ import typer
 
 from freetrain_parsl.campaign.run import CampaignRun, find_run, refuse_living_driver
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import RunDirectory, drive_and_report
+from freetrain_parsl.cli.campaign_view import RunDirectory, drive_and_report, print_detached
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import check_on_code_change
+from freetrain_parsl.remote.detached import drive_detached
 
 if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import OnCodeChange
@@ -35,10 +36,13 @@ def resume(
         help="What to do with trainings whose code has changed: 'refuse', 'resume' from their checkpoints, or "
         "'restart'. Default: as set in the campaign.",
     ),
+    detach: bool = typer.Option(False, "--detach", help="Return at once; the driver goes on in the background."),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
     """Clean up after a dead driver, then continue the unfinished trainings."""
     with errors_in_one_line("resume"):
+        if detach and json:
+            raise UsageError("--detach and --json exclude each other; 'freetrain status --json' prints the results")
         if on_code_change is not None:
             check_on_code_change(on_code_change)
         directory = find_run(run_dir)
@@ -55,6 +59,10 @@ def resume(
             campaign_run.store.retry_failed()
         for name in retry:
             campaign_run.store.retry(name)
+        if detach:
+            drive_detached(campaign_run.directory, config=config, on_code_change=on_code_change)
+            print_detached(campaign_run.directory)
+            return
     drive_and_report(campaign_run, as_json=json, resuming=True)
 
 

@@ -10,9 +10,10 @@ from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.run import CampaignRun
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.cli.campaign_view import drive_and_report
+from freetrain_parsl.cli.campaign_view import drive_and_report, print_detached
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.remote.detached import drive_detached
 
 __all__ = ["run"]
 
@@ -32,6 +33,9 @@ def run(
     any_versions: bool = typer.Option(
         False, "--any-versions", help="With --sites: accept other versions of Python, freetrain-parsl and torch there."
     ),
+    detach: bool = typer.Option(
+        False, "--detach", help="Return once the run is created; its driver goes on in the background."
+    ),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
     """Run the trainings of a campaign on the idle nodes of a site, or of several sites."""
@@ -40,11 +44,17 @@ def run(
     with errors_in_one_line("run"):
         if include or any_versions:
             raise UsageError("--include and --any-versions are for --sites")
+        if detach and json:
+            raise UsageError("--detach and --json exclude each other; 'freetrain status --json' prints the results")
         variables = Variables.parse(settings)
         site = Site.load(config or "local", variables)
         trainings = Campaign.load(campaign, variables)
         variables.refuse_unused()
         campaign_run = CampaignRun.create(trainings, site, run_dir, assignment=assigned)
+        if detach:
+            drive_detached(campaign_run.directory)
+            print_detached(campaign_run.directory)
+            return
     drive_and_report(campaign_run, as_json=json)
 
 

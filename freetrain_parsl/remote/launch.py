@@ -27,7 +27,7 @@ from freetrain_parsl.remote.environment import scrubbed
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["LOG", "Process", "launch", "process_of", "read_document"]
 
@@ -64,7 +64,9 @@ class Process:
     exit_code: int | None
 
 
-def launch(directory: Path, command: Sequence[str], working_directory: Path) -> None:
+def launch(
+    directory: Path, command: Sequence[str], working_directory: Path, environment: Mapping[str, str] | None = None
+) -> None:
     """Start ``freetrain COMMAND…`` and return once it has recorded itself.
 
     Parameters
@@ -75,6 +77,8 @@ def launch(directory: Path, command: Sequence[str], working_directory: Path) -> 
         Arguments of ``freetrain``.
     working_directory
         Where it runs.
+    environment
+        Default: that of this process, without what looks secret.
     """
     for path in (directory / _RECORD, *directory.glob(_exit_name("*", "*"))):
         path.unlink(missing_ok=True)
@@ -84,7 +88,7 @@ def launch(directory: Path, command: Sequence[str], working_directory: Path) -> 
         first = subprocess.Popen(
             [sys.executable, "-m", "freetrain_parsl.remote.launch", str(directory), *command],
             cwd=working_directory,
-            env=scrubbed(os.environ),
+            env=scrubbed(os.environ) if environment is None else environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -80,7 +80,12 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def status_of(
-    root: Path, process: Process | None, store: RunStore | None, clock: Callable[[], float] = time.time
+    root: Path,
+    process: Process | None,
+    store: RunStore | None,
+    clock: Callable[[], float] = time.time,
+    *,
+    with_summary: bool = True,
 ) -> RemoteStatus:
     """Derive the state of a run from its last process and its store.
 
@@ -94,9 +99,11 @@ def status_of(
         State of the run; ``None`` before it has been created.
     clock
         Seconds since the epoch.
+    with_summary
+        Whether the status has the summary, which reads the whole journal.
     """
     driver = None if store is None else store.last_driver()
-    document = None if store is None else summary(store)
+    document = summary(store) if store is not None and with_summary else None
     host = driver.host if driver is not None else process.host if process is not None else platform.node()
     status = RemoteStatus(root.name, "starting", host, str(root), summary=document)
     drives = process is not None and process.command[0] in ("run", "resume")
@@ -117,8 +124,7 @@ def status_of(
                 status, state="died", message="its driver was killed, or its host rebooted; resume continues"
             )
         case _:
-            assert document is not None, "a driver has a store"
-            left = len(document["trainings"]) - document["finished"] - document["cancelled"]
+            left = sum(item.state not in ("finished", "cancelled") for item in store.trainings())
             if driver.how == "finished" and left:
                 return replace(status, state="failed", message=f"{left} trainings have not finished; see results")
             return replace(status, state=driver.how or "failed")

@@ -38,6 +38,7 @@ def run(tmp_path, tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "files", "message"),
     [
+        (["campaign.yaml", "--detach", "--json"], {}, "--detach and --json exclude each other"),
         (["none.yaml"], {}, "none.yaml: cannot read the campaign file: No such file or directory"),
         (
             ["campaign.yaml", "--config", "none.yaml"],

@@ -1,0 +1,226 @@
+"""A campaign from a cell: it is started in the background, and found again by the same cell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.campaign.run import CELLS
+from freetrain_parsl.campaign.site import find_site_file
+from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.errors import InvalidInput, InvalidTrainer, UsageError
+from freetrain_parsl.notebook.cells import CellCampaign
+from freetrain_parsl.notebook.control import controller_of, take_control
+from freetrain_parsl.notebook.launch import run_command
+from freetrain_parsl.notebook.run import StartedRun
+from freetrain_parsl.notebook.shown import ShownCampaign
+from freetrain_parsl.notebook.snapshot import short_path
+from freetrain_parsl.protocol.options import check_on_code_change
+from freetrain_parsl.strict_yaml import read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.protocol.options import OnCodeChange
+
+__all__ = ["NotebookCampaign"]
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_SHOWN = 5  # changed parts in a message
+
+
+class NotebookCampaign:
+    """A campaign that a notebook starts, or attaches to if it has been started already.
+
+    Parameters
+    ----------
+    campaign
+        A campaign file; or its ``trainings`` as a list of dicts, whose ``app`` may be a training app of this notebook.
+    config
+        A site file, or the name of a shipped one.
+    settings
+        Values of ``${NAME}`` in the files.
+    name
+        Name of the campaign, if it is not a file.
+    run_dir
+        Run directory; default: ``freetrain-run-NAME`` in the current directory, where the same cell finds it again.
+
+    Raises
+    ------
+    InvalidInput
+        A training cannot be written to a campaign file.
+
+    Examples
+    --------
+    >>> run = Campaign("sweep.yaml", config="perlmutter").start()  # doctest: +SKIP
+    >>> run = Campaign([{"app": train, "grid": {"lr": [0.1, 0.01]}}], name="sweep").start()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        campaign: str | Path | Sequence[Mapping[str, Any]],
+        *,
+        config: str | Path = "local",
+        settings: Mapping[str, str] | None = None,
+        name: str | None = None,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        self._here = Path.cwd()
+        self._config = str(config)
+        self._settings = dict(settings or {})
+        self._cells: CellCampaign | None = None
+        self._file: Path | None = None
+        if isinstance(campaign, str | Path):
+            if name is not None:
+                raise InvalidInput("name is for campaigns without a file; that of a file is in it")
+            self._file = self._here / Path(campaign).expanduser()
+            name = self._file.stem
+        else:
+            if not isinstance(campaign, (list, tuple)):
+                raise InvalidInput(f"give a campaign file, or a list of trainings as dicts, got {campaign!r}"[:300])
+            name = name or "notebook"
+            self._cells = CellCampaign.of(campaign, name, self._here)
+        self._run_dir = self._here / (run_dir or f"freetrain-run-{_NOT_IN_NAMES.sub('-', name)}")
+
+    def start(self, *, on_code_change: OnCodeChange | None = None) -> StartedRun:
+        """Start the campaign's driver in the background and show the run; attach to it if it exists already.
+
+        Parameters
+        ----------
+        on_code_change
+            What to do if a training function of this notebook has changed since the run was started: ``"resume"`` from
+            the checkpoints with the new code, or ``"restart"``. Default: refuse.
+
+        Returns
+        -------
+        StartedRun
+            The run, which does not depend on this notebook.
+
+        Raises
+        ------
+        InvalidInput
+            The campaign or the site is invalid, or the run directory belongs to something else; in one line.
+        """
+        if on_code_change is not None:
+            check_on_code_change(on_code_change)
+        if not (self._run_dir / DATABASE).exists():
+            self._create()
+            print(f"started {short_path(self._run_dir)}")  # noqa: T201 - the output of the cell
+            run = self._attach()
+        else:
+            self._refuse_another_campaign()
+            changed = [] if self._cells is None else self._cells.changes_since(self._run_dir / CELLS)
+            run = self._attach()
+            if not changed:
+                print(f"attached to {short_path(self._run_dir)}: {_what_next(run.state)}")  # noqa: T201 - as above
+            else:
+                self._take_new_code(run, _some(changed), on_code_change)
+                return run
+        if not run.controls:
+            print(f"read-only: another notebook ({controller_of(self._run_dir)}) controls this run")  # noqa: T201 - as above
+        run.show()
+        return run
+
+    def attach(self) -> StartedRun:
+        """Find the run without starting anything.
+
+        Raises
+        ------
+        InvalidInput
+            It has not been started.
+        """
+        run = self._attach()
+        run.show()
+        return run
+
+    def __repr__(self) -> str:
+        return f"<campaign {self._file or 'of this notebook'}, run directory {self._run_dir}>"
+
+    def _attach(self) -> StartedRun:
+        source = ShownCampaign(self._run_dir)
+        return StartedRun(source, controls=take_control(self._run_dir))
+
+    def _create(self) -> None:
+        """Create the run and start its driver; what is refused leaves nothing behind."""
+        cells = self._run_dir / CELLS
+        if self._cells is not None:
+            if self._run_dir.exists() and any(path.name != CELLS for path in self._run_dir.iterdir()):
+                raise InvalidInput(f"{self._run_dir} is not empty, and not a run; give another run_dir")
+            made = not self._run_dir.exists()
+            self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self._run(self._cells.write(cells))
+            except UsageError:
+                if not (self._run_dir / DATABASE).exists():
+                    CellCampaign.remove(cells)
+                    if made:
+                        self._run_dir.rmdir()
+                raise
+        else:
+            assert self._file is not None, "a campaign is a file, or of cells"
+            self._run(self._file)
+
+    def _run(self, file: Path) -> None:
+        command = ["run", str(file), "--config", self._config, "--run-dir", str(self._run_dir), "--detach"]
+        for name, value in self._settings.items():
+            command += ["--set", f"{name}={value}"]
+        run_command(command, self._here)
+
+    def _refuse_another_campaign(self) -> None:
+        store = RunStore(self._run_dir)
+        text = self._cells.text if self._cells is not None else self._file_text()
+        if store.fact("campaign_text") != text:
+            raise InvalidInput(
+                f"{self._run_dir} is the run of another version of this campaign; give another run_dir to start this "
+                f"one, or look at that one: watch({str(self._run_dir)!r})"
+            )
+        in_directory = self._here / self._config
+        site = find_site_file(in_directory if in_directory.exists() else Path(self._config)).absolute()
+        if store.fact("site_file") != str(site):
+            raise InvalidInput(
+                f"{self._run_dir} is a run at {store.fact('site_file')}, not at {site}; give another run_dir"
+            )
+
+    def _file_text(self) -> str:
+        assert self._file is not None, "the caller has checked"
+        return read_text(self._file, "campaign file")
+
+    def _take_new_code(self, run: StartedRun, changed: str, on_code_change: OnCodeChange | None) -> None:
+        """Replace the apps of a run that is over, and continue it with them, if that was chosen."""
+        assert self._cells is not None, "the caller has checked"
+        seen = run.snapshot()
+        since = f"{changed} has changed since {self._run_dir} was started"
+        if all(row.state in ("finished", "cancelled") for row in seen.rows):
+            raise InvalidTrainer(
+                f"{since}, and all trainings have ended with the old code; give another run_dir to train with the new "
+                "code, or look at that run with attach()"
+            )
+        if on_code_change in (None, "refuse"):
+            raise InvalidTrainer(
+                f"{since}, which is {seen.state} with the old code; start(on_code_change='resume') continues its "
+                "checkpoints with the new code, 'restart' sets them aside, another run_dir is a new run, and attach() "
+                "looks at this one"
+            )
+        if not seen.over:
+            raise InvalidInput(f"{since}, which is {seen.state}; stop it first: Campaign(…).attach().stop()")
+        run.check_control("resume")
+        self._cells.write(self._run_dir / CELLS)
+        how = "goes on from the checkpoints" if on_code_change == "resume" else "starts over"
+        print(f"{changed} has changed: what has not finished {how} with the new code")  # noqa: T201 - as above
+        run.resume(on_code_change=on_code_change)
+
+
+def _what_next(state: str) -> str:
+    match state:
+        case "starting" | "running" | "stopping":
+            return f"it is {state}"
+        case "finished":
+            return "it has finished; to train again, give another run_dir"
+        case _:
+            return f"it is over ({state}); to continue it: run.resume()"
+
+
+def _some(changed: Sequence[str]) -> str:
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return ", ".join(changed[:_SHOWN]) + more

@@ -1,0 +1,50 @@
+"""One notebook controls a run; others look at it.
+
+The controlling process holds a POSIX lock, which the system removes with the process, so that a restarted kernel gets
+it again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["controller_of", "take_control"]
+
+_FILE = "notebook.lock"
+_HELD: Final[dict[Path, int]] = {}  # file -> descriptor: closing it, or another one of the file, would release the lock
+
+
+def take_control(run_dir: Path) -> bool:
+    """Make this process the one that controls a run, until it ends; return whether it does.
+
+    On a file system without locks, each process does.
+    """
+    path = (run_dir / _FILE).resolve()
+    if path in _HELD:
+        return True
+    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(file)
+        return False
+    except OSError:
+        pass
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    _HELD[path] = file
+    return True
+
+
+def controller_of(run_dir: Path) -> str:
+    """Describe the process that controlled a run last; empty: none did."""
+    try:
+        return (run_dir / _FILE).read_text(encoding="utf-8", errors="replace")[:100]
+    except OSError:
+        return ""

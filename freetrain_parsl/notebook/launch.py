@@ -1,0 +1,62 @@
+"""Commands of ``freetrain`` that a notebook runs, in a session of their own: no interrupt of the kernel reaches it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["environment_of_user", "run_command"]
+
+_COMMAND = "from freetrain_parsl.cli import main; main()"
+_OF_THE_KERNEL = re.compile(r"JPY_.*|JUPYTER.*|FORCE_COLOR|CLICOLOR(_FORCE)?|PYDEVD_.*|IPY.*|VSCODE_.*")
+_INLINE = "module://"
+_PREFIX = re.compile(r"^freetrain( \w+)?: ")
+
+
+def environment_of_user(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what belongs to the kernel: its server's tokens, colours, and the inline plots."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _OF_THE_KERNEL.fullmatch(name) and not (name == "MPLBACKEND" and value.startswith(_INLINE))
+    }
+
+
+def run_command(arguments: Sequence[str], directory: Path | None = None) -> str:
+    """Run a command that returns within seconds, and return its output.
+
+    Parameters
+    ----------
+    arguments
+        Those of ``freetrain``.
+    directory
+        Where it runs; default: the current directory.
+
+    Raises
+    ------
+    InvalidInput
+        It was refused; with the command's own message.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND, *arguments],
+        cwd=directory,
+        env=environment_of_user(os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,
+    )
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip() or f"it ended with code {done.returncode}").splitlines()
+        raise InvalidInput(_PREFIX.sub("", said[-1]))
+    return done.stdout

@@ -1,0 +1,326 @@
+"""Where the state of a run is read: the run directory of a campaign, or the journal of an executor in this process."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.campaign.run_source import CampaignSource
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
+from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow, short_path
+from freetrain_parsl.notebook.values import outcome_row
+from freetrain_parsl.remote.detached import local_status
+from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.run_reader import DriverJournal, RunReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
+
+    from freetrain_parsl.campaign.store import TrainingRecord
+    from freetrain_parsl.report.run import TrainingState
+    from freetrain_parsl.report.run_view import RunView
+
+__all__ = ["ShownCampaign", "ShownFutures", "ShownRun"]
+
+
+class ShownRun(ABC):
+    """What a run in a notebook is read from."""
+
+    directory: Path
+    """Run directory of the campaign, or Parsl's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # cells and the thread of the live display read the same journal
+
+    def snapshot(self) -> RunSnapshot:
+        """Return the state of the run."""
+        with self._lock:
+            return self._snapshot()
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return one row for each training, see `outcome_row`."""
+        with self._lock:
+            return self._results()
+
+    def explanation(self) -> list[str]:
+        """Return why trainings wait, and what became of the others."""
+        with self._lock:
+            return self._explanation()
+
+    def view(self) -> RunView:
+        """Return the view of the run for the browser, with what is new."""
+        with self._lock:
+            return self._view()
+
+    @abstractmethod
+    def journals(self) -> list[Path]:
+        """Return the journals of its drivers that exist, the first one first."""
+
+    @abstractmethod
+    def _snapshot(self) -> RunSnapshot: ...
+
+    @abstractmethod
+    def _results(self) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _explanation(self) -> list[str]: ...
+
+    @abstractmethod
+    def _view(self) -> RunView: ...
+
+
+class ShownCampaign(ShownRun):
+    """A run of a campaign, whose driver is another process.
+
+    Parameters
+    ----------
+    run_dir
+        Its run directory.
+    clock
+        Seconds since the epoch.
+
+    Raises
+    ------
+    InvalidInput
+        It is not a run directory.
+    """
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        super().__init__()
+        self.directory = run_dir.absolute()
+        self.store = RunStore(self.directory)
+        self._clock = clock
+        self._journal = _JournalReader()
+        self._reader = RunReader(self.store.fact("name"), CampaignSource(self.store).journals, clock)
+
+    def _snapshot(self) -> RunSnapshot:
+        """Return the state in the store, with progress from the journal of the last driver."""
+        status = local_status(self.store)
+        run = self._last_journal()
+        notes = [status.message] if status.message else []
+        if run is not None and run.failed_starts is not None and not status.over:
+            notes.append(run.failed_starts.sentence(self._clock()))
+        return RunSnapshot(
+            title=self.store.fact("name"),
+            state=status.state,
+            place=short_path(self.directory),
+            rows=tuple(_campaign_row(item, run) for item in trainings_of(self.store)),
+            taken=self._clock(),
+            notes=(*notes, *home_lines(self.store)),
+            over=status.over,
+        )
+
+    def _view(self) -> RunView:
+        """Return the view over all drivers."""
+        return self._reader.refresh()
+
+    def _results(self) -> list[dict[str, Any]]:
+        """Return the results in the store."""
+        return [
+            outcome_row(item.name, item.state, item.share, item.result, item.error) for item in trainings_of(self.store)
+        ]
+
+    def journals(self) -> list[Path]:
+        """Return the journals of all drivers."""
+        paths = (Path(driver.journal) for driver in self.store.drivers() if driver.journal is not None)
+        return [path for path in paths if path.exists()]
+
+    def _explanation(self) -> list[str]:
+        """Return the state of the driver, of the windows, and of each training that has not finished."""
+        status = local_status(self.store)
+        lines = ["the driver is starting"] if status.state == "starting" else [driver_line(self.store)]
+        run = None if status.over else self._last_journal()
+        if run is not None:
+            lines += _machine_lines(run, self._clock())
+        for item in trainings_of(self.store):
+            if item.error:
+                lines.append(f"{item.name}: {item.state}: {' '.join(item.error.split())}")
+            elif item.state not in ("finished", "cancelled"):
+                known = None if run is None else run.trainings.get(item.name)
+                lines.append(f"{item.name}: {item.state}{_reason(known, run, self._clock(), item.remark or '')}")
+        return [*lines, *home_lines(self.store)]
+
+    def _last_journal(self) -> RunState | None:
+        driver = self.store.last_driver()
+        return None if driver is None or driver.journal is None else self._journal.read(Path(driver.journal))
+
+
+class ShownFutures(ShownRun):
+    """Trainings that were submitted in this process.
+
+    Parameters
+    ----------
+    futures
+        Name of the training -> its future.
+    journal, directory
+        Of the executor.
+    clock
+        Seconds since the epoch.
+    """
+
+    def __init__(
+        self, futures: Mapping[str, Future[Any]], journal: Path, directory: Path, clock: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__()
+        self.directory = directory
+        self._futures = dict(futures)
+        self._path = journal
+        self._clock = clock
+        self._journal = _JournalReader()
+        self._reader = RunReader(directory.name, self._driver_journals, clock)
+
+    def _snapshot(self) -> RunSnapshot:
+        """Return the state of the futures, with progress from the journal."""
+        run = self._journal.read(self._path)
+        rows = tuple(
+            _future_row(name, future, None if run is None else run.trainings.get(name))
+            for name, future in self._futures.items()
+        )
+        over = all(future.done() for future in self._futures.values())
+        failed = None if run is None or over else run.failed_starts
+        return RunSnapshot(
+            title=f"{len(rows)} trainings of this notebook",
+            state="ended" if over else "running",
+            place=short_path(self.directory),
+            rows=rows,
+            taken=self._clock(),
+            notes=() if failed is None else (failed.sentence(self._clock()),),
+            over=over,
+        )
+
+    def _view(self) -> RunView:
+        """Return the view of the executor's journal."""
+        return self._reader.refresh()
+
+    def _results(self) -> list[dict[str, Any]]:
+        """Return the results of the futures that are done."""
+        rows = []
+        run = self._journal.read(self._path)
+        for name, future in self._futures.items():
+            known = None if run is None else run.trainings.get(name)
+            row = _future_row(name, future, known)
+            error = _error_of(future)
+            result = future.result() if future.done() and error is None else None
+            rows.append(outcome_row(name, row.state, row.share, result, error))
+        return rows
+
+    def journals(self) -> list[Path]:
+        """Return the journal, if the executor has started."""
+        return [self._path] if self._path.exists() else []
+
+    def _explanation(self) -> list[str]:
+        """Return the state of the windows and of each training that has not finished."""
+        run = self._journal.read(self._path)
+        lines = [] if run is None else _machine_lines(run, self._clock())
+        for name, future in self._futures.items():
+            known = None if run is None else run.trainings.get(name)
+            row = _future_row(name, future, known)
+            if (error := _error_of(future)) is not None:
+                lines.append(f"{name}: {row.state}: {' '.join(error.split())}")
+            elif not future.done():
+                lines.append(f"{name}: {row.state}{_reason(known, run, self._clock(), '')}")
+        if all(future.done() for future in self._futures.values()):
+            lines.append(f"all {len(self._futures)} trainings have ended")
+        return lines
+
+    def _driver_journals(self) -> list[DriverJournal]:
+        return [DriverJournal(self._path)]
+
+
+class _JournalReader:
+    """Reads journals incrementally: a run that is resumed has a new one."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._run: RunState | None = None
+
+    def read(self, path: Path) -> RunState | None:
+        """Return the content of a journal; ``None`` if it cannot be read, as the write-ahead log of another host."""
+        if path != self._path or self._run is None:
+            self._path, self._run = path, RunState(path)
+        try:
+            return self._run.refresh()
+        except sqlite3.Error:
+            return None
+
+
+def _campaign_row(item: TrainingRecord, run: RunState | None) -> TrainingRow:
+    known = None if run is None else run.trainings.get(item.name)
+    progress = {} if known is None else known.progress
+    parts = [", ".join(item.nodes), _one_line(item.error), _short_result(item.result), item.remark or ""]
+    return TrainingRow(
+        item.name, item.state, item.share, progress.get("epoch"), progress.get("loss"), "; ".join(filter(None, parts))
+    )
+
+
+def _future_row(name: str, future: Future[Any], known: TrainingState | None) -> TrainingRow:
+    state = "waiting" if known is None else known.state
+    error = _error_of(future)
+    if future.done():
+        state = "cancelled" if future.cancelled() or state == "cancelled" else "finished" if error is None else "failed"
+    if known is None:
+        return TrainingRow(name, state, note=_one_line(error))
+    result = _short_result(future.result()) if future.done() and error is None else ""
+    parts = [", ".join(known.nodes), _one_line(error), result, known.remark()]
+    return TrainingRow(
+        name,
+        state,
+        1.0 if state == "finished" else known.share_done,
+        known.progress.get("epoch"),
+        known.progress.get("loss"),
+        "; ".join(filter(None, parts)),
+    )
+
+
+def _error_of(future: Future[Any]) -> str | None:
+    if not future.done():
+        return None
+    if future.cancelled():
+        return "cancelled"
+    error = future.exception()
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _one_line(error: str | None) -> str:
+    return "" if not error else error.strip().splitlines()[0]
+
+
+def _short_result(result: Any) -> str:
+    if isinstance(result, dict):
+        plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
+        return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
+    return "" if result is None else _short(result)
+
+
+def _short(value: object) -> str:
+    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _machine_lines(run: RunState, now: float) -> list[str]:
+    idle = sum(len(window["nodes"]) for window in run.windows)
+    held = {node for training in run.trainings.values() for node in training.nodes}
+    use = f"trainings run on {len(held)} nodes; {run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended"
+    lines = [f"{idle} idle nodes in {len(run.windows)} windows; {use}"]
+    if run.failed_starts is not None:
+        lines.append(run.failed_starts.sentence(now))
+    return lines
+
+
+def _reason(known: TrainingState | None, run: RunState | None, now: float, remark: str) -> str:
+    if known is None or run is None:
+        return f"; {remark}" if remark else ""
+    if known.state == "running":
+        return "; ".join(filter(None, [f" on {', '.join(known.nodes)}", known.remark(now)]))
+    if why := known.remark(now):
+        return f"; {why}"
+    idle = sum(len(window["nodes"]) for window in run.windows)
+    if idle < known.min_nodes:
+        return f"; waits for nodes: it needs at least {known.min_nodes}, and {idle} are idle"
+    return f"; waits for nodes: {idle} are idle, a block may be starting or the planner prefers others"

@@ -1,0 +1,79 @@
+"""The picture of a run's nodes over time, from the journals of all its drivers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.executor.journal import read_journal
+from freetrain_parsl.notebook.values import Picture
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.run import RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from freetrain_parsl.executor.journal import JournalEntry
+
+__all__ = ["stays_of", "timeline_picture"]
+
+
+def timeline_picture(journals: Sequence[Path], title: str) -> Picture:
+    """Draw a run; without matplotlib, only describe it.
+
+    Parameters
+    ----------
+    journals
+        Of its drivers, the first one first.
+    title
+        Title of the picture.
+    """
+    runs = [RunState(path).refresh() for path in journals]
+    stays = [stay for path in journals for stay in stays_of(entry for _, entry in read_journal(path))]
+    if not stays:
+        return Picture(f"{title}: no node has been used yet")
+    whole = runs[0]
+    for run in runs[1:]:
+        whole.trainings |= run.trainings
+        whole.fragments += run.fragments
+        whole.checkpoints += run.checkpoints
+        whole.node_kinds |= run.node_kinds
+    text = f"{title}: {len(whole.fragments)} fragments on {len({stay['node'] for stay in stays})} nodes"
+    try:
+        from freetrain_parsl.report.timeline import draw_timeline
+
+        with tempfile.TemporaryDirectory(prefix="freetrain-") as directory:
+            path = Path(directory) / "timeline.png"
+            draw_timeline(whole, stays, path, title=title)
+            return Picture(text, path.read_bytes())
+    except ImportError:
+        return Picture(f"{text}; for a picture: pip install 'freetrain-parsl[report]'")
+
+
+def stays_of(entries: Iterable[JournalEntry]) -> list[dict[str, Any]]:
+    """Return how long each node was in a block of ours, as `draw_timeline` takes it.
+
+    Parameters
+    ----------
+    entries
+        One journal, in order of time. A stay whose end is not recorded has the time of the last entry.
+    """
+    open_: dict[tuple[str, str], dict[str, Any]] = {}  # (block, node) -> stay
+    stays: list[dict[str, Any]] = []
+    last = 0.0
+    for entry in entries:
+        last = entry.time
+        match entry.record:
+            case record.BlockStarted(subject=block):
+                for node in entry.record.nodes:
+                    stay = {"node": node, "kind": "preemptible", "job": block, "start": entry.time, "end": None}
+                    open_.setdefault((block, node), stay)
+                    if open_[block, node] is stay:
+                        stays.append(stay)
+            case record.BlockEnded(subject=block):
+                for key in [key for key in open_ if key[0] == block]:
+                    open_.pop(key)["end"] = entry.time
+    for stay in open_.values():
+        stay["end"] = last
+    return stays

@@ -1,0 +1,110 @@
+"""A cell that is run again: it attaches, or refuses in one line, and overwrites nothing."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from freetrain_parsl import training_app
+from freetrain_parsl.campaign.site import shipped_sites
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.notebook import Campaign
+from freetrain_parsl.notebook.cells import CellCampaign
+
+CAMPAIGN = "trainings: [{app: 'net.py:train'}]\n"
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    """Make a run of a campaign file that was stopped before it began."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.yaml").write_text(CAMPAIGN)
+    directory = tmp_path / "freetrain-run-sweep"
+    directory.mkdir()
+    create(directory, CAMPAIGN)
+    return directory
+
+
+def create(directory, text):
+    site = str(shipped_sites()["local"].absolute())
+    facts = {"name": "sweep", "campaign_text": text, "site_file": site, "variables": {}}
+    store = RunStore.create(directory, facts, ["train"])
+    store.end_driver(store.begin_driver("elsewhere", 1, 1), "stopped")
+
+
+def train_app(monkeypatch, factor):
+    main = type(sys)("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    main.FACTOR = factor
+    exec("def train(session):\n    return FACTOR", main.__dict__)
+    return training_app(main.train)
+
+
+def test_the_same_campaign_attaches(run_dir, capsys):
+    """It says what became of the run, and starts nothing."""
+    run = Campaign("sweep.yaml").start()
+    out = capsys.readouterr().out
+    assert "attached to freetrain-run-sweep: it is over (stopped); to continue it: run.resume()" in out
+    assert run.controls
+    assert run.state == "stopped"
+    assert len(RunStore(run_dir).drivers()) == 1
+
+
+def test_another_campaign_or_site_is_refused(run_dir):
+    """A run is never mistaken for one of another file."""
+    with pytest.raises(InvalidInput, match=r"is a run at .*local\.yaml, not at .*slurm\.yaml; give another run_dir"):
+        Campaign("sweep.yaml", config="slurm").start()
+    (run_dir.parent / "sweep.yaml").write_text(CAMPAIGN + "name: other\n")
+    with pytest.raises(InvalidInput, match=r"another version of this campaign; .* watch\('.*freetrain-run-sweep'\)"):
+        Campaign("sweep.yaml").start()
+
+
+def test_a_read_only_notebook_overwrites_nothing(tmp_path, monkeypatch):
+    """Another notebook's run keeps the code that it was started with, whatever is chosen here."""
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "freetrain-run-cells"
+    old = CellCampaign.of([{"app": train_app(monkeypatch, 1)}], "cells", tmp_path)
+    old.write(directory / "notebook")
+    create(directory, old.text)
+    before = (directory / "notebook" / "cells.pickle").read_bytes()
+    changed = Campaign([{"app": train_app(monkeypatch, 2)}], name="cells")
+    with pytest.raises(InvalidTrainer, match=r"__main__\.FACTOR has changed since .*, which is stopped with the old"):
+        changed.start()
+    monkeypatch.setattr("freetrain_parsl.notebook.campaign.take_control", lambda _: False)
+    with pytest.raises(InvalidInput, match="is shown here read-only; resume it "):
+        changed.start(on_code_change="resume")
+    assert (directory / "notebook" / "cells.pickle").read_bytes() == before
+
+
+def test_a_function_that_cannot_travel_leaves_no_directory(tmp_path, monkeypatch):
+    """The same cell can be mended and run again."""
+    monkeypatch.chdir(tmp_path)
+    app = train_app(monkeypatch, (number for number in range(3)))
+    with pytest.raises(InvalidTrainer, match="global 'FACTOR'"):
+        Campaign([{"app": app}], name="cells").start()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("campaign", "more", "message"),
+    [
+        ({"app": "a.py:train"}, {}, "give a campaign file, or a list of trainings as dicts"),
+        ("sweep.yaml", {"name": "x"}, "name is for campaigns without a file"),
+    ],
+)
+def test_what_is_no_campaign_is_refused(campaign, more, message):
+    """Before anything is looked at."""
+    with pytest.raises(InvalidInput, match=message):
+        Campaign(campaign, **more)
+
+
+def test_a_directory_with_something_else_is_kept(tmp_path, monkeypatch):
+    """Nothing is written into it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").touch()
+    with pytest.raises(InvalidInput, match="is not empty, and not a run"):
+        Campaign([{"app": "a.py:train"}], run_dir="run").start()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]

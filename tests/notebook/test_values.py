@@ -1,0 +1,278 @@
+"""What is shown of a run: as text and as HTML, without a kernel."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import platform
+import subprocess
+import sys
+from concurrent.futures import Future
+
+import pytest
+
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.notebook.control import controller_of, take_control
+from freetrain_parsl.notebook.launch import environment_of_user, run_command
+from freetrain_parsl.notebook.live import LiveDisplay, in_kernel
+from freetrain_parsl.notebook.run import WatchedRun
+from freetrain_parsl.notebook.shown import ShownFutures
+from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
+from freetrain_parsl.notebook.timeline import stays_of, timeline_picture
+from freetrain_parsl.notebook.values import Picture, TextLines, outcome_row, results_table
+from freetrain_parsl.notebook.watching import watch
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.run_view import RunView
+
+HOSTILE = "<script>alert('1')</script>"
+
+
+def snapshot(*rows: TrainingRow, state="running", notes=()) -> RunSnapshot:
+    return RunSnapshot("sweep", state, "/runs/1", rows, 0.0, notes, over=state == "finished")
+
+
+def test_text_has_one_line_for_each_training():
+    """The columns are aligned, and the head counts the trainings."""
+    rows = (TrainingRow("a", "finished", 1.0, 3, 0.25, "loss 0.25"), TrainingRow("long-name", "waiting"))
+    head, titles, first, second = snapshot(*rows).text().splitlines()
+    assert head.startswith("sweep: running, 1 of 2 trainings finished, in /runs/1, at ")
+    assert titles.split("  ")[0] == "training"
+    assert first == "a          finished  100%  3      0.2500  loss 0.25"
+    assert second == "long-name  waiting"
+
+
+def test_what_trainings_say_is_never_markup():
+    """Names, errors and logs come from files and user code."""
+    page = snapshot(TrainingRow(HOSTILE, "failed", note=HOSTILE), notes=(HOSTILE,)).html()
+    page += TextLines((HOSTILE,))._repr_mimebundle_()["text/html"]
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") == 4
+
+
+def test_thousands_of_trainings_are_shown_in_part():
+    """An output cell stays small; the number of the others is stated."""
+    view = snapshot(*(TrainingRow(f"t{number}", "waiting") for number in range(5000)))
+    assert len(view.html()) < 30_000
+    assert "… and 4900 more; results() has all" in view.text()
+
+
+def test_an_error_of_many_lines_is_cut():
+    """A traceback in an error does not fill the table."""
+    cells = TrainingRow("a", "failed", note="x" * 1000).cells()
+    assert len(cells[-1]) == 200
+    assert cells[-1].endswith("…")
+
+
+def test_results_have_columns_for_numbers_and_keep_the_others_apart():
+    """A metric named as a column of ours is not lost; containers in a result are left out."""
+    row = outcome_row("a", "finished", 1.0, {"loss": 0.5, "state": "done", "history": [1]}, None)
+    assert row == {"training": "a", "state": "finished", "done": 1.0, "loss": 0.5, "result.state": "done"}
+    assert outcome_row("b", "failed", 0.2, None, "ValueError: no")["error"] == "ValueError: no"
+    assert outcome_row("c", "finished", 1.0, [1, 2], None)["result"] == [1, 2]
+
+
+def test_results_are_a_data_frame():
+    """Rows are named by the trainings; a value that a training does not have is missing."""
+    frame = results_table([{"training": "a", "loss": 0.5}, {"training": "b", "error": "no"}])
+    assert list(frame.columns) == ["loss", "error"]
+    assert frame.loc["a", "loss"] == 0.5
+    assert frame.isna().loc["b", "loss"]
+
+
+def test_results_are_rows_without_pandas(monkeypatch):
+    """Pandas is not a requirement."""
+    monkeypatch.setattr(builtins, "__import__", refusing("pandas"))
+    assert results_table([{"training": "a"}]) == [{"training": "a"}]
+
+
+def refusing(package):
+    real = builtins.__import__
+
+    def import_(name, *arguments, **more):
+        if name.partition(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *arguments, **more)
+
+    return import_
+
+
+def test_outside_a_kernel_runs_are_printed(monkeypatch, capsys, tmp_path):
+    """Without IPython, a run is printed as text; nothing fails."""
+    future: Future[dict[str, float]] = Future()
+    future.set_result({"loss": 0.5})
+    monkeypatch.setattr(builtins, "__import__", refusing("IPython"))
+    assert not in_kernel()
+    source = ShownFutures({"a": future}, tmp_path / "journal.sqlite", tmp_path, clock=lambda: 0.0)
+    run = WatchedRun(source)
+    run.show()
+    assert "a         finished" in capsys.readouterr().out
+    assert run.wait() == "ended"
+    assert "no node has been used yet" in repr(run.timeline())
+
+
+@pytest.mark.parametrize("what", [[], [3], 3, {}])
+def test_watch_refuses_what_it_cannot_show(what):
+    """The message says what it takes."""
+    with pytest.raises(InvalidInput, match=r"^watch\(…\): "):
+        watch(what)
+
+
+def test_watch_refuses_a_directory_that_is_no_run(tmp_path):
+    """The directory is named."""
+    with pytest.raises(InvalidInput, match="is not a run directory"):
+        watch(tmp_path)
+
+
+class _States:
+    """A run whose states are given in order; an error is raised."""
+
+    def __init__(self, *states):
+        self._states = iter(states)
+
+    def snapshot(self):
+        state = next(self._states)
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def view(self):
+        return RunView("sweep")
+
+
+def displayed(monkeypatch, *states, seconds, picture=lambda: Picture("none")):
+    """Open a display of a run and return what its output shows, one after the other, until its thread ends."""
+    shown = []
+    ticks = itertools.count(step=seconds)
+
+    class Handle:
+        def update(self, bundle, *, raw):
+            shown.append(bundle)
+
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: shown.append(bundle) or Handle())
+    display = LiveDisplay(_States(*states), picture, pause=lambda _: False, clock=lambda: float(next(ticks)))
+    display.open()
+    display.settle()
+    return shown
+
+
+WAITING, FINISHED = snapshot(TrainingRow("a", "waiting")), snapshot(TrainingRow("a", "finished"), state="finished")
+RUNNING = snapshot(TrainingRow("a", "running"))
+
+
+def test_a_table_is_updated_when_something_has_changed(monkeypatch):
+    """The same state is not sent again, an unreadable run is tried again, and the last state ends the updates."""
+    monkeypatch.setitem(sys.modules, "anywidget", None)
+    monkeypatch.delitem(sys.modules, "freetrain_parsl.notebook.widget", raising=False)
+    states = (WAITING, WAITING, OSError("gone for now"), RUNNING, RUNNING, FINISHED)
+    shown = displayed(monkeypatch, *states, seconds=3, picture=lambda: Picture("nodes", b"png"))
+    assert [bundle["text/plain"].split(",")[0] for bundle in shown] == [
+        "sweep: running",
+        "sweep: running",
+        "sweep: finished",
+    ]
+    assert "a         running" in shown[1]["text/plain"]
+    assert "data:image/png;base64,cG5n" in shown[2]["text/html"]
+    assert not any(kind.startswith("application/") for bundle in shown for kind in bundle)
+
+
+def test_a_widget_is_replaced_only_at_the_end(monkeypatch):
+    """Each update of the output would draw the view anew, with what the reader has chosen in it lost."""
+    shown = displayed(monkeypatch, WAITING, RUNNING, RUNNING, FINISHED, seconds=3)
+    assert ["application/vnd.jupyter.widget-view+json" in bundle for bundle in shown] == [True, False]
+
+
+def test_a_run_that_is_over_is_shown_once(monkeypatch):
+    """Nothing follows it."""
+    assert len(displayed(monkeypatch, FINISHED, seconds=1)) == 1
+
+
+def test_the_environment_of_a_driver_is_that_of_the_user():
+    """Secrets of the notebook's server and settings of the kernel stay; the user's own variables travel."""
+    kernel = {"JPY_API_TOKEN": "s", "JUPYTERHUB_API_TOKEN": "s", "FORCE_COLOR": "1", "MPLBACKEND": "module://inline"}
+    user = {"PATH": "/bin", "HF_TOKEN": "mine", "SCRATCH": "/scratch"}
+    assert environment_of_user(kernel | user) == user
+    assert environment_of_user({"MPLBACKEND": "agg"}) == {"MPLBACKEND": "agg"}
+
+
+@pytest.mark.slow
+def test_a_refused_command_is_one_line_without_the_name_of_the_command(tmp_path):
+    """The reader of a notebook has not typed it."""
+    with pytest.raises(InvalidInput, match=rf"^{tmp_path}/none\.yaml: cannot read the campaign file"):
+        run_command(["run", str(tmp_path / "none.yaml"), "--detach"])
+
+
+def test_stays_last_from_start_to_end_of_a_block(tmp_path):
+    """A block that has not ended lasts until the last entry; an unused run is described."""
+    from freetrain_parsl.executor.journal import JournalEntry
+
+    entries = [
+        JournalEntry(1.0, "block_started", "b1", {"nodes": ["n1", "n2"], "ends": None}),
+        JournalEntry(2.0, "block_started", "b2", {"nodes": ["n3"], "ends": None}),
+        JournalEntry(5.0, "block_ended", "b1", {"nodes": ["n1", "n2"], "reason": "walltime"}),
+        JournalEntry(9.0, "clock_stepped", "", {"seconds": 1.0, "lead": 0.0}),
+    ]
+    assert [(stay["node"], stay["start"], stay["end"]) for stay in stays_of(entries)] == [
+        ("n1", 1.0, 5.0),
+        ("n2", 1.0, 5.0),
+        ("n3", 2.0, 9.0),
+    ]
+    assert timeline_picture([], "sweep").png is None
+
+
+@pytest.mark.slow
+def test_one_process_controls_a_run_at_a_time(tmp_path):
+    """Another process is refused until the first ends; the same one may ask again."""
+    code = "import sys; from pathlib import Path; from freetrain_parsl.notebook.control import take_control\n"
+    code += "print(take_control(Path(sys.argv[1])), flush=True); input()"
+
+    def other():
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    assert controller_of(tmp_path) == ""
+    with other() as first:
+        assert first.stdout.readline() == "True\n"
+        assert not take_control(tmp_path)
+        assert controller_of(tmp_path) == f"process {first.pid} on {platform.node()}"
+        first.kill()
+    assert take_control(tmp_path)
+    assert take_control(tmp_path)
+    with other() as second:
+        assert second.stdout.readline() == "False\n"
+        second.communicate("\n")
+
+
+def test_a_widget_sends_changes_and_everything_when_it_is_asked():
+    """A browser that has missed changes gets all of them, based on nothing."""
+    from freetrain_parsl.notebook.widget import RunWidget
+
+    view = RunView("sweep")
+    widget = RunWidget(view)
+    assert (widget.change["base"], widget.change["delta"]["reset"]) == (0, True)
+    sent = widget.change["delta"]["version"]
+    view.take([(1.0, record.TrainingSubmitted("a", 1, 2, 100))])
+    widget.push("starting")
+    first = widget.change
+    assert first["base"] == sent
+    assert first["delta"]["trainings"]["name"] == ["a"]
+    assert widget.line == "starting"
+    view.take([(2.0, record.TrainingSubmitted("b", 1, 2, 100))])
+    widget.push()
+    assert widget.change["base"] == first["delta"]["version"]
+    assert widget.change["delta"]["trainings"]["name"] == ["b"]
+    same = widget.change
+    widget.push()
+    assert widget.change is same, "nothing has changed"
+    widget._on_message(widget, {"want": "everything"}, [])
+    assert widget.change["base"] == 0
+    assert widget.change["delta"]["trainings"]["name"] == ["a", "b"]
+
+
+def test_the_themes_of_a_notebook_have_the_colours_of_the_page():
+    """They are taken from the page's style sheet."""
+    from freetrain_parsl.notebook.widget import RunWidget
+
+    light, dark = RunWidget._css.split('body[data-jp-theme-light="true"]')[1].split('body[data-jp-theme-light="false"]')
+    assert "--ft-page: #ffffff" in light
+    assert "--ft-page: #14171b" in dark
