@@ -141,4 +141,4 @@ def test_other_tensors_and_arrays_are_refused_by_name_and_shape(value, words, by
     metrics = TrainingMetrics()
     metrics.step = 1
     with pytest.raises(UsageError, match=words):
-        metrics.log_step(0, 1, {"v": value}) if by_steps else metrics.log({"v": value})
+        metrics.log_step(1, {"v": value}) if by_steps else metrics.log({"v": value})
