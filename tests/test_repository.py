@@ -80,7 +80,7 @@ OUTSIDE = {
     "planning": {"numpy", "highspy", "yaml"},
     "protocol": set(),
     "windows": set(),
-    "training": {"greenlet", "numpy", "torch"},
+    "training": {"greenlet", "numpy", "psutil", "torch"},
     "storage": {"globus_sdk"},
     "testing": {
         "cryptography",

@@ -27,6 +27,7 @@ from freetrain_parsl.training.loader_options import (
     check_worker_options,
     chosen_lr_scaling,
 )
+from freetrain_parsl.training.resource_usage import ResourceUsage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ class TrainingSession:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._usage: ResourceUsage | None = None
 
     @property
     def rank(self) -> int:
@@ -544,6 +546,28 @@ class TrainingSession:
         else:
             check_whole("session.log: every", every, least=1)
             metrics.log_step(every, values)
+
+    def usage(self) -> dict[str, float]:
+        """Return what this process uses of its node, and how fast the training is, for `log`.
+
+        ::
+
+            session.log(every=50, **session.usage())
+
+        Trackers get the values of the first process.
+
+        Returns
+        -------
+        values
+            ``samples_per_second`` of the whole training, ``cpu_percent`` of one core and ``memory_gib`` of this process
+            without its loader's workers; on a GPU ``gpu_memory_gib``, in use by all its processes, and, if
+            ``nvidia-ml-py`` is installed, ``gpu_percent``. Rates are means since the values were measured before, at
+            least one second. Empty in the first second.
+        """
+        samples = self._runtime.state.training_metrics.samples
+        if self._usage is None:
+            self._usage = ResourceUsage(self.device, samples)
+        return self._usage.read(samples)
 
     def keep_best(self, metric: str, *, mode: Literal["min", "max"]) -> None:
         """Keep the model's state after the epoch with the best value, for `load_best`; call it before the loop.
