@@ -205,7 +205,7 @@ class OwnBatches(Data):
         ({"data": SeveralLoaders}, "one training DataLoader"),
         ({"data": OwnBatches}, "batch_sampler"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_what_is_not_supported_is_refused_by_name_before_the_first_step(tmp_path, settings, why) -> None:
     outcome = run_member(in_session, settings, root=tmp_path, membership=Membership("net"))
