@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -72,7 +71,7 @@ def make_live_page(window: browser.Browser, directory: Path, pictures: Path) -> 
             assert time.monotonic() < deadline, window.evaluate("document.body.innerText")
             time.sleep(0.1)
         window.screenshot(pictures / "live-page.png")
-        server.send_signal(signal.SIGINT)
+        server.terminate()
 
 
 def main() -> int:

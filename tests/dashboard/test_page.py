@@ -17,6 +17,7 @@ from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress
 from tests.campaign.shell import FREETRAIN
 from tests.cli.test_status import FACTS
+from tests.processes import hear_ctrl_c
 from tests.replay import browser
 from tests.report.test_run_view import RUN
 
@@ -67,7 +68,7 @@ def run(tmp_path_factory):
 def address(run):
     """Serve the run, as a user does."""
     command = [FREETRAIN, "dashboard", str(run.directory)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)  # noqa: PLW1509 - one signal, no lock
     lines = (line.strip() for line in server.stdout)
     yield next(line for line in lines if line.startswith("http://"))
     server.send_signal(signal.SIGINT)

@@ -17,7 +17,7 @@ from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, Coordinat
 from freetrain_parsl.remote.sites.run import SitesRun
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 APP = "from freetrain_parsl import training_app\n\n@training_app\ndef train(session, *, lr=0.1):\n    pass\n"
@@ -73,6 +73,16 @@ class ScriptedSite:
         ]  # fmt: skip
         document = {"run": "r", "state": state, "host": "x", "directory": "/r", "message": ""}
         return {**document, "summary": {"trainings": trainings}}
+
+
+@pytest.fixture(autouse=True)
+def hear_signals() -> Iterator[None]:
+    """Restore what shells and nohup ignore for background jobs, such as these tests may be."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
