@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -271,6 +272,7 @@ def test_a_slow_viewer_gets_one_large_change_instead_of_many(tmp_path):
     ("options", "words"),
     [
         ({"token_needed": False}, "--no-token needs --socket"),
+        ({"path": Path("s"), "port": 8899}, "--port and --socket exclude each other"),
         ({"prefix": "user/me"}, "must begin with a slash"),
     ],
 )
