@@ -81,7 +81,7 @@ def _node_time(figures: Mapping[str, Any]) -> list[Element]:
     for phase, seconds in figures["node_seconds"].items():
         rows.append((f"· {PHASES[phase]}", seconds, True))
         if phase == "training":
-            rows.append(("· of it in steps that count", figures["useful_node_seconds"], True))
+            rows.append(("·· of it in steps that count", figures["useful_node_seconds"], True))
     rows += [(name, figures[key], False) for name, key in UNUSED.items()]
     body = []
     for name, seconds, is_held in rows:

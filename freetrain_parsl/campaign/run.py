@@ -33,6 +33,7 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingCancelled,
 )
+from freetrain_parsl.executor.htex.launch import check_run_directory
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
@@ -132,9 +133,10 @@ def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, boo
     Raises
     ------
     InvalidInput
-        It is in use or cannot be created.
+        It is in use, cannot be created, or cannot be passed to batch systems.
     """
     run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
+    check_run_directory(run_dir)
     made = not run_dir.exists()
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
@@ -110,14 +111,15 @@ class _Guarded:
 class _Pages:
     def __init__(self, source: RunSource, access: Access, prefix: str) -> None:
         self._source = source
+        self._name = source.name
         self._access = access
         self._prefix = prefix
         self._reading_log = asyncio.Semaphore(2)
-        self.feed = Feed(RunReader(source.name, source.journals))
+        self.feed = Feed(RunReader(self._name, source.journals))
         self.events = _Events(self.feed)
 
     async def page(self, _request: Request) -> Response:
-        response = Response(_page(self._source.name, self._access.change_token), media_type="text/html")
+        response = Response(_page(self._name, self._access.change_token), media_type="text/html")
         if self._access.token_needed:
             response.set_cookie(
                 self._access.cookie_name,
@@ -153,7 +155,7 @@ async def _answer(work: Callable[[], dict[str, Any]]) -> Response:
     """Do something in a thread; an error of the user's, or of a file, is the answer."""
     try:
         return JSONResponse(await asyncio.to_thread(work))
-    except (FreeTrainError, OSError) as error:
+    except (FreeTrainError, OSError, sqlite3.Error) as error:
         return JSONResponse({"message": str(error)}, status_code=400)
 
 

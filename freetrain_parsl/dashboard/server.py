@@ -51,6 +51,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.path is None and not self.token_needed:
             raise InvalidInput("--no-token needs --socket: every user of this host can connect to a port")
+        if self.path is not None and self.port:
+            raise InvalidInput("--port and --socket exclude each other")
         if self.prefix and not self.prefix.startswith("/"):
             raise InvalidInput(f"--prefix must begin with a slash, got {self.prefix!r}")
         if self.path is not None and len(os.fsencode(self.path.absolute())) > _LONGEST_SOCKET:

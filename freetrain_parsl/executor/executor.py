@@ -31,7 +31,7 @@ from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.htex.blocks import HtexBlocks
 from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
-from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
+from freetrain_parsl.executor.htex.launch import Container, check_node_python, check_run_directory, node_command
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.logged_values import ValueWriter
 from freetrain_parsl.executor.logs.writer import LogWriter
@@ -298,6 +298,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             if hasattr(provider, "ensure_started"):
                 provider.ensure_started()
         run_dir = Path(self.run_dir).absolute()
+        check_run_directory(run_dir)
         if run_dir != Path.cwd():  # equal only without a DataFlowKernel, and then it is not Parsl's directory
             run_dir.chmod(0o700)  # Parsl makes it world-readable, but it holds the user's data
         Path(self.logdir).mkdir(mode=0o700, parents=True, exist_ok=True)

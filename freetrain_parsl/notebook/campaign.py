@@ -148,7 +148,10 @@ class NotebookCampaign:
             if self._run_dir.exists() and any(path.name != CELLS for path in self._run_dir.iterdir()):
                 raise InvalidInput(f"{self._run_dir} is not empty, and not a run; give another run_dir")
             made = not self._run_dir.exists()
-            self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise InvalidInput(f"run_dir {self._run_dir}: {error.strerror}; choose another directory") from None
             try:
                 self._run(self._cells.write(cells))
             except UsageError:

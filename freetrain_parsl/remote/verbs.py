@@ -124,9 +124,12 @@ def status_of(
                 status, state="died", message="its driver was killed, or its host rebooted; resume continues"
             )
         case _:
-            left = sum(item.state not in ("finished", "cancelled") for item in store.trainings())
+            trainings = store.trainings()
+            left, total = sum(item.state not in ("finished", "cancelled") for item in trainings), len(trainings)
             if driver.how == "finished" and left:
-                return replace(status, state="failed", message=f"{left} trainings have not finished; see results")
+                return replace(
+                    status, state="failed", message=f"{left} of {total} trainings have not finished; see results"
+                )
             return replace(status, state=driver.how or "failed")
 
 

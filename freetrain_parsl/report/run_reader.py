@@ -78,6 +78,7 @@ class RunReader:
         self.view = RunView(name)
         self._journals = journals
         self._clock = clock
+        self._found: Sequence[DriverJournal] = ()
         self._places: dict[Path, _Place] = {}
         self._left: int | None = None
         self.is_behind = False
@@ -94,7 +95,11 @@ class RunReader:
         problem = ""
         self._left = most
         self.is_behind = False
-        for journal in self._journals():
+        try:
+            self._found = self._journals()
+        except (OSError, sqlite3.Error) as error:  # the run directory was removed, or its database is damaged
+            problem = f"the state of the run cannot be read: {error}; what was read before is shown"
+        for journal in self._found:
             if self.is_behind:
                 break
             place = self._places.setdefault(journal.path, _Place())

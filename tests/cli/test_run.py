@@ -66,6 +66,7 @@ def run(tmp_path, tmp_path_factory, monkeypatch):
             "MB are free, fewer than the",
         ),
         (["campaign.yaml", "--run-dir", "."], {}, "is not empty; give a new one, or continue that one with"),
+        (["campaign.yaml", "--run-dir", "my run"], {}, "/my run' may hold letters, digits and"),
         (["campaign.yaml", "--run-dir", "site.yaml/run"], {}, "Not a directory; choose another directory"),
     ],
 )

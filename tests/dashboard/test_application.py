@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +138,21 @@ def test_the_log_of_a_training_is_its_last_lines_without_colours(client, access,
     assert [line["text"] for line in answer["lines"]] == [f"epoch {number}" for number in range(5)]
 
 
+def test_a_run_that_was_removed_is_named_and_what_was_read_stays(store, access, tmp_path):
+    """Otherwise the task that follows the run would end, and pages would show old values as if they were new."""
+    source = CampaignSource(store, iter(range(0, 10000, 100)).__next__)
+    client = Client(make_application(source, access))
+    token = sign_in(client, access)
+    reader = RunReader("sweep", source.journals)
+    trainings = reader.refresh().since(0)["trainings"]
+    store.directory.joinpath("campaign.sqlite").unlink()
+    after = reader.refresh().since(0)
+    assert "the state of the run cannot be read" in after["run"]["problem"]
+    assert after["trainings"] == trainings
+    assert sign_in(client, access) == token
+    assert client.post("/stop", headers={"origin": PAGE, "x-freetrain-change": token}).status == 400
+
+
 @pytest.mark.parametrize("name", ["nobody", "../../etc/passwd", "", "a\x00b"])
 def test_the_log_of_no_training_is_refused_in_words(client, access, name):
     sign_in(client, access)
@@ -256,6 +272,7 @@ def test_a_slow_viewer_gets_one_large_change_instead_of_many(tmp_path):
     ("options", "words"),
     [
         ({"token_needed": False}, "--no-token needs --socket"),
+        ({"path": Path("s"), "port": 8899}, "--port and --socket exclude each other"),
         ({"prefix": "user/me"}, "must begin with a slash"),
     ],
 )

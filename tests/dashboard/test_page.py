@@ -207,3 +207,21 @@ def test_a_server_that_is_gone_is_reported(chromium, run):
     server.wait()
     server.stdout.close()
     wait_until(chromium, "document.querySelector('.ft-connection').innerText.includes('connection is lost')")
+
+
+def test_a_run_is_finished_only_if_all_its_trainings_are(chromium, tmp_path):
+    """As in notebooks; the driver itself has finished."""
+    store = RunStore.create(tmp_path, FACTS, ["a"])
+    driver = store.begin_driver(*own_identity())
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.write(100.0, record.TrainingSubmitted("a", 1, 2, 1000))
+    journal.write(101.0, record.TrainingFailed("a", "ValueError: x"))
+    journal.close()
+    store.describe_driver(driver, "ft-", tmp_path / "journal.sqlite")
+    store.end_driver(driver, "finished")
+    command = [FREETRAIN, "dashboard", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        address = next(line.strip() for line in server.stdout if line.strip().startswith("http://"))
+        chromium.open(address, width=1400, height=900)
+        wait_until(chromium, "document.querySelector('.ft-badge')?.textContent === 'failed'")
+        server.kill()

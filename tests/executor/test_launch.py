@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
+from freetrain_parsl.executor.htex.launch import Container, check_node_python, check_run_directory, node_command
 
 PILOT = ["-m", "freetrain_parsl.executor.slot.pilot"]
 POOL = ["-m", "freetrain_parsl.executor.htex.worker_pool"]
@@ -78,3 +78,11 @@ def test_an_interpreter_of_any_name_is_quoted(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
     command = node_command(None, None, ()).partition(" {debug}")[0].format()
     assert subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True).stdout == f"{python}\n"
+
+
+@pytest.mark.parametrize("word", [word for word in SPECIAL if word])
+def test_a_run_directory_that_shells_would_change_is_refused(word) -> None:
+    """Parsl puts it unquoted into job scripts, so every block would fail."""
+    with pytest.raises(InvalidSettings, match=r"run directory .* may hold"):
+        check_run_directory(Path("/runs") / word)
+    check_run_directory(Path("/home/zoë/runs~1/a-b_c.d"))

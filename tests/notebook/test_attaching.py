@@ -100,6 +100,13 @@ def test_what_is_no_campaign_is_refused(campaign, more, message):
         Campaign(campaign, **more)
 
 
+def test_a_directory_that_cannot_be_made_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInput, match="file/run: Not a directory; choose another directory"):
+        Campaign([{"app": "a.py:train"}], run_dir="file/run").start()
+
+
 def test_a_directory_with_something_else_is_kept(tmp_path, monkeypatch):
     """Nothing is written into it."""
     monkeypatch.chdir(tmp_path)

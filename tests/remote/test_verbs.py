@@ -138,7 +138,7 @@ def test_a_run_is_finished_only_if_all_trainings_are(tmp_path, store):
     store.fail("two", "ValueError: x", final=True)
     store.end_driver(driver, "finished")
     status = status_of(tmp_path, process("run", exit_code=1, running=False), store)
-    assert (status.state, status.message) == ("failed", "1 trainings have not finished; see results")
+    assert (status.state, status.message) == ("failed", "1 of 2 trainings have not finished; see results")
     store.finish("two", 2)
     assert status_of(tmp_path, process("run", exit_code=0, running=False), store).state == "finished"
 

@@ -182,15 +182,15 @@ export function createRunView(element) {
     const run = store.run;
     const held = Object.values(run.node_seconds).reduce((sum, seconds) => sum + seconds, 0);
     const hours = (seconds) => words.number(seconds / 3600);
-    const line = (name, seconds, of, deep) => make("tr", {}, make("th", { scope: "row", class: deep ? "ft-deep" : "" }, name),
+    const line = (name, seconds, of, deep) => make("tr", {}, make("th", { scope: "row", class: ["", "ft-deep", "ft-deeper"][deep] }, name),
       make("td", { class: "ft-number" }, hours(seconds)), make("td", { class: "ft-number" }, of ? words.percent(seconds / of) : ""));
-    const lines = [line("held by our blocks", held, held, false)];
+    const lines = [line("held by our blocks", held, held, 0)];
     for (const [phase, seconds] of Object.entries(run.node_seconds)) {
-      lines.push(line(PHASES[phase] ?? phase, seconds, held, true));
-      if (phase === "training") lines.push(line("of it in steps that count", run.useful_node_seconds, held, true));
+      lines.push(line(PHASES[phase] ?? phase, seconds, held, 1));
+      if (phase === "training") lines.push(line("of it in steps that count", run.useful_node_seconds, held, 2));
     }
-    lines.push(line("requested, but given back before the walltime", run.returned_node_seconds, 0, false));
-    lines.push(line("requested, but preempted or lost before the walltime", run.cut_short_node_seconds, 0, false));
+    lines.push(line("requested, but given back before the walltime", run.returned_node_seconds, 0, 0));
+    lines.push(line("requested, but preempted or lost before the walltime", run.cut_short_node_seconds, 0, 0));
     const head = (...names) => make("thead", {}, make("tr", {}, ...names.map((name, place) => make("th", { scope: "col", class: place ? "ft-number" : "" }, name))));
     const parts = [scrolling("Node-hours, by cause", make("table", { class: "ft-narrow" }, head("", "Node-hours", "Share"), make("tbody", {}, ...lines)))];
     const blocks = run.blocks;
@@ -216,7 +216,9 @@ export function createRunView(element) {
       if (rows.state[i] === "running") nodes += rows.nodes[i];
     }
     put(title, run.name);
-    const ended = run.reading ? "reading …" : run.ended ?? "running";
+    // As in notebooks and of remote runs: a driver that finished, but not all of its trainings.
+    const outcome = run.ended === "finished" && counts.failed + counts.waiting + counts.running ? "failed" : run.ended;
+    const ended = run.reading ? "reading …" : outcome ?? "running";
     put(state, ended);
     state.className = `ft-badge ft-${run.reading ? "reading" : ended}`;
     put(lede, run.origin === null ? "The journal has no entries yet."
