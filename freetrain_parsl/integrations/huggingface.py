@@ -250,7 +250,7 @@ class _Loop:
             raise UsageError(f"the Trainer's train_dataset is a {kind} without a length; use a map-style dataset")
         if size is None:
             check_dropped(source, args.gradient_accumulation_steps)
-        samples = len(batches.sampler) if isinstance(batches, BatchSampler) else len(source.dataset)
+        samples = len(batches.sampler) if isinstance(batches, BatchSampler) else len(source.dataset)  # type: ignore[arg-type]  # samplers have one here
         self._steps_an_epoch = samples // self._size if drops else -(-samples // self._size)
         if not self._steps_an_epoch:
             raise UsageError(f"dataloader_drop_last leaves no batch of {self._size} in {samples} samples")
