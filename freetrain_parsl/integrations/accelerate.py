@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, convert_outputs_to_fp32
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.data.loader import to_device
+from freetrain_parsl.training.data.loader import check_dropped, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,7 +170,7 @@ class Accelerator:
             thing.to(self.device)
             if (precision := _PRECISIONS[self.mixed_precision]) is not None:
                 cast = torch.autocast(self.device.type, dtype=precision)
-                thing.forward = cast(thing.forward)
+                thing.forward = convert_outputs_to_fp32(cast(thing.forward))  # losses outside the model are float32
         elif isinstance(thing, Optimizer):
             self._optimizers.append(_Optimizer(thing, self))
             return self._optimizers[-1]
@@ -381,6 +381,7 @@ class _TrainingData:
         self.dataset, self.batch_size = source.dataset, source.batch_size
 
     def adopt(self, session: TrainingSession, accumulate: int) -> None:
+        check_dropped(self._source, accumulate)
         size = self._source.batch_size
         options = {} if accumulate == 1 or size is None else {"batch_size": size * accumulate, "micro_batch": size}
         self._batches = session.adopt(self._source, **options)

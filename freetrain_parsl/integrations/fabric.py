@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.loader_options import check_whole
+from freetrain_parsl.training.step.learning_rate import check_schedulers
 
 try:
     from lightning.fabric import Fabric
@@ -78,6 +79,7 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         self._session = session
         self._accumulate = accumulate
         self._objects: list[Any] = []  # the model and its optimizers, then everything else with a state
+        self._wrapped: list[Any] = []  # the optimizers as the script knows them
         self._training: _TrainingLoader | None = None
 
     @property
@@ -98,7 +100,13 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
             raise UsageError("SessionFabric.setup: pass the model with its optimizers: fabric.setup(model, optimizer)")
         scheduler = options.get("scheduler")
         self._objects = [module, *optimizers, *([] if scheduler is None else [scheduler])]
-        return super().setup(module, *optimizers, **options)
+        prepared = super().setup(module, *optimizers, **options)
+        self._wrapped = list(prepared[1 : 1 + len(optimizers)])
+        return prepared
+
+    def clip_gradients(self, *args: Any, **options: Any) -> Any:
+        """See `Fabric.clip_gradients`; without effect if there are no gradients, as after the failure of a process."""
+        return super().clip_gradients(*args, **options) if self._strategy.has_gradients else None
 
     def _setup_dataloader(self, dataloader: Any, *args: Any, **options: Any) -> Any:
         if self._training is not None or not isinstance(dataloader, DataLoader):
@@ -127,6 +135,7 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
             )
         model, optimizer, *more = self._objects
         known = [*more, *(other for other in others if not any(other is one for one in more))]
+        check_schedulers([model, *self._wrapped, optimizer, *known])
         self._session.prepare(model, optimizer, *known)
         source = self._training.source
         if source.batch_size is None:
@@ -175,6 +184,8 @@ class _FabricStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # as above
         super().__init__(device=session.device)
         self._session = session
         self._optimizers: list[Optimizer] = []
+        self.has_gradients = True
+        """Whether the last backward pass completed a batch."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -187,7 +198,7 @@ class _FabricStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # as above
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         if args or kwargs:
             raise UsageError(f"SessionFabric.backward takes a loss only, got {[*args, *kwargs]}")
-        self._session.backward(tensor)
+        self.has_gradients = self._session.backward(tensor)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if kwargs.get("closure") is not None:

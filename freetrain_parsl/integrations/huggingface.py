@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import BatchSampler
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.loader import check_dropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -232,18 +234,24 @@ class _Loop:
         self._events = trainer.callback_handler
         self._began = time.time()
         self._complete = False  # whether the last backward pass completed its batch
+        self._has_backward = False  # whether the last training_step had one
         self._items: torch.Tensor | int | None = None
         self._grad_norm: float | None = None
         self._rate = 0.0  # of the last step
         args = trainer.args
         source = trainer.get_train_dataloader()
-        piece = args.per_device_train_batch_size
+        batches = source.batch_sampler
+        piece, drops = args.per_device_train_batch_size, args.dataloader_drop_last
+        if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:  # what it returns counts
+            piece, drops = getattr(batches, "batch_size", piece), getattr(batches, "drop_last", drops)
         self._size = size or piece * args.gradient_accumulation_steps
         if not hasattr(source.dataset, "__len__"):
             kind = type(source.dataset).__name__
             raise UsageError(f"the Trainer's train_dataset is a {kind} without a length; use a map-style dataset")
-        samples = len(source.batch_sampler.sampler) if source.batch_sampler is not None else len(source.dataset)
-        self._steps_an_epoch = samples // self._size if args.dataloader_drop_last else -(-samples // self._size)
+        if size is None:
+            check_dropped(source, args.gradient_accumulation_steps)
+        samples = len(batches.sampler) if isinstance(batches, BatchSampler) else len(source.dataset)  # type: ignore[arg-type]  # samplers have one here
+        self._steps_an_epoch = samples // self._size if drops else -(-samples // self._size)
         if not self._steps_an_epoch:
             raise UsageError(f"dataloader_drop_last leaves no batch of {self._size} in {samples} samples")
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self._steps_an_epoch)
@@ -337,9 +345,16 @@ class _Loop:
         self._items = items
         if isinstance(items, torch.Tensor):
             items = items.clamp(min=1)  # models divide by it, also if a piece has no labels
+        self._complete, self._has_backward = False, False
         trainer.training_step(trainer.model, batches[0], items)
+        if not self._has_backward:
+            raise UsageError(
+                f"{type(trainer).__name__}.training_step did not call self.accelerator.backward(loss), which the "
+                "session needs in place of loss.backward()"
+            )
 
     def _backward(self, loss: torch.Tensor, **_options: Any) -> None:
+        self._has_backward = True
         self._complete = self._session.backward(loss, items=self._items)
         self._trainer.accelerator.gradient_state._set_sync_gradients(self._complete)  # noqa: SLF001 - as the Trainer does
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.loader import check_dropped
 
 try:
     import lightning
@@ -124,6 +125,9 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
                 metric.distributed_available_fn = lambda: False  # each process validates on all data
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._session.prepare(module, self.optimizers[0], *schedulers, _TrainerState(trainer))
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau:
+                config.scheduler = _Plateau(config.scheduler, self._agree)
         self._follow_rank()
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -231,6 +235,7 @@ class _Batches:
         self._trainer = trainer
         self._follow = follow  # to be called when the group may have changed
         assert dataloader.batch_size is not None, "checked before"
+        check_dropped(dataloader, accumulated)
         size = dataloader.batch_size * accumulated
         divided = {} if accumulated == 1 else {"micro_batch": dataloader.batch_size}
         self._data = session.adopt(dataloader, batch_size=size, **divided)
@@ -304,6 +309,19 @@ class _Batches:
         _set(loop.batch_progress.total, steps)
         _set(loop.automatic_optimization.optim_progress.optimizer.step.total, steps)
         loop._batches_that_stepped = steps
+
+
+class _Plateau:
+    """A ReduceLROnPlateau that follows the first process's value, which may be that of its part of a batch."""
+
+    def __init__(self, scheduler: Any, agree: Callable[[Any], Any]) -> None:
+        self._scheduler, self._agree = scheduler, agree
+
+    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        self._scheduler.step(self._agree(float(metrics)), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
 
 
 class _TrainerState:

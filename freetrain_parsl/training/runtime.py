@@ -27,6 +27,7 @@ from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
+from freetrain_parsl.training.step.learning_rate import check_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -227,6 +228,7 @@ class Runtime:
         self.reporter.total_epochs = total_epochs
         if self.started:
             return
+        check_schedulers(self.state.objects.values())
         if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
         self._restored = None  # everything in it has been loaded

@@ -19,8 +19,11 @@ from freetrain_parsl.integrations.fabric import SessionFabric
 SAMPLES, BATCH = 144, 16
 
 
-def train(fabric: Any, epochs: Any, *, batch_size: int = BATCH, accumulate: int = 1) -> dict[str, Any]:
-    """Train; `epochs` yields the epochs' numbers, given the scheduler."""
+def train(
+    fabric: Any, epochs: Any, *, batch_size: int = BATCH, accumulate: int = 1, clip: float | None = None
+) -> dict[str, Any]:
+    """Train; `epochs` yields the epochs' numbers, given the scheduler. ``clip``: by value, in place of the norm."""
+    limit = {"max_norm": 0.5} if clip is None else {"clip_val": clip}
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -35,7 +38,7 @@ def train(fabric: Any, epochs: Any, *, batch_size: int = BATCH, accumulate: int 
             loss = nn.functional.cross_entropy(model(x), y)
             fabric.backward(loss / accumulate)
             if number % accumulate == 0:
-                fabric.clip_gradients(model, optimizer, max_norm=0.5)
+                fabric.clip_gradients(model, optimizer, **limit)
                 optimizer.step()
                 optimizer.zero_grad()
         scheduler.step()
@@ -51,8 +54,10 @@ def plain(accumulate: int) -> dict[str, Any]:
     return train(fabric, lambda _scheduler: range(4), batch_size=BATCH // accumulate, accumulate=accumulate)
 
 
-def in_session(session: Any, *, accumulate: int = 1, disturbances: Any = None, **options: Any) -> dict[str, Any]:
+def in_session(
+    session: Any, *, accumulate: int = 1, clip: float | None = None, disturbances: Any = None, **options: Any
+) -> dict[str, Any]:
     hold(session, **(disturbances or {}))
     fabric = SessionFabric(session, accumulate=accumulate, **options)
-    result = train(fabric, lambda scheduler: fabric.epochs(4, scheduler), batch_size=BATCH // accumulate)
+    result = train(fabric, lambda scheduler: fabric.epochs(4, scheduler), batch_size=BATCH // accumulate, clip=clip)
     return {**result, "audit": (session.audit.samples_lost, session.audit.duplicate_samples)}

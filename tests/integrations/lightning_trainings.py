@@ -55,6 +55,18 @@ class Net(lightning.LightningModule):
         return [optimizer], [{"scheduler": warm, "interval": "step"}, {"scheduler": decay, "interval": "epoch"}]
 
 
+class FollowingTheLoss(Net):
+    """Its learning rate is reduced while the loss of the training does not fall."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "interval": "step", "monitor": "train_loss"},
+        }
+
+
 class Data(lightning.LightningDataModule):
     def __init__(self, batch_size: int, samples: int) -> None:
         super().__init__()

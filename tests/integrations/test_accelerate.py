@@ -129,6 +129,14 @@ def own_batches(session: Any) -> None:
     accelerator.epochs(1)
 
 
+def dropped_batches(session: Any) -> None:
+    accelerator = Accelerator(session, gradient_accumulation_steps=2)
+    model, optimizer, _ = parts()
+    data = DataLoader(torch.ones(7, 1), batch_size=2, drop_last=True)  # type: ignore[arg-type]  # it has a length
+    accelerator.prepare(model, optimizer, data)
+    accelerator.epochs(1)
+
+
 def with_closure(session: Any) -> None:
     accelerator = Accelerator(session)
     accelerator.prepare(parts()[1]).step(lambda: None)
@@ -143,6 +151,7 @@ def with_closure(session: Any) -> None:
         (accumulated_by_hand, "to accumulate gradients, use Accelerator"),
         (own_batches, r"a batch_sampler of its own \(a OwnBatches\)"),
         (with_closure, "optimizer.step.closure."),
+        (dropped_batches, "of 3 batches in an epoch, the last 1 would be left out"),
         (lambda session: Accelerator(session).epochs(1), "needs model, optimizer and training DataLoader"),
         (lambda session: Accelerator(session, deepspeed_plugin=1), r"Accelerator\(deepspeed_plugin=…\)"),
         (lambda session: Accelerator(session, mixed_precision="fp8"), "mixed_precision is one of no, bf16, fp16"),
@@ -182,3 +191,16 @@ def test_verbs_outside_the_loop_are_those_of_one_process(tmp_path: Path) -> None
         assert (tmp_path / "model.pt").exists()
 
     run_alone(train)
+
+
+def test_outputs_in_mixed_precision_are_float32_as_those_of_accelerate() -> None:
+    """So a loss outside of the model has the precision that it has without a session."""
+
+    def train(session: Any) -> tuple[torch.dtype, torch.dtype]:
+        accelerator = Accelerator(session, mixed_precision="bf16")
+        model, _, _ = accelerator.prepare(*parts())
+        with accelerator.autocast():
+            inside = torch.nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype
+        return inside, model(torch.ones(1, 1)).dtype
+
+    assert run_alone(train) == (torch.bfloat16, torch.float32)

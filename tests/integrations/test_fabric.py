@@ -104,6 +104,27 @@ def _own_batches(fabric) -> None:
     fabric.epochs(1)
 
 
+def _forgotten_scheduler(fabric) -> None:
+    _, optimizer = _setup(fabric)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    fabric.setup_dataloaders(DataLoader(range(4)))
+    fabric.epochs(1)
+
+
+def test_a_scheduler_that_the_epochs_do_not_know_is_refused(tmp_path) -> None:
+    outcome = run_member(
+        lambda session: _forgotten_scheduler(SessionFabric(session)), {}, root=tmp_path, membership=Membership("net")
+    )
+    assert outcome.error.startswith("UsageError: a learning-rate scheduler was made, but not given to the session")
+
+
+def test_clipping_by_value_survives_the_death_of_a_process(tmp_path, crew: Crew) -> None:
+    """The interrupted batch has no gradients, at which torch's function raises an error."""
+    run = crew.start(2, tmp_path / "killed", in_session, clip=0.01, disturbances={"die_at": 8})
+    alone = run_member(in_session, {"clip": 0.01}, root=tmp_path / "alone", membership=Membership("net"))
+    check(run.outcomes()[0], alone.end.value, within=1e-5)
+
+
 def _closure(fabric) -> None:
     _, optimizer = _setup(fabric)
     optimizer.step(lambda: 0.0)

@@ -230,3 +230,33 @@ def test_a_callback_that_stops_an_epoch_goes_on_with_the_next(tmp_path: Path) ->
     expected = summary(trainer, trainer.train())
     assert_weights(value := run_alone(train), expected, 0.0)
     assert value["steps"] == expected["steps"]
+
+
+class OwnLoader(InOrder):
+    """Its DataLoader has another batch size than the arguments, and leaves out incomplete batches."""
+
+    def get_train_dataloader(self) -> Any:
+        data: Any = self.train_dataset
+        return torch.utils.data.DataLoader(data, 10, collate_fn=self.data_collator, drop_last=True)
+
+
+def test_a_dataloader_of_the_users_own_keeps_its_batches(tmp_path: Path) -> None:
+    """Their number determines the learning rates."""
+    expected, value = plain(tmp_path, kind=OwnLoader), run_alone(in_session, kind=OwnLoader)
+    assert_weights(value, expected, 0.0)
+    assert_same_record(value, expected)
+
+
+def test_batches_that_only_a_session_would_leave_out_are_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, accumulate=4, dataloader_drop_last=True)
+    assert "of 18 batches in an epoch, the last 2 would be left out" in message
+
+
+def test_a_training_step_with_a_backward_pass_of_its_own_is_refused(tmp_path: Path) -> None:
+    class OwnBackward(InOrder):
+        def training_step(self, model: Any, inputs: Any, *_args: Any) -> Any:
+            loss = self.compute_loss(model, inputs)
+            loss.backward()
+            return loss.detach()
+
+    assert "OwnBackward.training_step did not call self.accelerator.backward" in refused(tmp_path, kind=OwnBackward)

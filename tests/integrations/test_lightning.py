@@ -12,7 +12,7 @@ import torch
 from earlier_lightning import check_version, run_with_it
 from held import resize
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
-from lightning_trainings import Data, Net, fit, in_session, points
+from lightning_trainings import Data, FollowingTheLoss, Net, fit, in_session, points
 from training_crew import run_member
 
 from freetrain_parsl.errors import UsageError
@@ -118,6 +118,13 @@ def test_members_of_an_array_train_as_alone(tmp_path) -> None:
         assert value["calls"] == expected["calls"]
 
 
+def test_processes_that_follow_a_training_loss_have_the_same_learning_rate(tmp_path, crew: Crew) -> None:
+    """The loss of a process's part of the batch is another one in each process."""
+    outcomes = crew.start(2, tmp_path, in_session, module=FollowingTheLoss).outcomes()
+    one, other = (outcome.end.value["weights"] for outcome in outcomes)
+    assert torch.equal(one, other)
+
+
 def test_signals_are_for_the_slot_in_a_job_of_slurm_too(tmp_path, monkeypatch) -> None:
     """Lightning would end the training at SIGTERM, and requeue the batch job at SIGUSR1."""
     of_a_job = {"NTASKS": "4", "NTASKS_PER_NODE": "1", "NNODES": "4", "JOB_NAME": "ft", "JOB_ID": "7", "PROCID": "2"}
@@ -183,6 +190,11 @@ class OwnBatches(Data):
         return torch.utils.data.DataLoader(data, batch_sampler=[[0, 1], [2, 3]])
 
 
+class DroppingData(Data):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(points(30, 0), batch_size=self.batch_size, drop_last=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -204,6 +216,7 @@ class OwnBatches(Data):
         ({"precision": "64-true"}, "precision='64-true'"),
         ({"data": SeveralLoaders}, "one training DataLoader"),
         ({"data": OwnBatches}, "batch_sampler"),
+        ({"data": DroppingData, "accumulate": 4}, "of 7 batches in an epoch, the last 3 would be left out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

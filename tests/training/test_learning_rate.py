@@ -10,8 +10,9 @@ import torch
 from torch import optim
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.fragment import run_alone
 from freetrain_parsl.training.step.elastic_batch import ElasticBatch
-from freetrain_parsl.training.step.learning_rate import RateScaling, check_lr_scaling
+from freetrain_parsl.training.step.learning_rate import RateScaling, check_lr_scaling, check_schedulers
 
 
 def optimizer(kind: Any = optim.SGD, **options: Any) -> Any:
@@ -114,3 +115,41 @@ def test_a_batch_keeps_to_its_range_whatever_is_asked_or_restored() -> None:
     narrower = ElasticBatch(16, 16, 24)
     narrower.load(batch.state())
     assert (narrower.size, narrower.changes, narrower.scale) == (24, 3, 1.5)
+
+
+def test_a_scheduler_that_was_not_prepared_is_refused() -> None:
+    """Each process that joins would begin its schedule anew."""
+    one = optimizer()
+    check_schedulers([one])
+    scheduler = optim.lr_scheduler.StepLR(one, 1)
+    check_schedulers([one, scheduler])
+    with pytest.raises(UsageError, match="not given to the session"):
+        check_schedulers([one])
+    with pytest.raises(UsageError, match="not given to the session"):
+        check_schedulers([one, optim.lr_scheduler.StepLR(optimizer(), 1)])
+
+
+def test_a_scheduler_may_be_inside_of_another_object() -> None:
+    class Schedules:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    one = optimizer()
+    optim.lr_scheduler.StepLR(one, 1)
+    check_schedulers([one, Schedules()])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_session_refuses_it_before_the_first_step(late: bool) -> None:
+    def train(session: Any) -> None:
+        model = torch.nn.Linear(1, 1)
+        one = optim.SGD(model.parameters(), lr=0.1)
+        if not late:
+            optim.lr_scheduler.StepLR(one, 1)
+        session.prepare(model, one)
+        if late:
+            optim.lr_scheduler.StepLR(one, 1)
+        session.epochs(1)
+
+    with pytest.raises(UsageError, match="a learning-rate scheduler was made"):
+        run_alone(train)

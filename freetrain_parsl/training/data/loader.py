@@ -307,6 +307,33 @@ def parts_of(loader: DataLoader[Any]) -> tuple[MapDataset, dict[str, Any]]:
     return loader.dataset, options  # type: ignore[return-value]  # map-style
 
 
+def check_dropped(loader: DataLoader[Any], accumulated: int) -> None:
+    """Check that ``drop_last`` leaves out the same samples of a DataLoader whose batches are accumulated.
+
+    A trainer leaves out an incomplete batch of the DataLoader, and makes a smaller last step of the remaining ones. The
+    session leaves out the whole step.
+
+    Parameters
+    ----------
+    loader
+        The user's.
+    accumulated
+        Its batches in a step.
+
+    Raises
+    ------
+    UsageError
+        More samples would be left out.
+    """
+    batches = loader.batch_sampler
+    if isinstance(batches, BatchSampler) and batches.drop_last and (rest := len(batches) % accumulated):
+        raise UsageError(
+            f"drop_last cannot be combined with the accumulation of {accumulated} batches here: of {len(batches)} "
+            f"batches in an epoch, the last {rest} would be left out, too; set drop_last to False, or change the "
+            "number of samples or accumulated batches"
+        )
+
+
 def to_device(data: Any, device: torch.device) -> Any:
     """Move the tensors in nested tuples, lists and dictionaries; leave everything else as it is."""
     if isinstance(data, torch.Tensor):

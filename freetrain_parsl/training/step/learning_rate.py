@@ -7,16 +7,17 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from torch.optim import ASGD, SGD
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch.optim import Optimizer
-
-__all__ = ["LrScaling", "RateScaling", "Rule", "check_lr_scaling"]
+__all__ = ["LrScaling", "RateScaling", "Rule", "check_lr_scaling", "check_schedulers"]
 
 Rule: TypeAlias = Literal["auto", "linear", "sqrt", "adascale", "none"]
 """How the learning rate follows the batch size."""
@@ -36,6 +37,37 @@ def check_lr_scaling(value: object) -> None:
     if not (callable(value) or value in get_args(Rule)):
         choices = ", ".join(repr(choice) for choice in get_args(Rule))
         raise UsageError(f"session.loader: lr_scaling is {value!r}; it is one of {choices}, or a function")
+
+
+def check_schedulers(objects: Iterable[object]) -> None:
+    """Check that each learning-rate scheduler of a prepared optimizer is prepared, too.
+
+    Otherwise its state is in no checkpoint, and a process that joins begins its schedule anew: the learning rates of
+    the processes differ. Schedulers leave a mark on the optimizer, except for ``ReduceLROnPlateau``. An object of
+    another kind may contain the scheduler and its state.
+
+    Parameters
+    ----------
+    objects
+        What has been prepared.
+
+    Raises
+    ------
+    UsageError
+        A scheduler is missing.
+    """
+    known = list(objects)
+    plain = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+    if not all(isinstance(thing, plain) for thing in known):
+        return
+    scheduled = [getattr(thing, "optimizer", None) for thing in known if isinstance(thing, LRScheduler)]
+    for optimizer in (thing for thing in known if isinstance(thing, Optimizer)):
+        marked = getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False)
+        if marked and not any(other is optimizer for other in scheduled):
+            raise UsageError(
+                "a learning-rate scheduler was made, but not given to the session, so that its state would not be "
+                "saved: pass it to session.prepare, too"
+            )
 
 
 class RateScaling:
