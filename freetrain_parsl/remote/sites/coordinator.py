@@ -81,7 +81,11 @@ class Coordinator:
         """Whether all trainings have ended, or all sites that answer have stopped."""
         if self.stopping:
             return all(site.stopped for site in self.sites.values())
-        return not self._open()
+        return not self._open() and not any(self._keeps_withdrawn(site) for site in self.sites.values())
+
+    def _keeps_withdrawn(self, site: SiteState) -> bool:
+        """Whether a site may still train what was cancelled, and could be told so."""
+        return site.facts is not None and site.confirmed < site.order and site.failures < _STOP_ATTEMPTS
 
     def due(self, now: float) -> list[SiteCall]:
         """Return the calls to make now; one of `on_prepared`, `on_answer`, `on_stopped`, `on_silence` ends each."""
@@ -164,7 +168,10 @@ class Coordinator:
             site.offers = answer.planned
         elif answer.plan_error:
             site.offers = ()
-        if answer.order >= site.order:
+        if answer.order > site.order:
+            # Of a later coordinator, if this run directory is an older copy: the site would ignore our order.
+            site.order, site.possible = answer.order + 1, site.possible | answer.trainings.keys()
+        elif answer.order == site.order:
             site.confirmed, site.possible = site.order, set(site.wanted)
         for at_site in answer.trainings.values():
             self._note(name, at_site, answer)
