@@ -34,7 +34,7 @@ checkpoints:
     path: /ft
     home: {collection: cccccccc-0000-4000-8000-000000000000, path: /home/ft}
 """
-SITES = "look: 1 s\nstatus: 1 s\nsites:\n  - {name: a, config: a.yaml}\n  - {name: b, config: a.yaml}\n"
+SITES = "look: 1 s\nstatus: 1 s\nsites:\n  - {name: a, config: a.yaml}\n  - {name: b, config: b.yaml}\n"
 
 
 class ScriptedSite:
@@ -86,6 +86,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / f"{module}.py").write_text(APP)
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN.replace("sites_app", module))
     (tmp_path / "a.yaml").write_text(SITE)
+    (tmp_path / "b.yaml").write_text(SITE.replace("path: /ft", "path: /ft-b"))
     (tmp_path / "sites.yaml").write_text(SITES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_module, "_PERIOD", 0.01)
