@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -391,3 +391,22 @@ def test_an_older_copy_of_the_state_takes_over_from_later_orders() -> None:
     assert world.sites["a"].order > 7
     assert world.sites["a"].assigned == world.coordinator.sites["a"].wanted
     assert world.coordinator.sites["a"].confirmed == world.sites["a"].order
+
+
+def test_trainings_of_a_site_whose_driver_does_not_start_go_elsewhere_and_the_reason_is_shown() -> None:
+    @dataclass
+    class Failing(Site):
+        def answer(self, looked: bool) -> SiteAnswer:
+            answer = super().answer(looked)
+            return replace(answer, trainings={}, held=(), state="failed", message="0 MB are free")
+
+    shown: set[str] = set()
+    world = World(make(planner, 4), {"a": Failing("a", 2), "b": Site("b", 2)})
+    for _ in range(40):
+        world.send()
+        while world.waiting:
+            world.deliver(0, lose=False)
+        world.pass_time(5.0)
+        shown.update(world.coordinator.lines(world.now))
+    assert any("its driver failed: 0 MB are free" in line for line in shown)
+    assert {training.ended_at or training.site for training in world.coordinator.trainings.values()} == {"b"}
