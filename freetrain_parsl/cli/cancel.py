@@ -42,9 +42,12 @@ def cancel(
         if training.state != "cancelled":
             console.print(f"{name} had already ended: {training.state}", highlight=False)
             raise typer.Exit(1)
+        # A run at several sites retries nothing.
+        retry = (
+            "" if store.fact("sites", None) else f" To continue it: freetrain resume {store.directory} --retry {name}"
+        )
         console.print(
-            f"{name} is cancelled; its checkpoints are kept. To continue it: "
-            f"freetrain resume {store.directory} --retry {name}",
+            f"{name} is cancelled; its checkpoints are kept.{retry}",
             highlight=False,
             soft_wrap=True,
         )

@@ -16,7 +16,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
-from freetrain_parsl.remote.messages import FUNCTION, FUNCTION_SOURCE
+from freetrain_parsl.remote.messages import FUNCTION, FUNCTION_SOURCE, plain_text
 from freetrain_parsl.remote.pacing import RequestBudget, poll_delays
 from freetrain_parsl.storage.globus.login import CLIENT_ID, LOGIN, make_app
 
@@ -185,7 +185,7 @@ class ComputeEndpoint:
         if not isinstance(document, dict):
             raise RemoteError("the site sent an unexpected answer; is another version of freetrain-parsl there?")
         if isinstance(error := document.get("error"), str):
-            raise (InvalidInput if document.get("usage") else RemoteError)(error)
+            raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
         return document
 
     def _check_online(self) -> None:

@@ -11,7 +11,7 @@ from freetrain_parsl.errors import InvalidInput, RemoteError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "RemoteStatus", "check_run_name", "field_of"]
+__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "RemoteStatus", "check_run_name", "field_of", "plain_text"]
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class RemoteStatus:
         summary = None if document.get("summary") is None else field_of(document, "summary", dict)
         if summary is not None:
             field_of(summary, "trainings", list)
-        return cls(run, state, host, directory, message, summary)
+        return cls(run, state, host, directory, plain_text(message), summary)
 
 
 def field_of(answer: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...]) -> T:
@@ -105,6 +105,11 @@ def field_of(answer: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T]
     if not isinstance(value, kind):
         raise RemoteError("the site sent an unexpected answer; is another version of freetrain-parsl there?")
     return value
+
+
+def plain_text(text: object, longest: int = 2000) -> str:
+    """Return a site's text as it may be shown on a terminal and stored: no control characters, not too long."""
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in str(text)[:longest])
 
 
 def check_run_name(name: object) -> str:

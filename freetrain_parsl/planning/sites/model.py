@@ -319,5 +319,8 @@ def offers_of_plan(figures: Mapping[str, object]) -> tuple[Offer, ...]:
             raise PlanningError(
                 f"not a plan as 'freetrain plan --json' prints it: block {number} needs nodes, walltime"
             )
-        offers.append(Offer(nodes, float(seconds)))
+        try:
+            offers.append(Offer(float(nodes), float(seconds)))
+        except OverflowError:
+            raise PlanningError(f"block {number} of the plan has more nodes or seconds than there can be") from None
     return tuple(offers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import PlanningError, RemoteError
 from freetrain_parsl.planning.sites.model import Offer, offers_of_plan
-from freetrain_parsl.remote.messages import RemoteStatus, field_of
+from freetrain_parsl.remote.messages import RemoteStatus, field_of, plain_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +20,8 @@ ENDED = ("finished", "failed", "cancelled")
 """States of trainings that have ended."""
 
 _STATES = ("waiting", "running", *ENDED)
+_LONGEST_LEASE = 1e9  # seconds
+_MOST_ORDERS = 2**53
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ class SiteFacts:
         RemoteError
             The site sent something else.
         """
-        lease = float(field_of(document, "lease", (int, float)))
-        if not (math.isfinite(lease) and lease > 0):
-            raise RemoteError(f"the site sent an unexpected answer (a lease of {lease} s)")
-        return cls(field_of(document, "home", str), lease)
+        lease = field_of(document, "lease", (int, float))
+        if not 0 < lease < _LONGEST_LEASE:  # also of NaN, and of integers that are no floats
+            raise RemoteError("the site sent an unexpected answer (its lease is no duration)")
+        return cls(plain_text(field_of(document, "home", str)), float(lease))
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class SiteAnswer:
     ----------
     facts
         Home and lease.
+    run
+        Name of the run at the site.
     order
         The last order that the site has taken in.
     state
@@ -102,6 +107,7 @@ class SiteAnswer:
     facts: SiteFacts
     order: int
     state: str
+    run: str = ""
     message: str = ""
     trainings: Mapping[str, TrainingAtSite] = field(default_factory=dict)
     held: tuple[Offer, ...] = ()
@@ -127,20 +133,21 @@ class SiteAnswer:
             measured = [(bool(there), _amount(size), _amount(took)) for there, size, took in document["measured"]]
             return cls(
                 facts=SiteFacts.parse(document),
-                order=field_of(document, "order", int),
+                order=_order(field_of(document, "order", int)),
                 state=status.state,
+                run=status.run,
                 message=status.message,
                 trainings={one.name: one for one in map(_training, (status.summary or {"trainings": []})["trainings"])},
-                held=tuple(Offer(nodes, seconds) for nodes, seconds in document["held"]),
+                held=tuple(Offer(_amount(nodes), float(seconds)) for nodes, seconds in document["held"]),
                 planned=offers_of_plan(document["plan"]) if "plan" in document else None,
-                plan_error=str(document.get("plan_error", ""))[:500],
+                plan_error=plain_text(document.get("plan_error", ""), 500),
                 sizes={str(name): _amount(size) for name, size in document["sizes"].items()},
                 samples_left={str(name): _amount(left) for name, left in document["samples_left"].items()},
                 copies_to_home=tuple((size, took) for there, size, took in measured if not there),
                 copies_from_home=tuple((size, took) for there, size, took in measured if there),
-                copying=tuple(str(line)[:500] for line in document["copying"]),
+                copying=tuple(plain_text(line, 500) for line in document["copying"]),
             )
-        except (LookupError, TypeError, ValueError, AttributeError, PlanningError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, PlanningError) as error:
             raise RemoteError(
                 f"the site sent an unexpected answer ({error}); is another version of freetrain-parsl there?"
             ) from None
@@ -153,6 +160,18 @@ def _amount(value: Any) -> float:
     return number
 
 
+def _order(number: int) -> int:
+    if not 0 <= number < _MOST_ORDERS:
+        raise ValueError("an order has a number of its own")
+    return number
+
+
+def _storable(result: Any) -> Any:
+    # ValueError: half of a surrogate pair can be neither stored nor shown.
+    json.dumps(result, ensure_ascii=False).encode()
+    return result
+
+
 def _training(item: Mapping[str, Any]) -> TrainingAtSite:
     state, share = item["state"], item["share"]
     if state not in _STATES:
@@ -161,8 +180,8 @@ def _training(item: Mapping[str, Any]) -> TrainingAtSite:
         name=str(item["name"]),
         state=state,
         share=None if share is None else float(share),
-        nodes=tuple(map(str, item["nodes"])),
-        result=item["result"],
-        error=None if item["error"] is None else str(item["error"]),
-        remark=None if item["remark"] is None else str(item["remark"]),
+        nodes=tuple(map(plain_text, item["nodes"])),
+        result=_storable(item["result"]),
+        error=None if item["error"] is None else plain_text(item["error"]),
+        remark=None if item["remark"] is None else plain_text(item["remark"]),
     )

@@ -81,7 +81,11 @@ class Coordinator:
         """Whether all trainings have ended, or all sites that answer have stopped."""
         if self.stopping:
             return all(site.stopped for site in self.sites.values())
-        return not self._open()
+        return not self._open() and not any(self._keeps_withdrawn(site) for site in self.sites.values())
+
+    def _keeps_withdrawn(self, site: SiteState) -> bool:
+        """Whether a site may still train what was cancelled, and could be told so."""
+        return site.facts is not None and site.confirmed < site.order and site.failures < _STOP_ATTEMPTS
 
     def due(self, now: float) -> list[SiteCall]:
         """Return the calls to make now; one of `on_prepared`, `on_answer`, `on_stopped`, `on_silence` ends each."""
@@ -164,13 +168,22 @@ class Coordinator:
             site.offers = answer.planned
         elif answer.plan_error:
             site.offers = ()
-        if answer.order >= site.order:
+        if self._driver_failed(site):
+            site.offers = ()  # its trainings go elsewhere at the next look
+        if answer.order > site.order:
+            # Of a later coordinator, if this run directory is an older copy: the site would ignore our order.
+            site.order, site.possible = answer.order + 1, site.possible | answer.trainings.keys()
+        elif answer.order == site.order:
             site.confirmed, site.possible = site.order, set(site.wanted)
         for at_site in answer.trainings.values():
             self._note(name, at_site, answer)
         if was_silent or (had and not site.held):
             self._next_look = min(self._next_look, max(now, self._looked + _EARLY * self._pace.look))
         self._settle(now)
+
+    def _driver_failed(self, site: SiteState) -> bool:
+        """Whether a site has trainings that its driver does not train, as it ended with an error."""
+        return site.answer is not None and site.answer.state == "failed" and any(map(self._open().get, site.wanted))
 
     def on_stopped(self, name: str, *, over: bool, now: float) -> None:
         """Take in the answer to a stop: whether its driver has ended."""
@@ -397,4 +410,5 @@ class Coordinator:
             else:
                 idle = sum(offer.nodes for offer in site.offers)
                 error = f"; no plan: {site.answer.plan_error}" if site.answer.plan_error else ""
-                yield f"site {site.name}: {site.held:g} nodes held, {idle:g} more to be had{error}"
+                failed = f"; its driver failed: {site.answer.message}" if self._driver_failed(site) else ""
+                yield f"site {site.name}: {site.held:g} nodes held, {idle:g} more to be had{error}{failed}"

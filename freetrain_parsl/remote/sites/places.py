@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from freetrain_parsl.errors import InvalidInput, RemoteError
 from freetrain_parsl.remote.environment import KEEP
+from freetrain_parsl.remote.messages import plain_text
 from freetrain_parsl.remote.verbs import DIRECTORY
 from freetrain_parsl.storage.globus.login import CLIENT_SECRET
 
@@ -82,5 +83,5 @@ class LocalPlace:
             lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
             raise RemoteError(f"the call failed on this machine: {lines[-1][:500]}") from None
         if isinstance(error := document.get("error"), str):
-            raise (InvalidInput if document.get("usage") else RemoteError)(error)
+            raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
         return dict(document)

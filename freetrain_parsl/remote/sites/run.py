@@ -322,7 +322,7 @@ class _Loop:
         self._callers = {name: self._caller(name) for name in self.coordinator.sites}
         self._calls: list[SiteCall] = []  # to be made once the state is stored
         self._unwritable = False
-        self._saved: dict[str, Any] = {}
+        self._saved: tuple[dict[str, Any], list[tuple[str, bool]]] = ({}, [])
         self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
 
     def _caller(self, name: str) -> _Caller:
@@ -432,7 +432,7 @@ class _Loop:
                 case Ask.STOP:
                     coordinator.on_stopped(call.site, over=RemoteStatus.parse(outcome.answer).over, now=now)
                 case _:
-                    coordinator.on_answer(call.site, SiteAnswer.parse(outcome.answer), now)
+                    coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
         except UsageError as error:
             if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
                 raise type(error)(f"site {call.site}: {error}") from None
@@ -441,6 +441,18 @@ class _Loop:
             coordinator.on_silence(call.site, str(error), now)
         except PlanningError as error:
             self.report(f"no decision this time: {error}")
+
+    def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:
+        """Return an answer if it is about this run, with the home and the lease as before."""
+        run, facts = self.owner.requests[call.site]["run"], self.coordinator.sites[call.site].facts
+        if answer.run != run:
+            raise RemoteError(f"the site sent an answer about another run, {answer.run[:100]!r} instead of {run!r}")
+        if facts is not None and answer.facts != facts:
+            raise RemoteError(
+                f"its home is now {answer.facts.home} with a lease of {answer.facts.lease:.0f} s, it was {facts.home} "
+                f"with {facts.lease:.0f} s; undo that at the site: all sites need the same"
+            )
+        return answer
 
     # State.
 
@@ -460,10 +472,11 @@ class _Loop:
                     store.cancel(name)
             self._stored.add(name)
         document = coordinator.as_json()
-        if document != self._saved:
+        shown = [(site.silent, site.answer is None) for site in coordinator.sites.values()]
+        if (document, shown) != self._saved:
             lines = list(coordinator.lines(self.owner.clock()))
             CoordinatorFile(document, lines).write(self.owner.directory)
-            self._saved = document
+            self._saved = (document, shown)
 
     def _beat(self) -> None:
         states: dict[str, tuple[str, float | None, Sequence[str]]] = {}

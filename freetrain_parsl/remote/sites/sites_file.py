@@ -119,6 +119,7 @@ class SitesFile:
             raise top.refusal("there are no 'sites'; list at least one: '- {name: polaris, config: polaris.yaml}'")
         entries: dict[str, SiteEntry] = {}
         homes: dict[tuple[str, float], str] = {}
+        directories: dict[str, str] = {}
         for section in sections:
             entry = _read_entry(section, directory)
             if entry.name in entries:
@@ -130,6 +131,11 @@ class SitesFile:
             if site.globus is None:
                 raise section.refusal(
                     f"{site.file} has no checkpoints.globus; trainings move between sites through a home on Globus",
+                    "config",
+                )
+            if (other := directories.setdefault(str(site.globus.local), entry.name)) != entry.name:
+                raise section.refusal(
+                    f"its checkpoint directory is that of {other!r}, {site.globus.local}; give each site its own",
                     "config",
                 )
             homes.setdefault((str(site.globus.home), site.globus.lease.total_seconds()), entry.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from contextlib import suppress
 from typing import Any
@@ -60,21 +61,61 @@ def paths(document: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-ODD = st.one_of(st.none(), st.text(max_size=3), st.integers(-5, 5), st.floats(), st.just([]), st.just({}), st.just([1]))
+HUGE = 10**400  # an integer that is no float
+ODD = st.one_of(
+    st.none(), st.text(max_size=3), st.integers(-5, 5), st.floats(), st.sampled_from([[], {}, [1], HUGE, "\ud800"])
+)
+
+
+def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """Return the answer with another value at a place."""
+    document = copy.deepcopy(ANSWER)
+    part: Any = document
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return document
 
 
 @given(st.sampled_from(paths(ANSWER)), ODD)
 def test_any_other_value_anywhere_is_refused_or_is_valid(path: tuple[Any, ...], value: Any) -> None:
-    document = copy.deepcopy(ANSWER)
-    part = document
-    for key in path[:-1]:
-        part = part[key]
-    part[path[-1]] = value
     with suppress(RemoteError):
-        answer = SiteAnswer.parse(document)
+        answer = SiteAnswer.parse(changed(path, value))
         assert answer.facts.lease >= 0
         assert all(offer.nodes >= 0 for offer in answer.held)
         assert all(math.isfinite(size) and size >= 0 for size in answer.sizes.values())
+        shown = [answer.message, answer.plan_error, *answer.copying]
+        for training in answer.trainings.values():
+            shown += [*training.nodes, str(training.error), str(training.remark), json.dumps(training.result)]
+        assert all(text.isprintable() for text in shown)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("lease",),
+        ("order",),
+        ("held", 0, 0),
+        ("held", 0, 1),
+        ("plan", "blocks", 0, "nodes"),
+        ("plan", "blocks", 0, "walltime"),
+        ("sizes", "t"),
+        ("samples_left", "t"),
+        ("measured", 0, 1),
+        ("status", "summary", "trainings", 0, "share"),
+    ],
+)
+def test_an_integer_that_is_no_float_is_refused(path: tuple[Any, ...]) -> None:
+    with pytest.raises(RemoteError, match="unexpected answer"):
+        SiteAnswer.parse(changed(path, HUGE))
+
+
+def test_texts_are_safe_to_show_and_to_store() -> None:
+    path = ("status", "summary", "trainings", 0)
+    answer = SiteAnswer.parse(changed((*path, "remark"), "\x1b]0;title\x07\ud800 and\nmore"))
+    assert answer.trainings["t"].remark == " ]0;title   and\nmore"
+    with pytest.raises(RemoteError, match="unexpected answer"):
+        SiteAnswer.parse(changed((*path, "result"), {"loss": "\ud800"}))
 
 
 @pytest.mark.parametrize("key", [key for key in ANSWER if key != "plan"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -346,3 +346,67 @@ def test_a_training_that_is_on_its_way_is_not_sent_elsewhere_before_it_can_have_
         assert sites["a"].assigned == ("t0",)
     settle(coordinator, sites, 70.0)
     assert sites["b"].assigned == ("t0",)
+
+
+def test_the_last_training_is_cancelled_only_once_its_site_knows() -> None:
+    world = World(make(planner, 1), {"a": Site("a", 2), "b": Site("b", 2)})
+    while not world.sites["a"].assigned:
+        world.send()
+        while world.waiting:
+            world.deliver(0, lose=False)
+        world.pass_time(1.0)
+    world.coordinator.cancel("t0")
+    assert not world.coordinator.is_done
+    world.send()
+    while world.waiting:
+        world.deliver(0, lose=False)
+    assert world.coordinator.is_done
+    assert world.sites["a"].assigned == ()
+
+
+def test_a_cancelled_training_at_a_silent_site_does_not_keep_the_coordinator_forever() -> None:
+    world = World(make(planner, 1), {"a": Site("a", 2), "b": Site("b", 2)})
+    while not world.sites["a"].assigned:
+        world.send()
+        while world.waiting:
+            world.deliver(0, lose=False)
+        world.pass_time(1.0)
+    world.sites["a"].cut = True
+    world.coordinator.cancel("t0")
+    for _ in range(100):
+        world.send()
+        while world.waiting:
+            world.deliver(0, lose=False)
+        world.pass_time(1.0)
+    assert world.coordinator.is_done
+
+
+def test_an_older_copy_of_the_state_takes_over_from_later_orders() -> None:
+    world = World(make(planner, 2), {"a": Site("a", 2, order=7, assigned=("t9",)), "b": Site("b", 2)})
+    for _ in range(30):
+        world.send()
+        while world.waiting:
+            world.deliver(0, lose=False)
+        world.pass_time(1.0)
+    assert world.sites["a"].order > 7
+    assert world.sites["a"].assigned == world.coordinator.sites["a"].wanted
+    assert world.coordinator.sites["a"].confirmed == world.sites["a"].order
+
+
+def test_trainings_of_a_site_whose_driver_does_not_start_go_elsewhere_and_the_reason_is_shown() -> None:
+    @dataclass
+    class Failing(Site):
+        def answer(self, looked: bool) -> SiteAnswer:
+            answer = super().answer(looked)
+            return replace(answer, trainings={}, held=(), state="failed", message="0 MB are free")
+
+    shown: set[str] = set()
+    world = World(make(planner, 4), {"a": Failing("a", 2), "b": Site("b", 2)})
+    for _ in range(40):
+        world.send()
+        while world.waiting:
+            world.deliver(0, lose=False)
+        world.pass_time(5.0)
+        shown.update(world.coordinator.lines(world.now))
+    assert any("its driver failed: 0 MB are free" in line for line in shown)
+    assert {training.ended_at or training.site for training in world.coordinator.trainings.values()} == {"b"}

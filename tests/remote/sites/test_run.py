@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.cli.verbs import app_of
 from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.remote.sites import coordinator as coordinator_module
 from freetrain_parsl.remote.sites import run as run_module
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
 from freetrain_parsl.remote.sites.run import SitesRun
@@ -19,6 +20,8 @@ from freetrain_parsl.remote.sites.run import SitesRun
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from freetrain_parsl.remote.sites.coordinator import Coordinator
 
 APP = "from freetrain_parsl import training_app\n\n@training_app\ndef train(session, *, lr=0.1):\n    pass\n"
 CAMPAIGN = "name: two\ntrainings:\n  - {app: sites_app.py:train, name: 't{lr}', grid: {lr: [1, 2]}}\n"
@@ -31,7 +34,7 @@ checkpoints:
     path: /ft
     home: {collection: cccccccc-0000-4000-8000-000000000000, path: /home/ft}
 """
-SITES = "look: 1 s\nstatus: 1 s\nsites:\n  - {name: a, config: a.yaml}\n  - {name: b, config: a.yaml}\n"
+SITES = "look: 1 s\nstatus: 1 s\nsites:\n  - {name: a, config: a.yaml}\n  - {name: b, config: b.yaml}\n"
 
 
 class ScriptedSite:
@@ -44,6 +47,7 @@ class ScriptedSite:
         self.hangs: threading.Event | None = None
         self.order, self.assigned = 0, []
         self.verbs: list[str] = []
+        self.also: dict[str, Any] = {}  # in every answer to a look
 
     def call(self, request: Mapping[str, Any], timeout: float = 120.0) -> dict[str, Any]:
         self.verbs.append(request["verb"])
@@ -63,7 +67,8 @@ class ScriptedSite:
         blocks = [{"nodes": self.nodes, "walltime": 600}]
         plan = {"plan": {"blocks": blocks}} if request["plan"] else {}
         more = {"held": [], "sizes": {}, "samples_left": {}, "measured": measured, "copying": []}
-        return {**facts, **more, **plan, "order": self.order, "status": self.status("running")}
+        status = {**self.status("running"), "run": request["run"]}
+        return {**facts, **more, **plan, "order": self.order, "status": status, **self.also}
 
     def status(self, state: str) -> dict[str, Any]:
         trainings = [
@@ -91,6 +96,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / f"{module}.py").write_text(APP)
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN.replace("sites_app", module))
     (tmp_path / "a.yaml").write_text(SITE)
+    (tmp_path / "b.yaml").write_text(SITE.replace("path: /ft", "path: /ft-b"))
     (tmp_path / "sites.yaml").write_text(SITES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_module, "_PERIOD", 0.01)
@@ -225,3 +231,49 @@ def test_other_verbs_name_what_a_run_at_several_sites_is(project: Path) -> None:
         assert result.exit_code == 2, result.output
         assert message in result.output
         assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("also", "reason"),
+    [
+        ({"status": {**ScriptedSite().status("running"), "run": "other-a"}}, "an answer about another run, 'other-a'"),
+        ({"home": "elsewhere"}, "its home is now elsewhere with a lease of 900 s, it was h with 900 s"),
+        ({"lease": 5}, "its home is now h with a lease of 5 s"),
+        ({"lease": 10**400}, "unexpected answer"),
+        ({"held": [[10**400, 1]]}, "unexpected answer"),
+    ],
+)
+def test_an_answer_that_is_not_about_this_run_does_not_count(project: Path, also: dict[str, Any], reason: str) -> None:
+    sites = {"a": ScriptedSite(), "b": ScriptedSite()}
+    sites["a"].also = also
+    run = create(project, sites)
+    assert run.drive(report=ignore, show=ignore) == "finished"
+    assert {item.remark for item in run.store.trainings()} == {"at b"}
+    assert reason in site_lines(project / "run")[0]
+
+
+def test_a_site_that_becomes_silent_is_shown_as_such_by_status(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "_FIRST_RETRY", 0.2)
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False)}
+    run = create(project, sites)
+    shown: list[list[str]] = []
+
+    def look(coordinator: Coordinator, _: float) -> None:
+        if all(site.silent for site in coordinator.sites.values()):
+            if shown:  # the state of the round before has been stored
+                sites["a"].error = sites["b"].error = None
+                sites["a"].finishes = sites["b"].finishes = True
+            shown.append(site_lines(project / "run"))
+        elif all(site.answer is not None for site in coordinator.sites.values()) and not shown:
+            sites["a"].error = sites["b"].error = RemoteError("out of reach")
+
+    assert run.drive(report=ignore, show=look) == "finished"
+    assert all("does not answer: out of reach" in line for line in shown[1])
+
+
+def test_cancel_names_no_option_that_a_run_at_several_sites_refuses(project: Path) -> None:
+    run = create(project, {})
+    result = CliRunner().invoke(app_of(), ["cancel", str(run.directory), "t1"])
+    assert result.exit_code == 0
+    assert "t1 is cancelled; its checkpoints are kept." in result.output
+    assert "--retry" not in result.output

@@ -27,7 +27,8 @@ checkpoints:
 
 def read(tmp_path: Path, text: str) -> SitesFile:
     for name, home, lease in (("a", "/home/ft", "10 min"), ("b", "/home/ft", "10 min"), ("other", "/x", "10 min")):
-        (tmp_path / f"{name}.yaml").write_text(SITE.replace("HOME", home).replace("LEASE", lease))
+        site = SITE.replace("HOME", home).replace("LEASE", lease)
+        (tmp_path / f"{name}.yaml").write_text(site.replace("path: /ft", f"path: /{name}"))
     (tmp_path / "no_home.yaml").write_text("system: local\n")
     (tmp_path / "unknown.yaml").write_text("system: slurm\nblock: {partition: '${NO_SUCH_THING}'}\n")
     (tmp_path / "sites.yaml").write_text(text)
@@ -60,6 +61,10 @@ def test_a_list_of_sites(tmp_path: Path) -> None:
         ("sites:\n  - {name: a, config: no_home.yaml}\n", r"sites.yaml:2: .* has no checkpoints.globus"),
         ("sites:\n  - {name: a, config: a.yaml}\n  - {name: a, config: b.yaml}\n", r"sites.yaml:3: .* named 'a'"),
         ("sites:\n  - {name: a, config: a.yaml}\n  - {name: b, config: other.yaml}\n", r"yaml:3: .* need the same"),
+        (
+            "sites:\n  - {name: a, config: a.yaml}\n  - {name: b, config: a.yaml}\n",
+            r"yaml:3: .* directory is that of 'a'",
+        ),
         ("look: 0.5 s\nsites:\n  - {name: a, config: a.yaml}\n", r"sites.yaml:1: look: must be at least 1 s"),
         ("hysteresis: -1\nsites:\n  - {name: a, config: a.yaml}\n", r"sites.yaml:1: .*hysteresis must be zero or more"),
         ("sites:\n  - {name: a, config: a.yaml, to_home: {megabytes_per_second: 0}}\n", r"must be more than zero"),
