@@ -35,7 +35,7 @@ from freetrain_parsl.dashboard.application import page_size
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' browser
 
-from tests.replay.browser import Browser, find
+from tests.browser import Browser, find
 
 FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
 READY = (

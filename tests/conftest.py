@@ -14,6 +14,7 @@ from freetrain_parsl.executor.warm_start.owner import WarmStart
 from freetrain_parsl.testing.globus.rabbitmq import broker_missing
 from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
 from tests.__main__ import PARTS
+from tests.browser import Browser, find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,3 +158,17 @@ def _skip(requirement: str, why: str) -> None:
     if requirement in os.environ.get(REQUIRED, "").split(","):
         pytest.fail(why)
     pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Start one browser for all tests of a module; skip without one, unless it is required."""
+    executable = find()
+    if executable is None:
+        reason = "no Chromium on PATH (Debian: apt-get install chromium)"
+        if "chromium" in os.environ.get(REQUIRED, "").split(","):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    window = Browser(executable)
+    yield window
+    window.close()

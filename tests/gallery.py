@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests import browser
 from tests.campaign.shell import FREETRAIN
-from tests.replay import browser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import matplotlib.image
@@ -10,23 +9,8 @@ import numpy as np
 import pytest
 
 from tests import gallery
-from tests.replay import browser
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture
-def chromium():
-    """Start a browser."""
-    executable = browser.find()
-    if executable is None:
-        reason = "no Chromium on PATH (Debian: apt-get install chromium)"
-        if "chromium" in os.environ.get(browser.REQUIRED, "").split(","):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    window = browser.Browser(executable)
-    yield window
-    window.close()
 
 
 def difference(made, shown):

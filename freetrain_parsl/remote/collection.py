@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.campaign.store import DATABASE
 from freetrain_parsl.campaign.yaml_file import Section, Variables, user_path
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.planning.curves.scaling import LEARN
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Collection", "collect"]
 
-_ENVIRONMENT = "pyvenv.cfg"  # marks a virtual environment
+_MARKS = ("pyvenv.cfg", DATABASE)  # of a virtual environment, and of a run directory
 _OTHER_DIRECTORIES = re.compile(r"\..*|__pycache__|node_modules|site-packages|.*\.egg-info|freetrain-run-.*")
 _SECRET_FILES = re.compile(
     r"\..*|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx|jks|kdbx|gpg|asc|keytab)"
@@ -125,7 +126,8 @@ def _python_files(directories: set[Path]) -> tuple[set[Path], set[Path]]:
             below[:] = [
                 name
                 for name in below
-                if not _OTHER_DIRECTORIES.fullmatch(name) and not Path(place, name, _ENVIRONMENT).exists()
+                if not _OTHER_DIRECTORIES.fullmatch(name)
+                and not any(Path(place, name, mark).exists() for mark in _MARKS)
             ]
             for path in (Path(place, name) for name in files if name.endswith(".py")):
                 if not path.is_symlink():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -18,26 +17,11 @@ from freetrain_parsl.protocol.reports import Progress
 from tests.campaign.shell import FREETRAIN
 from tests.cli.test_status import FACTS
 from tests.processes import hear_ctrl_c
-from tests.replay import browser
 from tests.report.test_run_view import RUN
 
 pytestmark = pytest.mark.browser
 HOSTILE = "<img src=http://example.org/x onerror=alert(1)>"
 WIDTHS = {"wide": (1400, 900), "phone": (390, 844)}
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """Start one browser for all tests in this module."""
-    executable = browser.find()
-    if executable is None:
-        reason = "no Chromium on PATH (Debian: apt-get install chromium)"
-        if "chromium" in os.environ.get(browser.REQUIRED, "").split(","):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    window = browser.Browser(executable)
-    yield window
-    window.close()
 
 
 @pytest.fixture(scope="module")

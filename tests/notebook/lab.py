@@ -16,7 +16,7 @@ from tests.processes import MARK
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.replay.browser import Browser
+    from tests.browser import Browser
 
 _PANEL = "[...jupyterapp.shell.widgets('main')].find(one => one.sessionContext)"
 SETTINGS = {

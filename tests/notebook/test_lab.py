@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -13,11 +12,11 @@ from nbformat.v4 import new_code_cell, new_notebook
 from freetrain_parsl.campaign.store import RunStore
 from tests.notebook.lab import Lab
 from tests.notebook.test_kernel import CAMPAIGN, SITE, START
-from tests.replay import browser
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+    from tests import browser
 
 pytestmark = [pytest.mark.cluster, pytest.mark.browser]
 
@@ -27,20 +26,6 @@ while not open_file("go").exists():
     time.sleep(0.1)
 print("the other cell is done")
 """.replace("open_file", "__import__('pathlib').Path")
-
-
-@pytest.fixture
-def chromium() -> Iterator[browser.Browser]:
-    """Start a browser; skip without one, unless it is required."""
-    executable = browser.find()
-    if executable is None:
-        reason = "no Chromium on PATH (Debian: apt-get install chromium)"
-        if "chromium" in os.environ.get(browser.REQUIRED, "").split(","):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    window = browser.Browser(executable)
-    yield window
-    window.close()
 
 
 @pytest.fixture

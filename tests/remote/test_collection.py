@@ -33,6 +33,8 @@ def project(tmp_path):
         "apps/venv/lib/x.py": "",
         "apps/__pycache__/net.py": "",
         "apps/freetrain-run-1/parsl/x.py": "",
+        "apps/run/campaign.sqlite": "",
+        "apps/run/parsl/x.py": "",
         "unrelated/other.py": "",
     }
     for name, text in files.items():

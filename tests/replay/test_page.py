@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import re
 from html.parser import HTMLParser
@@ -12,7 +11,6 @@ import pytest
 
 from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.page.wording import count, duration, milliseconds, percent, samples
-from tests.replay import browser
 
 HOSTILE = "<script>alert('1')</script>&\"<img src=http://example.org/x onerror=alert(2)>"
 LOSSES = ("concavity", "unused", "split", "rescale", "preemption", "start")
@@ -347,20 +345,6 @@ def test_pictures_and_tables_can_be_heard(page):
 def test_figures_are_written_for_people(written, expected):
     """Units, thousands separators, and a dash for missing figures."""
     assert written.replace("\N{NO-BREAK SPACE}", " ") == expected
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """Start one browser for all tests in this module."""
-    executable = browser.find()
-    if executable is None:
-        reason = "no Chromium on PATH (Debian: apt-get install chromium)"
-        if "chromium" in os.environ.get(browser.REQUIRED, "").split(","):
-            pytest.fail(reason)
-        pytest.skip(reason)
-    window = browser.Browser(executable)
-    yield window
-    window.close()
 
 
 def dated_result():

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # comma-separated names of requirements for which tests must not be skipped
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ANSWER_SECONDS = 30.0
 _FLAGS = (
