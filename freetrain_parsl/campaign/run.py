@@ -33,7 +33,7 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingCancelled,
 )
-from freetrain_parsl.executor.htex.launch import check_run_directory
+from freetrain_parsl.executor.run_directory import check_run_directory
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable

@@ -31,12 +31,13 @@ from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.htex.blocks import HtexBlocks
 from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
-from freetrain_parsl.executor.htex.launch import Container, check_node_python, check_run_directory, node_command
+from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.logged_values import ValueWriter
 from freetrain_parsl.executor.logs.writer import LogWriter
 from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_unknown_kinds
 from freetrain_parsl.executor.packing import pack_or_refuse, pack_task
+from freetrain_parsl.executor.run_directory import check_run_directory
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot

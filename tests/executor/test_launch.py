@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.executor.htex.launch import Container, check_node_python, check_run_directory, node_command
+from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
+from freetrain_parsl.executor.run_directory import check_run_directory
 
 PILOT = ["-m", "freetrain_parsl.executor.slot.pilot"]
 POOL = ["-m", "freetrain_parsl.executor.htex.worker_pool"]

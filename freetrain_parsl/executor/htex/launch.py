@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Container", "check_node_python", "check_run_directory", "node_command"]
+__all__ = ["Container", "check_node_python", "node_command"]
 
 # The words that shlex.quote leaves unchanged. Launchers put the command into here-documents and `bash -c` strings,
 # where quotes do not protect, so a word that would need quoting is rejected.
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
-_PLAIN_DIRECTORY = re.compile(r"[\w@%+=:,./~-]+")  # shells leave letters of all languages unchanged
 
 
 @dataclass(frozen=True)
@@ -112,21 +111,6 @@ def node_command(python: str | None, container: Container | None, directories: I
     # environment that is not activated. `exec` replaces the shell, which the batch system's signal would end.
     command = shlex.join(words).replace("{", "{{").replace("}", "}}")
     return DEFAULT_LAUNCH_CMD.replace("process_worker_pool.py", f"exec {command}", 1)
-
-
-def check_run_directory(directory: Path) -> None:
-    """Refuse a run directory that shells would change: Parsl puts it unquoted into job scripts and commands.
-
-    Raises
-    ------
-    InvalidSettings
-        The path has a blank, a quote or another special character.
-    """
-    if not _PLAIN_DIRECTORY.fullmatch(str(directory)):
-        raise InvalidSettings(
-            f"run directory {str(directory)!r} may hold letters, digits and @%+=:,./_~- only, because it is part of "
-            "job scripts; choose another run directory"
-        )
 
 
 def _check(what: str, word: str) -> None:
