@@ -98,7 +98,7 @@ def driver_line(store: RunStore, clock: float | None = None) -> str:
     driver = store.last_driver()
     state = driver_state(driver)
     if driver is None:
-        return f"no driver has run yet: freetrain resume {store.directory}"
+        return f"no driver has run yet, perhaps one is starting; if not: freetrain resume {store.directory}"
     now = time.time() if clock is None else clock
     who = f"driver on {driver.host}, process {driver.pid},"
     if driver.ended is not None:

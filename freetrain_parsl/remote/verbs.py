@@ -52,6 +52,9 @@ _PERIOD = 0.1  # seconds between looks at a process
 _LONGEST_WAIT = 60.0  # seconds
 _LONGEST_START = 900.0  # seconds until a driver has registered
 _LAST_LINE = 500  # characters
+_STARTS = "starts.json"  # of drivers for the last order
+_FIRST_PAUSE = 15.0  # seconds between the first two starts of a driver for an order; doubled each time
+_LONGEST_PAUSE = 900.0
 _OPEN = ("waiting", "running")  # states of trainings that have not ended
 
 
@@ -175,10 +178,24 @@ def _drive_assigned(root: Path, stored: Mapping[str, Any], assignment: Assignmen
     started = process_of(root) is not None
     if ended.issuperset(assignment.trainings) or (started and not _status(root).over):
         return
+    if not _may_start(root / _STARTS, assignment.order, time.time()):
+        return
     command = (
         ["resume", str(run_dir)] if created else [*_first_command(root, stored), "--assigned", str(root / ASSIGNMENT)]
     )
     launch(root, command, Path(stored["campaign"]).parent)
+
+
+def _may_start(file: Path, order: int, now: float) -> bool:
+    """Return whether a driver may be started for an order, and note it: one that fails is started ever more rarely."""
+    last = read_document(file, "order", "count", "at")
+    count = 0
+    if last is not None and last["order"] == order:
+        count = last["count"]
+        if 0 <= now - last["at"] < min(_FIRST_PAUSE * 2.0 ** min(count - 1, 9), _LONGEST_PAUSE):
+            return False
+    write_output(file, json.dumps({"order": order, "count": count + 1, "at": now}))
+    return True
 
 
 def _first_command(root: Path, stored: Mapping[str, Any]) -> list[str]:

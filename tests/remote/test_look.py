@@ -124,6 +124,26 @@ def test_an_ended_driver_is_resumed_for_trainings_that_have_not_ended(
     assert launched == [["resume", str(root / "run")]]
 
 
+def test_a_driver_that_fails_is_started_ever_more_rarely(
+    root: Path, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(prepare_request(tmp_path))
+    failed = Process(("run",), os.uname().nodename, 1, 0.0, False, 2)
+    monkeypatch.setattr(verbs, "process_of", lambda _root: failed)
+    begin, starts = 1e9, []
+    for second in range(0, 300, 5):
+        monkeypatch.setattr(verbs.time, "time", lambda now=begin + second: now)
+        before = len(launched)
+        answer(a_look(1, "x"))
+        starts += [second] * (len(launched) - before)
+    assert starts == [0, 15, 45, 105, 225]
+    answer(a_look(2, "x"))
+    assert len(launched) == 6, "another order is another attempt"
+    monkeypatch.setattr(verbs.time, "time", lambda: begin - 3600)
+    answer(a_look(2, "x"))
+    assert len(launched) == 7, "a clock that was set back delays nothing"
+
+
 @pytest.mark.parametrize("request_", [a_look(1) | {"order": "1"}, a_look(1) | {"trainings": "x"}, a_look(1, "-x")])
 def test_what_is_no_order_is_refused(root: Path, launched: list[Any], tmp_path: Path, request_: dict[str, Any]) -> None:
     answer(prepare_request(tmp_path))
