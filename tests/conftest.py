@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ MARKS = {
     "daemons": ("cluster", "slurm", "hosts", "globus"),
     "slow": ("slow", "browser"),
 }
+
+_MARKS_OF_ALL = re.compile(r"^pytestmark = (?:\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)  # of the tests of a file
 
 REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # comma-separated requirements whose absence is a failure instead of a skip
 
@@ -57,11 +60,13 @@ def part_of(item: pytest.Item) -> str:
 def may_have(part: str, file: Path) -> bool:
     """Return whether a file may have tests of a part; without an import, which takes seconds for all files.
 
-    A mark is written in the file, or in a ``conftest.py`` of its directory, as that of a fixture's parameter.
+    A mark is written in the file, or in a ``conftest.py`` of its directory, as that of a fixture's parameter. A file
+    whose tests all have a mark of another part has no quick ones.
     """
-    if part not in MARKS:
-        return True
     texts = [path.read_text(encoding="utf-8") for path in (file, file.with_name("conftest.py")) if path.is_file()]
+    if part not in MARKS:
+        of_all = _MARKS_OF_ALL.search(texts[0]) if texts else None
+        return of_all is None or not any(f"mark.{mark}" in of_all[0] for marks in MARKS.values() for mark in marks)
     return any(f"mark.{mark}" in text for mark in MARKS[part] for text in texts)
 
 

@@ -71,15 +71,23 @@ def test_marks_tell_the_part():
     assert part("slurm", "alone") == "alone"
 
 
-def test_a_file_is_collected_for_the_parts_of_its_marks_and_its_fixtures_marks_and_for_the_quick_one(
-    tmp_path,
-):
-    """Written in parts here, because this file has no such tests."""
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("x = 1", ["quick"]),
+        ("@pytest.{}.slow", ["quick", "slow"]),
+        ("pytestmark = pytest.{}.slow", ["slow"]),
+        ("pytestmark = [\n    pytest.{}.filterwarnings('x[1]'),\n    pytest.{}.slow,\n]", ["slow"]),
+        ("pytestmark = pytest.{}.browser\n\n@pytest.{}.slow", ["quick", "slow"]),
+    ],
+)
+def test_a_file_is_collected_for_the_parts_that_its_tests_may_be_in(tmp_path, text, parts):
+    """Marks are written in parts here, because this file has no such tests."""
     file = tmp_path / "test_x.py"
-    file.write_text("pytestmark = pytest." + "mark.slow")
-    assert [part for part in PARTS if may_have(part, file)] == ["quick", "slow"]
+    file.write_text(text.format("mark", "mark"))
+    assert [part for part in PARTS if may_have(part, file)] == parts
     (tmp_path / "conftest.py").write_text("marks=pytest." + "mark.hosts")
-    assert [part for part in PARTS if may_have(part, file)] == ["quick", "slow", "daemons"]
+    assert [part for part in PARTS if may_have(part, file)] == [*parts, "daemons"]
 
 
 def test_a_test_that_no_part_would_collect_is_an_error_when_the_quick_part_runs(tmp_path):
