@@ -78,7 +78,7 @@ def test_marks_tell_the_part():
         ("@pytest.{}.slow", ["quick", "slow"]),
         ("pytestmark = pytest.{}.slow", ["slow"]),
         ("pytestmark = [\n    pytest.{}.filterwarnings('x[1]'),\n    pytest.{}.slow,\n]", ["slow"]),
-        ("pytestmark = pytest.{}.browser\n\n@pytest.{}.slow", ["quick", "slow"]),
+        ("pytestmark = pytest.{}.cold\n\n@pytest.{}.slow", ["quick", "slow"]),
     ],
 )
 def test_a_file_is_collected_for_the_parts_that_its_tests_may_be_in(tmp_path, text, parts):
