@@ -131,9 +131,7 @@ def coordinate_and_report(run: SitesRun, *, verb: str, as_json: bool, stop: bool
     else:
         print_trainings(console, trainings)
     if how in ("interrupted", "stopped"):
-        view.report(
-            f"freetrain: {how}; the sites have saved and stopped. To continue: freetrain resume {run.directory}"
-        )
+        view.report(f"freetrain: {how}; the sites have stopped. To continue: freetrain resume {run.directory}")
     elif how == "detached":
         view.report(
             f"freetrain: the trainings go on where they are. To coordinate them again: freetrain resume {run.directory}"

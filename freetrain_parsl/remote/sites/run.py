@@ -430,7 +430,13 @@ class _Loop:
                 case Ask.PREPARE:
                     coordinator.on_prepared(call.site, SiteFacts.parse(outcome.answer), now)
                 case Ask.STOP:
-                    coordinator.on_stopped(call.site, over=RemoteStatus.parse(outcome.answer).over, now=now)
+                    status = RemoteStatus.parse(outcome.answer)
+                    if status.state == "died":
+                        self.report(
+                            f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
+                            "batch jobs may be left until the run continues"
+                        )
+                    coordinator.on_stopped(call.site, over=status.over, now=now)
                 case _:
                     coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
         except UsageError as error:

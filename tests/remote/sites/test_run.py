@@ -45,6 +45,7 @@ class ScriptedSite:
         self.finishes = finishes
         self.error = error
         self.hangs: threading.Event | None = None
+        self.stops_as = "stopped"
         self.order, self.assigned = 0, []
         self.verbs: list[str] = []
         self.also: dict[str, Any] = {}  # in every answer to a look
@@ -60,7 +61,7 @@ class ScriptedSite:
             case "prepare":
                 return {**facts, "host": "x"}
             case "stop":
-                return self.status("stopped")
+                return self.status(self.stops_as)
         if request["order"] > self.order:
             self.order, self.assigned = request["order"], request["trainings"]
         measured: list[Any] = []
@@ -166,6 +167,24 @@ def test_ctrl_c_stops_the_sites_and_a_second_one_leaves_them(project: Path) -> N
     assert any("Ctrl-C again leaves them" in line for line in said)
     assert all("stop" in site.verbs for site in sites.values())
     assert {item.state for item in run.store.trainings()} == {"waiting"}
+
+
+def test_a_site_whose_driver_had_died_has_not_saved_and_that_is_said(project: Path) -> None:
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False)}
+    sites["b"].stops_as = "died"
+    said: list[str] = []
+    assert create(project, sites).drive(report=said.append, show=ignore, stop=True) == "stopped"
+    assert not said, "nothing has been prepared yet"
+    run = SitesRun.reopen(project / "run")
+    run.place_of = lambda _run, name: sites[name]
+
+    def stop(coordinator: Any, elapsed: float) -> None:
+        assert elapsed < 60, coordinator.as_json()
+        if all(site.confirmed for site in coordinator.sites.values()):
+            run.store.request_stop()
+
+    assert run.drive(report=said.append, show=stop) == "stopped"
+    assert [line.partition(";")[0] for line in said if "died" in line] == ["site b: its driver had died"]
 
 
 def test_a_site_that_hangs_delays_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
