@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.cluster import processes
+from freetrain_parsl.cluster import processes, registry
 from freetrain_parsl.cluster.client import EmbeddedCluster
 
 
@@ -38,7 +38,7 @@ def start_cluster(tmp_path):
     yield start
     for cluster in started:
         cluster.stop()
-        assert processes.marked(f"{cluster.name}/") == []
+        assert processes.marked(registry.mark_prefix(cluster.name)) == []
 
 
 @pytest.fixture

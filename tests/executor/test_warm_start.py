@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from freetrain_parsl import EmbeddedCluster
-from freetrain_parsl.cluster import processes
+from freetrain_parsl.cluster import processes, registry
 from freetrain_parsl.executor.warm_start import ADDRESS
 from freetrain_parsl.executor.warm_start.owner import WarmStart
 
@@ -97,7 +97,7 @@ class Node:
     def end(self, job: str) -> dict[str, Any]:
         """Wait until a job has ended, and check that it has left no process."""
         assert _until(lambda: self.client.jobs([job])[job]["end"] is not None)
-        assert processes.marked(f"{self.cluster.name}/{job}/") == []
+        assert processes.marked(registry.mark_prefix(self.cluster.name) + f"{job}/") == []
         return self.client.jobs([job])[job]
 
 
@@ -151,7 +151,9 @@ def test_the_exit_code_is_that_of_the_node(node: Node) -> None:
 def test_a_cancelled_job_ends_all_processes_even_those_that_left_the_session(node: Node) -> None:
     job = node.submit("leave", "600")
     assert node.report["forked"]
-    assert _until(lambda: len(processes.marked(f"{node.cluster.name}/{job}/")) == 4)  # two, the pilot, the job's own
+    assert _until(
+        lambda: len(processes.marked(registry.mark_prefix(node.cluster.name) + f"{job}/")) == 4
+    )  # two, the pilot, the job's own
     node.client.cancel([job])
     assert node.end(job)["state"] == "CANCELLED"
 
@@ -159,7 +161,7 @@ def test_a_cancelled_job_ends_all_processes_even_those_that_left_the_session(nod
 def test_when_the_jobs_own_process_is_killed_the_node_is_released(node: Node) -> None:
     job = node.submit("sleep", "600")
     pilot = int(node.report["environment"]["FREETRAIN_PILOT"])
-    (own,) = set(processes.marked(f"{node.cluster.name}/{job}/")) - _with_children(pilot)
+    (own,) = set(processes.marked(registry.mark_prefix(node.cluster.name) + f"{job}/")) - _with_children(pilot)
     os.kill(own, signal.SIGKILL)
     assert node.end(job)["state"] == "FAILED"
 
