@@ -167,8 +167,9 @@ def state_of(source, job):
     return source.survey([job]).blocks[job].state
 
 
-def test_nodes_of_a_pbs_are_of_two_kinds_by_what_their_blocks_select(on_path, tmp_path):
+def test_nodes_of_a_pbs_are_of_two_kinds_by_what_their_blocks_select(on_path, tmp_path, monkeypatch):
     """Blocks of each kind are submitted with its queue and options, and run on nodes of that kind."""
+    monkeypatch.chdir(tmp_path)  # Parsl's launcher leaves the list of nodes there
     text = """
 system: pbs
 kinds:
