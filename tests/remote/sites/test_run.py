@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 APP = "from freetrain_parsl import training_app\n\n@training_app\ndef train(session, *, lr=0.1):\n    pass\n"
 CAMPAIGN = "name: two\ntrainings:\n  - {app: sites_app.py:train, name: 't{lr}', grid: {lr: [1, 2]}}\n"
+pytestmark = pytest.mark.slow  # a second between two looks
+
 SITE = """\
 system: local
 checkpoints:
