@@ -276,7 +276,8 @@ const value = (number, proven) => (number === null ? "" : `${words.number(number
 
 const windowOutcome = (rows, i) => {
   const end = rows.ended[i] === null ? "open" : "closed";
-  return rows.used[i] ? `${rows.used[i]} of ${rows.nodes[i]} nodes used, in block ${rows.blocks[i]}; ${end}` : rows.ended[i] === null ? "open, not used so far" : "closed, not used";
+  const block = rows.used[i] && rows.blocks[i].includes(",") ? "blocks" : "block";
+  return rows.used[i] ? `${rows.used[i]} of ${rows.nodes[i]} nodes used, in ${block} ${rows.blocks[i]}; ${end}` : rows.ended[i] === null ? "open, not used so far" : "closed, not used";
 };
 
 const requestsPerHour = (store) => {
