@@ -1,8 +1,8 @@
 """A cluster, and a crew of processes for the trainers' tests, which may run with other versions of the trainers.
 
-``FREETRAIN_TESTS_PACKAGES`` names a directory with these, as ``pip install --no-deps --prefix DIR`` makes it::
+``FREETRAIN_TESTS_PACKAGES`` names a directory with these, as ``pip install --prefix DIR`` makes it::
 
-    pip install --no-deps --prefix /tmp/older transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+    pip install --no-deps --ignore-installed --prefix /tmp/older accelerate==1.10.1
     FREETRAIN_TESTS_PACKAGES=/tmp/older python -m pytest tests/integrations
 """
 
@@ -19,6 +19,7 @@ if packages := os.environ.get("FREETRAIN_TESTS_PACKAGES"):
     site.PREFIXES.append(packages)  # what is installed is no code of the user's training
     sys.path[:0] = site.getsitepackages([packages])
 
+from importlib.metadata import version  # noqa: E402 - after the path
 from typing import TYPE_CHECKING  # noqa: E402 - after the path
 
 import pytest  # noqa: E402 - the same
@@ -31,6 +32,11 @@ __all__ = ["_one_thread", "crew", "start"]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def pytest_report_header() -> str:
+    """Show the versions that are tested."""
+    return ", ".join(f"{name} {version(name)}" for name in ("transformers", "accelerate", "lightning", "optuna"))
 
 
 @pytest.fixture(scope="session")
