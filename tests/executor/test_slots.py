@@ -125,6 +125,21 @@ def test_a_silent_driver_is_noticed_once(driver: _Driver, cert_dir: str) -> None
     link.close()
 
 
+@pytest.mark.parametrize("beat", [0.05, 30.0])
+def test_a_slot_that_ends_while_the_driver_is_silent_leaves_what_it_has_not_acknowledged(
+    driver: _Driver, cert_dir: str, beat: float
+) -> None:
+    """Long before it gives the driver up; if the driver may only be between two heartbeats, it leaves nothing."""
+    left: list[object] = []
+    link, _ = channel(driver, cert_dir, beat=beat, on_unsent=left.extend)
+    link.start()
+    link.send(said := task_ended(1, b"x"))
+    assert driver.received.get(timeout=5)[1] == said
+    time.sleep(0.3)  # more than three short beats
+    link.close()
+    assert (said in left) is (beat < 1)
+
+
 def test_a_slot_that_was_stopped_does_not_take_the_driver_for_silent(
     driver: _Driver, cert_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["Channel"]
 
 _STOPPED = 1.0  # seconds of delay of an iteration above which the process counts as having been stopped
+_SILENT_BEATS = 3  # without a message from the driver, after which it has probably failed
 
 
 class Channel(threading.Thread):
@@ -50,7 +51,7 @@ class Channel(threading.Thread):
     on_lost
         Called once when no message has arrived for `heartbeat_timeout` seconds.
     on_unsent
-        Called at the end: with the messages that the driver has not acknowledged if it has failed, else with none.
+        Called at the end: with the messages that the driver has not acknowledged if it is silent, else with none.
     heartbeat
         Returns the next heartbeat; called in the channel's thread.
     beat, heartbeat_timeout
@@ -153,7 +154,9 @@ class Channel(threading.Thread):
             if now - heard > self._heartbeat_timeout and not lost:
                 lost = True
                 self._on_lost()
-        self._end(link, [envelope.message for envelope in self._delivery.unseen()] if lost else [])
+        # A slot may be ended before it gives the driver up: whatever cancels the blocks of a driver that was killed.
+        silent = lost or time.monotonic() - heard > _SILENT_BEATS * self._beat
+        self._end(link, [envelope.message for envelope in self._delivery.unseen()] if silent else [])
 
     def _end(self, link: zmq.Socket[bytes], unsent: Sequence[ToDriver]) -> None:
         self._on_unsent(unsent)
