@@ -36,8 +36,8 @@ _LONGEST_ERROR = 800
 _FRAME_LINES = 8  # lines of the live view besides one per training
 
 
-class LiveView:
-    """Shows a run in progress: redrawn in a terminal, otherwise one line per change.
+class ProgressView:
+    """Shows work in progress: redrawn in a terminal, otherwise one line per change.
 
     Parameters
     ----------
@@ -52,18 +52,31 @@ class LiveView:
         self._title = title
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._printed: dict[str, str] = {}
-        self._noted: set[str] = set()
-        self._starts_printed: FailedStarts | None = None
 
     @contextmanager
-    def opened(self) -> Iterator[LiveView]:
+    def opened(self) -> Iterator[None]:
         """Take over the terminal, and release it at the end."""
         with self._live:
-            yield self
+            yield
 
     def report(self, line: str) -> None:
         """Print a line."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def report_change(self, key: str, state: str, line: str) -> None:
+        """Print a line if the state of something is another than when it was last called for it."""
+        if self._printed.get(key) != state:
+            self._printed[key] = state
+            self.report(line)
+
+
+class LiveView(ProgressView):
+    """Shows a run; see `ProgressView`."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        super().__init__(console, title)
+        self._noted: set[str] = set()
+        self._starts_printed: FailedStarts | None = None
 
     def show(self, run: RunState, elapsed: float, notes: Sequence[str] = ()) -> None:
         """Show the state of the run, and notes on copies to home."""
@@ -86,11 +99,9 @@ class LiveView:
                 line += f" on {', '.join(training.nodes)}"
             if remark := training.remark():
                 line += f"; {remark}"
-            if self._printed.get(training.name) != line:
-                self._printed[training.name] = line
-                share = training.share_done
-                done = "" if share is None else f", {share:.0%} done"
-                self.report(f"{elapsed:7.1f} s  {training.name:14} {line}{done}")
+            share = training.share_done
+            done = "" if share is None else f", {share:.0%} done"
+            self.report_change(training.name, line, f"{elapsed:7.1f} s  {training.name:14} {line}{done}")
         for note in notes:
             if (kind := _NUMBER.sub("", note)) not in self._noted:  # progress is not printed again and again
                 self._noted.add(kind)

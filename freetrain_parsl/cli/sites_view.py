@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 import re
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.campaign.summary import summary
-from freetrain_parsl.cli.campaign_view import print_trainings
+from freetrain_parsl.cli.campaign_view import ProgressView, print_trainings
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.remote.sites.coordinator_file import site_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.remote.sites.coordinator import Coordinator
     from freetrain_parsl.remote.sites.run import SitesRun
@@ -34,32 +30,8 @@ _SECONDS = re.compile(r"\d+ s\b")
 _EXIT = {"interrupted": 130, "detached": 130}
 
 
-class SitesView:
-    """Shows all sites and trainings in one view: redrawn in a terminal, otherwise one line per change.
-
-    Parameters
-    ----------
-    console
-        Output console.
-    title
-        Heading.
-    """
-
-    def __init__(self, console: Console, title: str) -> None:
-        self._console = console
-        self._title = title
-        self._live = Live(console=console, refresh_per_second=4, transient=True)
-        self._printed: dict[str, str] = {}
-
-    @contextmanager
-    def opened(self) -> Iterator[SitesView]:
-        """Take over the terminal, and release it at the end."""
-        with self._live:
-            yield self
-
-    def report(self, line: str) -> None:
-        """Print a line."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+class SitesView(ProgressView):
+    """Shows all sites and trainings in one view; see `ProgressView`."""
 
     def show(self, coordinator: Coordinator, elapsed: float) -> None:
         """Show the state of the sites and of the trainings."""
@@ -71,17 +43,12 @@ class SitesView:
             self._live.update(Panel(Group(*parts), title=head))
             return
         for site, line in zip(coordinator.sites, lines, strict=True):
-            self._print_change(f"site {site}", _SECONDS.sub("", line), f"{elapsed:7.1f} s  {line}")
+            self.report_change(f"site {site}", _SECONDS.sub("", line), f"{elapsed:7.1f} s  {line}")
         for name, item in coordinator.trainings.items():
             place, state, share = _row(coordinator, name, item)
             done = f", {share} done" if share else ""
             reason = f": {item.reason}" if item.ended is None and item.reason else ""
-            self._print_change(name, f"{place} {state}", f"{elapsed:7.1f} s  {name:14} {state} {place}{done}{reason}")
-
-    def _print_change(self, key: str, what: str, line: str) -> None:
-        if self._printed.get(key) != what:
-            self._printed[key] = what
-            self.report(line)
+            self.report_change(name, f"{place} {state}", f"{elapsed:7.1f} s  {name:14} {state} {place}{done}{reason}")
 
 
 def _row(coordinator: Coordinator, name: str, item: TrainingPlace) -> tuple[str, str, str]:

@@ -185,7 +185,7 @@ class _Optimization:
         except TrialPruned:
             self._tell(trial, TrialState.PRUNED)
             return
-        except Exception:
+        except Exception:  # of the user's function: the trial has failed, and the error is theirs to see
             self._study.tell(trial, state=TrialState.FAIL)
             raise
         number = trial.number
