@@ -130,8 +130,8 @@ def compare(
     if with_what_if:
         best = contestants[entries.index(best_first(entries)[0])]
         case = Case(log, rates, best.make, replace(settings, knowledge=best.knowledge))
-        tell = partial(on_progress, "what if changes cost less or more")
-        more["what_if"] = what_if(case, yardstick.dedicated, on_progress=tell)
+        progress = partial(on_progress, "what if changes cost less or more")
+        more["what_if"] = what_if(case, yardstick.dedicated, on_progress=progress)
     return {
         "version": __version__,
         "log": log_figures(log),

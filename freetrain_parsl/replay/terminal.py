@@ -112,7 +112,7 @@ def sweep_summary(result: Mapping[str, Any]) -> str:
     """Summarise what fusion gains with the policy that finishes most."""
     best = most_finished(result["policies"])[0]
     sweep, hours = best["sweep"], best["node_hours"]
-    told = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
+    closings = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
     alone = best.get("one_by_one")
     way = "one by one" if alone is None else f"fused as {result['fusion']['name']}"
     against = "" if alone is None else f", against {alone['finished']:,} one by one"
@@ -120,7 +120,7 @@ def sweep_summary(result: Mapping[str, Any]) -> str:
     worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
     return (
         f"In {duration(result['log']['seconds'])}, {sweep['finished']:,} of {sweep['members']:,} members would have "
-        f"finished in the idle nodes, {way} with {best['policy']}{told}{against}, in {count(hours['used'])} of "
+        f"finished in the idle nodes, {way} with {best['policy']}{closings}{against}, in {count(hours['used'])} of "
         f"{count(hours['idle'])} idle node-hours{worth}."
     )
 
@@ -142,14 +142,14 @@ def summary(result: Mapping[str, Any]) -> str:
     seconds = result["log"]["seconds"]
     best = best_first(result["policies"])[0]
     hours, cost, finished = best["node_hours"], best["idle_cost"], best["jct"]["finished"]
-    told = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
+    closings = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
     share = f" ({percent(hours['used'] / hours['idle'], 0)})" if hours["idle"] else ""
     used = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours{share}"
     worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
     ends = f"; {finished:,} of {result['trainers']['count']:,} trainings finished" if finished else ""
     dedicated = dedicated_nodes(result["dedicated_nodes"])
     bound = "" if is_attainable(best) else "Upper bound, because no plan knows future closings: "
-    begin = f"{bound}In {duration(seconds)}, training in the idle nodes with {best['policy']}{told} would have"
+    begin = f"{bound}In {duration(seconds)}, training in the idle nodes with {best['policy']}{closings} would have"
     if best["efficiency"] is None:
         return f"{begin} used {used}{worth}{ends}; {dedicated} would train nothing, so U is undefined."
     return f"{begin} done {percent(best['efficiency'])} of what {dedicated} do, in {used}{worth}{ends}."

@@ -30,8 +30,8 @@ def comparison(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[El
     most = max(map(_length, lost))
     several = len(policies) > 1
     made = [element("h2", "Comparison of policies" if several else "Use of the idle nodes")]
-    if told := policies[0]["told"]:
-        made.append(element("p", f"{'All with' if several else 'With'} {told}.", class_="note"))
+    if shared := policies[0]["shared"]:
+        made.append(element("p", f"{'All with' if several else 'With'} {shared}.", class_="note"))
     made.append(
         charts.figure(
             "Efficiency and losses",

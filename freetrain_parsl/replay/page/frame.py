@@ -84,14 +84,14 @@ def _trainer_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, An
 
 
 def _labelled(policies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each policy a ``label`` with its differences from the others, and ``told`` with what they share."""
+    """Add to each policy a ``label`` with its differences from the others, and ``shared`` with what they share."""
     differing = [key for key in ("knowledge", "horizon") if len({entry[key] for entry in policies}) > 1]
     common = [key for key in ("knowledge", "horizon") if key not in differing]
     return [
         {
             **entry,
             "label": ", ".join(part for part in (entry["policy"], describe(entry, differing)) if part),
-            "told": describe(entry, common),
+            "shared": describe(entry, common),
         }
         for entry in policies
     ]

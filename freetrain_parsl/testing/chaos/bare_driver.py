@@ -72,10 +72,10 @@ class _Job:
 class _ParentsNodes(WindowSource):
     """The parent's nodes as windows without known closings; jobs start at once."""
 
-    def __init__(self, nodes: Sequence[str], clock: Callable[[], float], tell: Callable[..., None]) -> None:
+    def __init__(self, nodes: Sequence[str], clock: Callable[[], float], send: Callable[..., None]) -> None:
         self._nodes = tuple(nodes)
         self._clock = clock
-        self._tell = tell
+        self._send = send
         self._jobs: dict[str, _Job] = {}
         self._taken: dict[str, float] = {}  # node -> time when it becomes idle, by time.monotonic()
         self._numbers = count(1)
@@ -88,7 +88,7 @@ class _ParentsNodes(WindowSource):
                 raise RuntimeError("the nodes are not idle")  # as a provider does if its submit command fails
             job = f"{os.getpid()}.{next(self._numbers)}"
             self._jobs[job] = _Job(spec.nodes, self._clock() + spec.seconds)
-        self._tell("job", job, spec.block, spec.nodes)
+        self._send("job", job, spec.block, spec.nodes)
         return job
 
     def end(self, job: str, state: str) -> None:
@@ -111,7 +111,7 @@ class _ParentsNodes(WindowSource):
 
     def cancel(self, job_ids: Sequence[str]) -> None:
         for job in job_ids:
-            self._tell("cancel", job)
+            self._send("cancel", job)
 
     def find_jobs(self, prefix: str) -> dict[str, str]:  # noqa: ARG002 - every submission here gets a response
         return {}
@@ -136,7 +136,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
     )
     lock = threading.Lock()
 
-    def tell(*message: object) -> None:
+    def send(*message: object) -> None:
         with lock:
             link.send(message)
 
@@ -145,7 +145,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
     def clock() -> float:
         return time.time() + step[0]
 
-    source = _ParentsNodes(plan.nodes, clock, tell)
+    source = _ParentsNodes(plan.nodes, clock, send)
     certificates = directory / f"certificates-{os.getpid()}"
     certificates.mkdir(mode=0o700)
     certificate_directory = str(curvezmq.create_certificates(str(certificates)))
@@ -182,11 +182,11 @@ def drive(plan: BarePlan, link: Connection) -> None:
         slots_per_node=1,
         outdated=3.0,
         heartbeat_timeout=plan.heartbeat_timeout,
-        submit_slot=lambda token: tell("slot", token),
+        submit_slot=lambda token: send("slot", token),
         fail_all=fail_all,
         clock=clock,
     )
-    tell("listening", server.port, certificate_directory)
+    send("listening", server.port, certificate_directory)
     driver.start()
     submitter.start()
     for subject in plan.subjects:
@@ -202,14 +202,14 @@ def drive(plan: BarePlan, link: Connection) -> None:
             _obey(link.recv(), source, driver, step)
         if not broken and not (driver.is_alive() and submitter.is_alive()):
             broken = True
-            tell("broken", f"a thread has ended: driver {driver.is_alive()}, submitter {submitter.is_alive()}")
+            send("broken", f"a thread has ended: driver {driver.is_alive()}, submitter {submitter.is_alive()}")
         _keep_outcomes(plan, futures)
     _keep_outcomes(plan, futures)
     driver.stop(_TAKES)
     submitter.close(_TAKES)
     if driver.is_alive():
-        tell("broken", f"the driver did not stop within {_TAKES:g} s")
-    tell("over")
+        send("broken", f"the driver did not stop within {_TAKES:g} s")
+    send("over")
     link.close()
 
 

@@ -101,7 +101,7 @@ def qstat(store: Store, arguments: list[str]) -> None:
         _print(answers.server(store))
         return
     jobs = store.jobs()
-    ended = {job for job, told in jobs.items() if told.end is not None and "x" not in letters}
+    ended = {job for job, info in jobs.items() if info.end is not None and "x" not in letters}
     wanted = [word.partition(".")[0] for word in options.words]
     complaints = []
     for job in wanted:
@@ -109,7 +109,7 @@ def qstat(store: Store, arguments: list[str]) -> None:
             complaints.append((f"Unknown Job Id {answers.full_id(job)}", _UNKNOWN_JOB))
         elif job in ended:
             complaints.append((f"{answers.full_id(job)} Job has finished, use -x or -H to obtain", _FINISHED_JOB))
-    shown = [told for job, told in jobs.items() if job not in ended and (not wanted or job in wanted)]
+    shown = [info for job, info in jobs.items() if job not in ended and (not wanted or job in wanted)]
     _print(answers.jobs(store, shown))
     if complaints:
         raise Refused(*complaints[0])

@@ -146,36 +146,36 @@ class Store:
         if ids is None:
             found = {**found, **self.client.queue()}
         plan = self.client.expected_starts() if found else {}
-        jobs = {job: _job(job, told, ours.get(job), plan.get(job)) for job, told in found.items()}
+        jobs = {job: _job(job, info, ours.get(job), plan.get(job)) for job, info in found.items()}
         return dict(sorted(jobs.items(), key=lambda item: int(item[0])))
 
     def node_jobs(self) -> dict[str, str | None]:
         """Return the job on each node."""
-        return {node: told["job"] for node, told in self.client.nodes().items()}
+        return {node: info["job"] for node, info in self.client.nodes().items()}
 
     def _job_files(self) -> list[Path]:
         return [path for path in (self.directory / _JOBS).iterdir() if not path.name.startswith(".")]
 
 
-def _job(job: str, told: Mapping[str, Any], queue: str | None, plan: Mapping[str, Any] | None) -> FakeJob:
-    pending = told["state"] == "PENDING"
-    main = told["kind"] == "main"
+def _job(job: str, info: Mapping[str, Any], queue: str | None, plan: Mapping[str, Any] | None) -> FakeJob:
+    pending = info["state"] == "PENDING"
+    main = info["kind"] == "main"
     return FakeJob(
         id=job,
-        name=told["name"],
+        name=info["name"],
         user=getpass.getuser() if queue or not main else "main",
         queue=queue or (QUEUES[0] if main else QUEUES[1]),
-        state=told["state"],
-        reason=told["reason"],
-        nodes=tuple(told["nodes"]),
-        node_count=told["node_count"],
-        walltime=told["walltime"],
-        submit=told["submit"],
-        start=told["start"],
-        end=told["end"],
-        ends=told["ends"],
-        ending=told["ending"],
-        exit_code=next((code for code in told["exit_codes"].values() if code), 0),
+        state=info["state"],
+        reason=info["reason"],
+        nodes=tuple(info["nodes"]),
+        node_count=info["node_count"],
+        walltime=info["walltime"],
+        submit=info["submit"],
+        start=info["start"],
+        end=info["end"],
+        ends=info["ends"],
+        ending=info["ending"],
+        exit_code=next((code for code in info["exit_codes"].values() if code), 0),
         planned_start=plan["start"] if plan and pending else None,
         planned=tuple(plan["nodes"]) if plan and pending else (),
     )

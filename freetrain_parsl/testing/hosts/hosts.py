@@ -336,8 +336,8 @@ class Hosts:
 
     def _port(self, name: str, interface: str | None) -> str:
         interface = interface or next(iter(self[name].interfaces))
-        for port, told in self._ports.items():
-            if (told.host, told.interface) == (name, interface):
+        for port, forward in self._ports.items():
+            if (forward.host, forward.interface) == (name, interface):
                 return port
         raise InvalidSettings(f"host {name!r} has no interface {interface!r}: {', '.join(self[name].interfaces)}")
 

@@ -122,8 +122,8 @@ def parse_nodes(answer: Answer) -> dict[str, Vnode]:
         if not cpus and not gpus:
             continue
         states = as_text(attributes.get("state"))
-        told = attributes.get("jobs", [])
-        ids = (as_text(job).partition("/")[0] for job in (told if isinstance(told, list) else [told]))
+        listed = attributes.get("jobs", [])
+        ids = (as_text(job).partition("/")[0] for job in (listed if isinstance(listed, list) else [listed]))
         jobs = tuple(dict.fromkeys(ids))
         # An exclusively allocated node counts as fully used, whatever the job requested.
         whole = not _TAKEN.isdisjoint(word.strip().lower() for word in states.split(","))

@@ -194,11 +194,11 @@ class SlurmWindowSource(WindowSource):
         """Mark our partition as preemptible if our QOS is."""
         if self.qos is None or self._queries.config().get("PreemptType") != "preempt/qos":
             return partitions
-        told = self._queries.preemption_of(self.qos)
-        if told is None or not told[0]:
+        preemption = self._queries.preemption_of(self.qos)
+        if preemption is None or not preemption[0]:
             return partitions
         own = self._own_partition(partitions)
-        return {**partitions, own.name: replace(own, preemptible=True, grace=told[1])}
+        return {**partitions, own.name: replace(own, preemptible=True, grace=preemption[1])}
 
     def _notes(self) -> list[str]:
         """List what Slurm does not report here."""
