@@ -203,6 +203,28 @@ def test_if_all_checkpoints_are_damaged_nothing_starts_afresh(tmp_path: Path) ->
         run()
 
 
+def test_a_training_without_steps_begins_anew_if_its_checkpoint_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = Run(tmp_path / "whole")()
+    run = Run(tmp_path / "cut")
+
+    def paused_at_once(session: Any) -> Any:
+        run.mailbox.pause_requested.set()
+        return classify(session)
+
+    end = run(paused_at_once)
+    assert isinstance(end, Paused)
+    first = end.checkpoint
+    assert first is not None
+    assert first.name == "step-0000000000"
+    damage(first, "no manifest")
+    end = run()
+    assert str(first) in caplog.text
+    assert same(parameters(end.checkpoint), parameters(whole.checkpoint))
+    assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
+
+
 def other_net(session: Any) -> None:
     session.prepare(torch.nn.Linear(2, 2), torch.optim.Adam)
 

@@ -200,10 +200,12 @@ class Checkpoints:
     def newest(self) -> Restored | None:
         """Restore the newest intact checkpoint; return ``None`` if there are no checkpoints.
 
+        Damaged checkpoints of a training that has made no steps count as none: it begins anew with the same result.
+
         Raises
         ------
         DamagedCheckpoint
-            There are checkpoints, but none is intact.
+            There are checkpoints of later steps, but none is intact.
         CheckpointMismatch
             The newest intact one was written by a version of this package with another format.
         ForeignCheckpoint
@@ -213,7 +215,8 @@ class Checkpoints:
         """
         refused: list[str] = []
         problems: list[DamagedCheckpoint] = []
-        for entry in self._directory.entries():
+        entries = self._directory.entries()
+        for entry in entries:
             try:
                 restored = self.load(entry)
             except DamagedCheckpoint as problem:  # noqa: PERF203 - falling back is what this loop is for
@@ -222,7 +225,7 @@ class Checkpoints:
                 problems.append(problem)
             else:
                 return replace(restored, refused=tuple(refused))
-        if problems:
+        if any(entry.step for entry in entries):
             raise DamagedCheckpoint(
                 f"trainer {self._trainer!r}: none of {len(problems)} checkpoints is intact ({problems[0]}); "
                 f"restore a good copy, or remove {self._directory.path} to start over"
