@@ -75,7 +75,7 @@ trainings:
 SITE = """\
 system: local
 block: {cluster: %s}
-planner: {startup: 5 s, min_useful: 4 s, closing_margin: 2 s, max_walltime: 300 s, idle_timeout: 2 s, settle: 0.5 s}
+planner: {startup: 5 s, min_useful: 4 s, closing_margin: 2 s, max_walltime: 30 min, idle_timeout: 2 s, settle: 0.5 s}
 manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 6 s}
 checkpoints:

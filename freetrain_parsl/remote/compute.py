@@ -142,7 +142,7 @@ class ComputeEndpoint:
             self.id = str(uuid.UUID(endpoint))
         except ValueError:
             raise InvalidInput(
-                f"--endpoint {endpoint[:80]!r} is not a UUID; 'globus-compute-endpoint list' at the site shows it"
+                f"the endpoint {endpoint[:80]!r} is not a UUID; 'globus-compute-endpoint list' at the site shows it"
             ) from None
         self.function = function
         self.submitted = False

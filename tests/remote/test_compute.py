@@ -223,7 +223,7 @@ def test_what_is_too_large_is_not_sent(endpoint, site):
 def test_what_is_no_uuid_is_refused_at_once():
     from freetrain_parsl.remote.compute import ComputeEndpoint
 
-    with pytest.raises(InvalidInput, match="--endpoint 'polaris' is not a UUID"):
+    with pytest.raises(InvalidInput, match="the endpoint 'polaris' is not a UUID"):
         ComputeEndpoint("polaris")
 
 

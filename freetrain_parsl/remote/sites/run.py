@@ -4,7 +4,7 @@ The run directory is that of a campaign (`freetrain_parsl.campaign.store`), with
 
     coordinator.json     what a later coordinator must know, replaced after each change, before it is acted upon
     requests/SITE.json   the campaign as it is sent to a site
-    SITE/                runs of a site that is this machine
+    sites/SITE/          runs of a site that is this machine
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from freetrain_parsl.planning.sites.planner import plan_sites
 from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import RequestBudget
-from freetrain_parsl.remote.preparation import prepare
+from freetrain_parsl.remote.preparation import pack_campaign, prepare_packed
 from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
 from freetrain_parsl.remote.sites.coordinator import Coordinator
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["SitesRun"]
 
 _REQUESTS = "requests"
+_LOCAL_SITES = "sites"
 _PERIOD = 0.25  # seconds between polls of answers and signals
 _CALL_TIMEOUT = 120.0  # seconds
 _HUNG = 300.0  # seconds after which a call is given up; its timeout does not cover a connection that hangs
@@ -164,17 +165,12 @@ class SitesRun:
         given = dict(setting.partition("=")[::2] for setting in settings)
         listed = SitesFile.load(sites, given)
         run_id = secrets.token_hex(4)
-        preparations = {}
-        for entry in listed.sites:
-            preparations[entry.name] = prepare(
-                campaign,
-                entry.config,
-                settings=settings,
-                include=include,
-                any_versions=any_versions,
-                run=f"{run_id}-{entry.name}",
-            )
-        loaded = Campaign.load(campaign, Variables(given, environment={}))
+        packed = pack_campaign(campaign, settings=settings, include=include)
+        preparations = {
+            entry.name: prepare_packed(packed, entry.config, any_versions=any_versions, run=f"{run_id}-{entry.name}")
+            for entry in listed.sites
+        }
+        loaded = packed.campaign
         now = datetime.now().astimezone()
         run_dir, made = make_run_directory(directory, now)
         requests = {name: {**one.request, "verb": "prepare"} for name, one in preparations.items()}
@@ -198,8 +194,7 @@ class SitesRun:
         except OSError as error:
             shutil.rmtree(run_dir if made else run_dir / _REQUESTS, ignore_errors=True)
             raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
-        left_out = next(iter(preparations.values())).left_out
-        return cls(store, loaded, listed, requests, left_out)
+        return cls(store, loaded, listed, requests, packed.left_out)
 
     @classmethod
     def reopen(cls, directory: Path) -> SitesRun:
@@ -232,7 +227,7 @@ class SitesRun:
         """Return where a site's calls go."""
         entry = next(entry for entry in self.sites.sites if entry.name == name)
         if not entry.endpoint:
-            return LocalPlace(self.directory / name)
+            return LocalPlace(self.directory / _LOCAL_SITES / name)
         shared = sum(bool(one.endpoint) for one in self.sites.sites)
         budget = self.budgets.setdefault(name, RequestBudget(max(_LEAST_REQUESTS, _REQUESTS_PER_MINUTE // shared)))
         return ComputeEndpoint(entry.endpoint, budget=budget)
@@ -441,7 +436,8 @@ class _Loop:
                     coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
         except UsageError as error:
             if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
-                raise type(error)(f"site {call.site}: {error}") from None
+                where = next(entry.where for entry in self.owner.sites.sites if entry.name == call.site)
+                raise type(error)(f"{where}: site {call.site}: {error}") from None
             coordinator.on_silence(call.site, str(error), now)
         except RemoteError as error:
             coordinator.on_silence(call.site, str(error), now)
