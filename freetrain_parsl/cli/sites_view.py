@@ -98,7 +98,9 @@ def coordinate_and_report(run: SitesRun, *, verb: str, as_json: bool, stop: bool
     else:
         print_trainings(console, trainings)
     if how in ("interrupted", "stopped"):
-        view.report(f"freetrain: {how}; the sites have stopped. To continue: freetrain resume {run.directory}")
+        others = "the other sites have stopped" if run.unstopped else "the sites have stopped"
+        left_behind = "".join(f"site {name}: {why}; " for name, why in sorted(run.unstopped.items()))
+        view.report(f"freetrain: {how}; {left_behind}{others}. To continue: freetrain resume {run.directory}")
     elif how == "detached":
         view.report(
             f"freetrain: the trainings go on where they are. To coordinate them again: freetrain resume {run.directory}"

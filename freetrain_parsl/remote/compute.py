@@ -188,6 +188,10 @@ class ComputeEndpoint:
             raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
         return document
 
+    def forget_client(self) -> None:
+        """Make another client, with connections of its own, for the next call."""
+        self._client = None
+
     def _check_online(self) -> None:
         with self._errors():
             status = str(self._service().get_endpoint_status(self.id)["status"])[:80]

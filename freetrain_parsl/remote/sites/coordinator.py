@@ -180,7 +180,7 @@ class Coordinator:
         for at_site in answer.trainings.values():
             self._note(name, at_site, answer)
             self._measure_start(site, at_site, now)
-        if not (site.held or site.offers):  # what was assigned to idle nodes waits for others
+        if not site.held + site.idle:  # what was assigned to idle nodes waits for others
             for training in self._open().values():
                 training.starting = None if training.site == name else training.starting
         if was_silent or (had and not site.held):
@@ -321,7 +321,7 @@ class Coordinator:
         in the meantime.
         """
         trainings = Counter(training.site for training in self._open().values())
-        nodes = {site.name: site.held + sum(offer.nodes for offer in site.offers) for site in self.sites.values()}
+        nodes = {site.name: site.held + site.idle for site in self.sites.values()}
         answering = [site.name for site in self.sites.values() if site.answers]
         return max(answering, key=lambda name: (nodes[name] / (1 + trainings[name]), -trainings[name]), default=None)
 
@@ -435,7 +435,6 @@ class Coordinator:
             elif site.answer is None:
                 yield f"site {site.name}: {'ready' if site.facts else 'not ready yet'}"
             else:
-                idle = sum(offer.nodes for offer in site.offers)
                 error = f"; no plan: {site.answer.plan_error}" if site.answer.plan_error else ""
                 failed = f"; its driver failed: {site.answer.message}" if self._driver_failed(site) else ""
-                yield f"site {site.name}: {site.held:g} nodes held, {idle:g} more to be had{error}{failed}"
+                yield f"site {site.name}: {site.held:g} nodes held, {site.idle:g} more to be had{error}{failed}"

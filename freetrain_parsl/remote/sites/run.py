@@ -31,6 +31,7 @@ from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, PlanningError, RemoteError, UsageError
 from freetrain_parsl.planning.settings import DEFAULT_COSTS
 from freetrain_parsl.planning.sites.planner import plan_sites
+from freetrain_parsl.remote.bounded import HUNG
 from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import RequestBudget
@@ -59,7 +60,6 @@ _REQUESTS = "requests"
 _LOCAL_SITES = "sites"
 _PERIOD = 0.25  # seconds between polls of answers and signals
 _CALL_TIMEOUT = 120.0  # seconds
-_HUNG = 300.0  # seconds after which a call is given up; its timeout does not cover a connection that hangs
 _STOP_WAIT = 45.0  # seconds for which a site waits for its driver to end
 _REQUESTS_PER_MINUTE = 100  # of ours to Globus Compute, at all endpoints; it permits 20 in ten seconds
 _LEAST_REQUESTS = 6
@@ -116,6 +116,8 @@ class SitesRun:
         Site -> the campaign, as it is sent there.
     left_out
         Files that stay here because of their names.
+    unstopped
+        Sites that were asked to stop and may have left trainings or jobs -> why.
     place_of
         Makes the place of a site; default: an endpoint, or this machine.
     clock
@@ -127,6 +129,7 @@ class SitesRun:
     sites: SitesFile
     requests: Mapping[str, Mapping[str, Any]]
     left_out: tuple[str, ...] = ()
+    unstopped: dict[str, str] = field(default_factory=dict)
     place_of: Callable[[SitesRun, str], SitePlace] = field(default=lambda run, name: run.make_place(name))
     clock: Callable[[], float] = time.time
     budgets: dict[str, RequestBudget] = field(default_factory=dict)
@@ -383,6 +386,7 @@ class _Loop:
         for site in self.coordinator.sites.values():
             if self.coordinator.stopping and site.silent and site.facts is not None:
                 self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
+                self.owner.unstopped[site.name] = "it does not answer, and its trainings may go on"
 
     # Calls.
 
@@ -412,9 +416,9 @@ class _Loop:
                 caller.busy = None
                 self._take(outcome)
         for name, caller in self._callers.items():
-            if caller.busy is not None and time.monotonic() - caller.since > _HUNG:
+            if caller.busy is not None and time.monotonic() - caller.since > HUNG:
                 self._callers[name] = self._caller(name)
-                self.coordinator.on_silence(name, f"no answer within {_HUNG:.0f} s", self.owner.clock())
+                self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.owner.clock())
 
     def _take(self, outcome: _Outcome) -> None:
         call, coordinator, now = outcome.call, self.coordinator, self.owner.clock()
@@ -431,6 +435,7 @@ class _Loop:
                             f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
                             "batch jobs may be left until the run continues"
                         )
+                        self.owner.unstopped[call.site] = "its driver had died, and its jobs may be left"
                     coordinator.on_stopped(call.site, over=status.over, now=now)
                 case _:
                     coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)

@@ -156,6 +156,11 @@ class SiteState:
         """Number of nodes that our blocks have there."""
         return 0.0 if self.answer is None else sum(offer.nodes for offer in self.answer.held)
 
+    @property
+    def idle(self) -> float:
+        """Number of nodes that could be obtained there."""
+        return sum(offer.nodes for offer in self.offers)
+
 
 @dataclass
 class TrainingPlace:

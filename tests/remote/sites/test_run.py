@@ -8,13 +8,17 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from freetrain_parsl.cli.sites_view import SitesView, coordinate_and_report
 from freetrain_parsl.cli.verbs import app_of
 from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.remote import archive, preparation
 from freetrain_parsl.remote.sites import coordinator as coordinator_module
 from freetrain_parsl.remote.sites import run as run_module
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
+from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.run import SitesRun
 
 if TYPE_CHECKING:
@@ -42,7 +46,7 @@ SITES = "look: 1 s\nstatus: 1 s\nsites:\n  - {name: a, config: a.yaml}\n  - {nam
 class ScriptedSite:
     """A site that finishes what it is given at once, hangs, or refuses."""
 
-    def __init__(self, *, nodes: int = 2, finishes: bool = True, error: Exception | None = None) -> None:
+    def __init__(self, *, nodes: int = 1, finishes: bool = True, error: Exception | None = None) -> None:
         self.nodes = nodes
         self.finishes = finishes
         self.error = error
@@ -189,8 +193,47 @@ def test_a_site_whose_driver_had_died_has_not_saved_and_that_is_said(project: Pa
     assert [line.partition(";")[0] for line in said if "died" in line] == ["site b: its driver had died"]
 
 
+def test_the_last_line_does_not_say_that_a_site_has_stopped_whose_driver_had_died(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False)}
+    sites["b"].stops_as = "died"
+    run = create(project, sites)
+
+    def stop(_view: SitesView, coordinator: Coordinator, elapsed: float) -> None:
+        assert elapsed < 60, coordinator.as_json()
+        if all(site.confirmed for site in coordinator.sites.values()):
+            run.store.request_stop()
+
+    monkeypatch.setattr(SitesView, "show", stop)
+    with pytest.raises(typer.Exit):
+        coordinate_and_report(run, verb="resume", as_json=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stopped; site b: its driver had died, and its jobs may be left; the other sites have stopped." in said
+
+
+def test_a_campaign_for_many_sites_is_packed_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    monkeypatch.setattr(preparation, "pack", lambda *arguments: packed.append(1) or archive.pack(*arguments))
+    create(project, {})
+    assert packed == [1]
+    archives = [json.loads((project / "run" / "requests" / f"{name}.json").read_text())["archive"] for name in "ab"]
+    assert archives[0] == archives[1] != ""
+
+
+def test_a_site_may_have_the_name_of_a_file_of_the_coordinator(project: Path) -> None:
+    """Runs of sites on this machine have a directory of their own."""
+    (project / "sites.yaml").write_text(SITES.replace("name: a", "name: requests").replace("name: b", "name: parsl"))
+    run = SitesRun.create(project / "campaign.yaml", project / "sites.yaml", project / "run")
+    places = [run.make_place(name) for name in ("requests", "parsl")]
+    assert [place._directory for place in places if isinstance(place, LocalPlace)] == [
+        project / "run" / "sites" / "requests",
+        project / "run" / "sites" / "parsl",
+    ]
+
+
 def test_a_site_that_hangs_delays_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "_HUNG", 0.3)
+    monkeypatch.setattr(run_module, "HUNG", 0.3)
     sites = {"a": ScriptedSite(), "b": ScriptedSite()}
     sites["b"].hangs = threading.Event()
     run = create(project, sites)
@@ -206,7 +249,7 @@ def test_a_site_that_is_offline_at_the_start_is_tried_again_and_one_that_refuses
     assert offline["b"].verbs[0] == "prepare"
     refused = SitesRun.create(project / "campaign.yaml", project / "sites.yaml", project / "other")
     refused.place_of = lambda _run, _name: ScriptedSite(error=InvalidInput("login1 has other versions"))
-    with pytest.raises(InvalidInput, match=r"site [ab]: login1 has other versions"):
+    with pytest.raises(InvalidInput, match=r"sites.yaml:[45]: site [ab]: login1 has other versions"):
         refused.drive(report=ignore, show=ignore)
 
 
