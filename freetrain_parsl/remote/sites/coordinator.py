@@ -217,7 +217,8 @@ class Coordinator:
         training = self.trainings.get(at_site.name)
         if training is None or training.ended is not None:
             return
-        if at_site.ended:
+        earlier = at_site.state != "finished" and answer.retried.get(at_site.name, 0) < training.attempt
+        if at_site.ended and not earlier:
             training.ended, training.ended_at = at_site, name
         if training.site == name:
             training.size = answer.sizes.get(at_site.name, training.size)
@@ -238,6 +239,17 @@ class Coordinator:
             return
         item.ended = TrainingAtSite(training, "cancelled", None, ())
         self._withdraw(training)
+
+    def retry(self, training: str) -> None:
+        """Train a failed or cancelled training again at the user's request, from its last checkpoint."""
+        item = self.trainings[training]
+        self._withdraw(training)
+        item.ended, item.ended_at, item.site, item.attempt = None, "", None, item.attempt + 1
+
+    @property
+    def attempts(self) -> dict[str, int]:
+        """Training -> number of its last retry, of those that were retried."""
+        return {name: item.attempt for name, item in self.trainings.items() if item.attempt}
 
     def _withdraw(self, training: str) -> None:
         for site in self.sites.values():
@@ -381,6 +393,7 @@ class Coordinator:
                     "moves": item.moves,
                     "arrives": item.arrives,
                     "starting": item.starting,
+                    "attempt": item.attempt,
                     "ended": None if item.ended is None else item.ended.state,
                     "ended_at": item.ended_at,
                 }
@@ -420,6 +433,7 @@ class Coordinator:
             training.size, training.samples_left = float(item["size"]), item["samples_left"]
             training.ended_at, training.arrives = str(item["ended_at"]), float(item["arrives"])
             training.starting = None if item["starting"] is None else float(item["starting"])
+            training.attempt = int(item["attempt"])
         for name, at_site in ended.items():
             self.trainings[name].ended = at_site
             if at_site.state == "cancelled":  # perhaps while there was no coordinator

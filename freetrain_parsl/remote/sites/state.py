@@ -188,6 +188,8 @@ class TrainingPlace:
         When its state is expected there, and its driver ready; until then it is not assigned elsewhere.
     starting
         When its state is expected there, if it was assigned to idle nodes and has not had any since.
+    attempt
+        How often the user has retried it.
     """
 
     trainer: Trainer
@@ -200,3 +202,4 @@ class TrainingPlace:
     moves: int = 0
     arrives: float = 0.0
     starting: float | None = None
+    attempt: int = 0

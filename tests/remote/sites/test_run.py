@@ -16,7 +16,7 @@ from freetrain_parsl.cli.verbs import app_of
 from freetrain_parsl.errors import InvalidInput, RemoteError
 from freetrain_parsl.remote import archive, preparation
 from freetrain_parsl.remote.sites import coordinator as coordinator_module
-from freetrain_parsl.remote.sites import run as run_module
+from freetrain_parsl.remote.sites import loop as loop_module
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
 from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.run import SitesRun
@@ -52,6 +52,8 @@ class ScriptedSite:
         self.error = error
         self.hangs: threading.Event | None = None
         self.stops_as = "stopped"
+        self.ends_as = "finished"
+        self.retry: dict[str, int] = {}
         self.order, self.assigned = 0, []
         self.verbs: list[str] = []
         self.also: dict[str, Any] = {}  # in every answer to a look
@@ -68,6 +70,7 @@ class ScriptedSite:
                 return {**facts, "host": "x"}
             case "stop":
                 return self.status(self.stops_as)
+        self.retry = request["retry"]
         if request["order"] > self.order:
             self.order, self.assigned = request["order"], request["trainings"]
         measured: list[Any] = []
@@ -79,7 +82,7 @@ class ScriptedSite:
 
     def status(self, state: str) -> dict[str, Any]:
         trainings = [
-            {"name": name, "state": "finished" if self.finishes else "running", "share": 0.5, "nodes": [],
+            {"name": name, "state": self.ends_as if self.finishes else "running", "share": 0.5, "nodes": [],
              "result": {"loss": 1.5}, "error": None, "remark": None}
             for name in self.assigned
         ]  # fmt: skip
@@ -106,7 +109,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "b.yaml").write_text(SITE.replace("path: /ft", "path: /ft-b"))
     (tmp_path / "sites.yaml").write_text(SITES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_module, "_PERIOD", 0.01)
+    monkeypatch.setattr(loop_module, "_PERIOD", 0.01)
     return tmp_path
 
 
@@ -233,7 +236,7 @@ def test_a_site_may_have_the_name_of_a_file_of_the_coordinator(project: Path) ->
 
 
 def test_a_site_that_hangs_delays_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "HUNG", 0.3)
+    monkeypatch.setattr(loop_module, "HUNG", 0.3)
     sites = {"a": ScriptedSite(), "b": ScriptedSite()}
     sites["b"].hangs = threading.Event()
     run = create(project, sites)
@@ -286,7 +289,9 @@ def test_other_verbs_name_what_a_run_at_several_sites_is(project: Path) -> None:
     assert "sites" in json.loads(runner.invoke(app_of(), ["status", "run", "--json"]).stdout)
     for command, message in (
         (["clean", "run"], "is a run at several sites"),
-        (["resume", "run", "--retry", "t1"], "continues without options"),
+        (["resume", "run", "--config", "a.yaml"], "continues with the files of its start, here; give only --retry"),
+        (["resume", "run", "--detach"], "continues with the files of its start, here; give only --retry"),
+        (["resume", "run", "--retry", "t9"], "t9"),
         (["run", "campaign.yaml", "--sites", "sites.yaml", "--config", "local"], "give only --sites"),
         (["run", "campaign.yaml", "--any-versions"], "are for --sites"),
         (["run", "campaign.yaml", "--sites", "none.yaml"], "cannot read the list of sites"),
@@ -335,9 +340,44 @@ def test_a_site_that_becomes_silent_is_shown_as_such_by_status(project: Path, mo
     assert all("does not answer: out of reach" in line for line in shown[1])
 
 
-def test_cancel_names_no_option_that_a_run_at_several_sites_refuses(project: Path) -> None:
-    run = create(project, {})
+def test_a_training_that_has_failed_is_retried_and_the_failure_before_does_not_count_again(project: Path) -> None:
+    """Nor does it for a coordinator that is killed after that."""
+    sites = {"a": ScriptedSite(), "b": ScriptedSite()}
+    for site in sites.values():
+        site.ends_as = "failed"
+    run = create(project, sites)
+    assert run.drive(report=ignore, show=ignore) == "finished"
+    assert {item.state for item in run.store.trainings()} == {"failed"}
+    again = SitesRun.reopen(project / "run")
+    again.place_of = lambda _run, name: sites[name]
+    assert again.to_retry(["t1"]) == ("t1",)
+    assert again.to_retry([], failed=True) == ("t1", "t2")
+    with pytest.raises(InvalidInput, match="t9"):
+        again.to_retry(["t9"])
+
+    def leave(coordinator: Coordinator, elapsed: float) -> None:
+        assert elapsed < 60, coordinator.as_json()
+        assert coordinator.trainings["t1"].ended is None
+        if coordinator.trainings["t1"].site is not None and all(site.retry for site in sites.values()):
+            signal.raise_signal(signal.SIGHUP)
+
+    assert again.drive(report=ignore, show=leave, retry=["t1"]) == "detached"
+    assert {site.retry["t1"] for site in sites.values()} == {1}
+    for site in sites.values():
+        site.ends_as, site.also = "finished", {"retried": {"t1": 1}}
+    last = SitesRun.reopen(project / "run")
+    last.place_of = lambda _run, name: sites[name]
+    assert last.drive(report=ignore, show=ignore) == "finished"
+    assert {item.name: item.state for item in last.store.trainings()} == {"t1": "finished", "t2": "failed"}
+    with pytest.raises(InvalidInput, match="t1 has finished; there is nothing to retry"):
+        last.to_retry(["t1"])
+
+
+def test_a_cancelled_training_is_continued_by_a_retry(project: Path) -> None:
+    sites = {"a": ScriptedSite(), "b": ScriptedSite()}
+    run = create(project, sites)
     result = CliRunner().invoke(app_of(), ["cancel", str(run.directory), "t1"])
     assert result.exit_code == 0
-    assert "t1 is cancelled; its checkpoints are kept." in result.output
-    assert "--retry" not in result.output
+    assert "To continue it: freetrain resume" in " ".join(result.output.split())
+    assert run.drive(report=ignore, show=ignore, retry=run.to_retry(["t1"])) == "finished"
+    assert {item.state for item in run.store.trainings()} == {"finished"}
