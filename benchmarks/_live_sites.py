@@ -143,12 +143,16 @@ class Stand:
         kept = ",".join([CLIENT_SECRET, *(name for name in self.environment if name.startswith("GLOBUS_SDK_"))])
         (directory / "moving_app.py").write_text(APP.replace("SIZE", str(options.parameters)))
         (directory / "campaign.yaml").write_text(CAMPAIGN)
-        self.clusters, self._neighbours, lines = {}, {}, [f"look: {options.live_look:g} s", "status: 6 s", "sites:"]
+        own = "" if options.default_periods is None else "#"  # comments out what is not a default
+        self.clusters, self._neighbours = {}, {}
+        lines = [f"{own}look: {options.live_look:g} s", f"{own}status: 6 s", "sites:"]
         for number, name in enumerate(NAMES):
             cluster = stack.enter_context(EmbeddedCluster(directory / f"cluster-{name}", nodes=NODES))
             self.clusters[name] = cluster
             self._neighbours[name] = neighbours(number, seed, options.seconds, options.live_phase)
             site = SITE % (cluster.directory, directory / name / "ft", UUIDS[name], UUIDS["home"])
+            for key in ("interval: ", "lease: "):
+                site = site.replace(key, f"{own}{key}")
             (directory / f"{name}.yaml").write_text(site)
             if self.compute is None:
                 continue
@@ -170,12 +174,7 @@ class Stand:
 
         Before the first phase, the nodes are as in it: the night site has none.
         """
-        command = [str(Path(sys.executable).with_name("freetrain")), "run", "campaign.yaml", *where, "--run-dir", "run"]
-        with (self.directory / "output.log").open("w") as log:
-            process = subprocess.Popen(
-                command, cwd=self.directory, env={**os.environ, **self.environment}, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+        process = self._start(*where)
         night = self.clusters["night"].client
         before = [
             night.submit(["sleep", "900"], nodes=1, walltime=timedelta(seconds=901), preemptible=False)
@@ -198,6 +197,26 @@ class Stand:
         process.send_signal(signal.SIGINT)
         process.wait(200)
         return figures
+
+    def run_undisturbed(self, seconds: float) -> dict[str, float]:
+        """Run the campaign at all sites without neighbours; return requests per hour, once all trainings have nodes."""
+        process = self._start("--sites", "sites.yaml")
+        self._wait_for_work(process, night_only=False)
+        begin, requests = time.monotonic(), self.requests()
+        time.sleep(seconds)
+        hours = (time.monotonic() - begin) / 3600
+        figures = {key: (number - requests[key]) / hours for key, number in self.requests().items()}
+        process.send_signal(signal.SIGINT)
+        process.wait(200)
+        return figures
+
+    def _start(self, *where: str) -> subprocess.Popen[bytes]:
+        command = [str(Path(sys.executable).with_name("freetrain")), "run", "campaign.yaml", *where, "--run-dir", "run"]
+        with (self.directory / "output.log").open("w") as log:
+            return subprocess.Popen(
+                command, cwd=self.directory, env={**os.environ, **self.environment}, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
 
     def _wait_for_work(self, process: subprocess.Popen[bytes], *, night_only: bool) -> None:
         """Wait until all trainings have nodes, or, where there are none yet, until a driver is alive."""
@@ -280,6 +299,25 @@ def way(seed: int, where: tuple[str, ...], options: argparse.Namespace, steady: 
             "bytes_to_home": sum(copy.size for copy in copies if not copy.from_home),
             **audit,
         }
+
+
+def requests_row(options: argparse.Namespace) -> dict[str, Any]:
+    """Count the requests of a campaign at two sites with the default periods."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ft-") as runtime,
+        patch.dict(os.environ, {"XDG_RUNTIME_DIR": runtime}),
+        tempfile.TemporaryDirectory(prefix="freetrain-sites-") as folder,
+        ExitStack() as stack,
+    ):
+        stand = Stand(Path(folder), stack, 0, options, with_endpoints=True)
+        figures = stand.run_undisturbed(options.default_periods)
+    return {
+        "sites": len(NAMES),
+        "trainings": NODES,
+        "seconds": options.default_periods,
+        **figures,
+        "load_average": os.getloadavg()[1],
+    }
 
 
 def live_row(seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -143,8 +143,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=320.0, help="live: length of each run")
     parser.add_argument("--live-phase", type=float, default=160.0, help="live: seconds of each phase")
     parser.add_argument("--live-look", type=float, default=60.0, help="live: seconds between decisions")
+    parser.add_argument(
+        "--default-periods", type=float, metavar="SECONDS", help="live: count requests with the default periods instead"
+    )
     parser.add_argument("--parameters", type=int, default=1_000_000, help="live: of each training's model")
     options = parser.parse_args()
+    if options.default_periods is not None:
+        from _live_sites import requests_row
+
+        packages = ("freetrain-parsl", "globus-sdk", "globus-compute-endpoint")
+        report("requests of a campaign at two sites", [requests_row(options)], packages, options.json)
+        return
     if options.live:
         from _live_sites import live_row
 

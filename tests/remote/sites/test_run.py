@@ -381,3 +381,31 @@ def test_a_cancelled_training_is_continued_by_a_retry(project: Path) -> None:
     assert "To continue it: freetrain resume" in " ".join(result.output.split())
     assert run.drive(report=ignore, show=ignore, retry=run.to_retry(["t1"])) == "finished"
     assert {item.state for item in run.store.trainings()} == {"finished"}
+
+
+def test_explain_says_why_a_training_is_at_its_site_and_which_waits(project: Path) -> None:
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False, nodes=0)}
+    run = create(project, sites)
+    runner = CliRunner()
+    before = runner.invoke(app_of(), ["explain", "run"])
+    assert "t1 waiting: no decision has been made yet" in before.output
+
+    def leave(coordinator: Coordinator, elapsed: float) -> None:
+        assert elapsed < 60, coordinator.as_json()
+        if coordinator.sites["a"].confirmed:
+            signal.raise_signal(signal.SIGHUP)
+
+    assert run.drive(report=ignore, show=leave) == "detached"
+    said = runner.invoke(app_of(), ["explain", "run"]).output
+    assert "site b: 0 nodes held, 0 more to be had" in said
+    assert "t1 waiting at a: 1 of 1.0 nodes expected at a" in said
+    assert "t2 waiting at a: no nodes expected; queued at a" in said
+    figures = json.loads(runner.invoke(app_of(), ["explain", "run", "--json"]).output)
+    assert [(item["site"], item["moves"]) for item in figures["trainings"]] == [("a", 0), ("a", 0)]
+    (project / "run" / COORDINATOR).write_text('{"coordinator": {"trainings": []}, "lines": []}')
+    damaged = runner.invoke(app_of(), ["explain", "run"])
+    assert damaged.exit_code == 2
+    assert "coordinator.json is damaged" in damaged.output
+    other = runner.invoke(app_of(), ["explain", str(project)])
+    assert other.exit_code == 2
+    assert "Traceback" not in other.output
