@@ -151,7 +151,7 @@ class Stand:
             self.clusters[name] = cluster
             self._neighbours[name] = neighbours(number, seed, options.seconds, options.live_phase)
             site = SITE % (cluster.directory, directory / name / "ft", UUIDS[name], UUIDS["home"])
-            for key in ("interval: ", "lease: "):
+            for key in ("  interval: ", "  lease: "):
                 site = site.replace(key, f"{own}{key}")
             (directory / f"{name}.yaml").write_text(site)
             if self.compute is None:
