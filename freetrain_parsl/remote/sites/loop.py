@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,14 @@ from freetrain_parsl.remote.sites.state import Ask
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.remote.sites.coordinator import Coordinator
     from freetrain_parsl.remote.sites.places import SitePlace
-    from freetrain_parsl.remote.sites.run import SitesRun
     from freetrain_parsl.remote.sites.state import SiteCall
 
     Show = Callable[[Coordinator, float], None]
 
-__all__ = ["SitesLoop"]
+__all__ = ["CalledSite", "SitesLoop"]
 
 _PERIOD = 0.25  # seconds between polls of answers and signals
 _CALL_TIMEOUT = 120.0  # seconds
@@ -73,30 +73,58 @@ class _Caller:
             self._outcomes.put((self, outcome))
 
 
+@dataclass(frozen=True)
+class CalledSite:
+    """A site, as the loop calls it.
+
+    Parameters
+    ----------
+    request
+        The campaign, as it is sent there.
+    where
+        File and line of the list of sites, for messages.
+    make_place
+        Makes the place where its calls go.
+    """
+
+    request: Mapping[str, Any]
+    where: str
+    make_place: Callable[[], SitePlace]
+
+
 @dataclass
 class SitesLoop:
     """One process's loop.
 
     Parameters
     ----------
-    owner
-        The run.
+    store
+        The state of the run.
+    sites
+        By name.
     coordinator
-        Its state.
+        Who is asked and told what.
     driver
         Number of this process in the store.
     caught
         Signals, as they arrive.
     report, show
         See `SitesRun.drive`.
+    clock
+        Seconds since the epoch.
+    unstopped
+        Sites that were asked to stop and may have left trainings or jobs -> why.
     """
 
-    owner: SitesRun
+    store: RunStore
+    sites: Mapping[str, CalledSite]
     coordinator: Coordinator
     driver: int
     caught: list[int]
     report: Callable[[str], None]
     show: Show
+    clock: Callable[[], float] = time.time
+    unstopped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._outcomes: SimpleQueue[tuple[_Caller, _Outcome]] = SimpleQueue()
@@ -107,11 +135,11 @@ class SitesLoop:
         self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
 
     def _caller(self, name: str) -> _Caller:
-        return _Caller(name, self.owner.place_of(self.owner, name), self._outcomes)
+        return _Caller(name, self.sites[name].make_place(), self._outcomes)
 
     def run(self, *, stop: bool) -> str:
         """Coordinate until all has ended; see `SitesRun.drive`."""
-        coordinator, store = self.coordinator, self.owner.store
+        coordinator, store = self.coordinator, self.store
         begin = time.monotonic()
         next_beat, how, heard = begin, "finished", 0
         if stop:
@@ -119,7 +147,7 @@ class SitesLoop:
             coordinator.stop()
         while True:
             self._take_outcomes()
-            self._calls += coordinator.due(self.owner.clock())
+            self._calls += coordinator.due(self.clock())
             with self._writing():
                 self._save()
                 for call in self._calls:
@@ -155,7 +183,7 @@ class SitesLoop:
             yield
         except (OSError, sqlite3.OperationalError) as error:
             if not self._unwritable:
-                self.report(f"the state of the run cannot be written to {self.owner.directory}: {error}; retrying")
+                self.report(f"the state of the run cannot be written to {self.store.directory}: {error}; retrying")
             self._unwritable = True
         else:
             self._unwritable = False
@@ -170,12 +198,12 @@ class SitesLoop:
         for site in self.coordinator.sites.values():
             if self.coordinator.stopping and site.silent and site.facts is not None:
                 self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
-                self.owner.unstopped[site.name] = "it does not answer, and its trainings may go on"
+                self.unstopped[site.name] = "it does not answer, and its trainings may go on"
 
     # Calls.
 
     def _request(self, call: SiteCall) -> Mapping[str, Any]:
-        prepared = self.owner.requests[call.site]
+        prepared = self.sites[call.site].request
         match call.ask:
             case Ask.PREPARE:
                 return prepared
@@ -203,10 +231,10 @@ class SitesLoop:
         for name, caller in self._callers.items():
             if caller.busy is not None and time.monotonic() - caller.since > HUNG:
                 self._callers[name] = self._caller(name)
-                self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.owner.clock())
+                self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.clock())
 
     def _take(self, outcome: _Outcome) -> None:
-        call, coordinator, now = outcome.call, self.coordinator, self.owner.clock()
+        call, coordinator, now = outcome.call, self.coordinator, self.clock()
         try:
             if outcome.answer is None:
                 raise outcome.error or RemoteError("no answer")
@@ -220,14 +248,13 @@ class SitesLoop:
                             f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
                             "batch jobs may be left until the run continues"
                         )
-                        self.owner.unstopped[call.site] = "its driver had died, and its jobs may be left"
+                        self.unstopped[call.site] = "its driver had died, and its jobs may be left"
                     coordinator.on_stopped(call.site, over=status.over, now=now)
                 case _:
                     coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
         except UsageError as error:
             if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
-                where = next(entry.where for entry in self.owner.sites.sites if entry.name == call.site)
-                raise type(error)(f"{where}: site {call.site}: {error}") from None
+                raise type(error)(f"{self.sites[call.site].where}: site {call.site}: {error}") from None
             coordinator.on_silence(call.site, str(error), now)
         except RemoteError as error:
             coordinator.on_silence(call.site, str(error), now)
@@ -236,7 +263,7 @@ class SitesLoop:
 
     def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:
         """Return an answer if it is about this run, with the home and the lease as before."""
-        run, facts = self.owner.requests[call.site]["run"], self.coordinator.sites[call.site].facts
+        run, facts = self.sites[call.site].request["run"], self.coordinator.sites[call.site].facts
         if answer.run != run:
             raise RemoteError(f"the site sent an answer about another run, {answer.run[:100]!r} instead of {run!r}")
         if facts is not None and answer.facts != facts:
@@ -250,7 +277,7 @@ class SitesLoop:
 
     def _save(self) -> None:
         """Store what a later coordinator must know, and the results; before it is acted upon."""
-        store, coordinator = self.owner.store, self.coordinator
+        store, coordinator = self.store, self.coordinator
         for name, item in coordinator.trainings.items():
             if item.ended is None or name in self._stored:
                 continue
@@ -266,8 +293,8 @@ class SitesLoop:
         document = coordinator.as_json()
         shown = [(site.silent, site.answer is None) for site in coordinator.sites.values()]
         if (document, shown) != self._saved:
-            lines = list(coordinator.lines(self.owner.clock()))
-            CoordinatorFile(document, lines).write(self.owner.directory)
+            lines = list(coordinator.lines(self.clock()))
+            CoordinatorFile(document, lines).write(self.store.directory)
             self._saved = (document, shown)
 
     def _beat(self) -> None:
@@ -282,4 +309,4 @@ class SitesLoop:
             remarks[name] = "; ".join(
                 filter(None, [f"at {item.site}" if item.site else "", at_site.remark if at_site else "", item.reason])
             )
-        self.owner.store.beat(self.driver, states, remarks)
+        self.store.beat(self.driver, states, remarks)

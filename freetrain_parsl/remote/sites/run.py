@@ -16,6 +16,7 @@ import sqlite3
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from freetrain_parsl.remote.preparation import pack_campaign, prepare_packed
 from freetrain_parsl.remote.sites.answers import TrainingAtSite
 from freetrain_parsl.remote.sites.coordinator import Coordinator
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile
-from freetrain_parsl.remote.sites.loop import SitesLoop
+from freetrain_parsl.remote.sites.loop import CalledSite, SitesLoop
 from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.sites_file import SitesFile
 from freetrain_parsl.remote.sites.state import CallPace
@@ -83,7 +84,7 @@ class SitesRun:
     sites: SitesFile
     requests: Mapping[str, Mapping[str, Any]]
     left_out: tuple[str, ...] = ()
-    unstopped: dict[str, str] = field(default_factory=dict)
+    unstopped: Mapping[str, str] = field(default_factory=dict)
     place_of: Callable[[SitesRun, str], SitePlace] = field(default=lambda run, name: run.make_place(name))
     clock: Callable[[], float] = time.time
     budgets: dict[str, RequestBudget] = field(default_factory=dict)
@@ -248,10 +249,18 @@ class SitesRun:
             how = "failed"
             try:
                 with run_signals() as caught:
-                    how = SitesLoop(self, coordinator, driver, caught, report, show).run(stop=stop)
+                    loop = SitesLoop(self.store, self._called(), coordinator, driver, caught, report, show, self.clock)
+                    how = loop.run(stop=stop)
+                    self.unstopped = loop.unstopped
             finally:
                 self.store.end_driver(driver, how)
         return how
+
+    def _called(self) -> dict[str, CalledSite]:
+        return {
+            entry.name: CalledSite(self.requests[entry.name], entry.where, partial(self.place_of, self, entry.name))
+            for entry in self.sites.sites
+        }
 
     def _coordinator(self) -> Coordinator:
         def planner(question: SitesQuestion) -> SitePlan:
