@@ -469,3 +469,18 @@ def test_a_driver_that_is_not_started_yet_has_not_failed() -> None:
             world.deliver(0, lose=False)
             assert not any("failed" in line for line in world.coordinator.lines(world.now))
     assert world.sites["a"].assigned == ("t0",)
+
+
+def test_the_failure_of_an_earlier_attempt_does_not_end_a_training_that_is_retried() -> None:
+    coordinator, sites = make(put("a"), 1), {"a": Site("a", 1), "b": Site("b", 1)}
+    settle(coordinator, sites, 0.0)
+    failed = {"t0": TrainingAtSite("t0", "failed", None, (), error="ValueError: no")}
+    before = replace(sites["a"].answer(looked=False), trainings=failed)
+    coordinator.on_answer("a", before, 1.0)
+    assert coordinator.trainings["t0"].ended is not None
+    coordinator.retry("t0")
+    assert coordinator.attempts == {"t0": 1}
+    coordinator.on_answer("a", before, 2.0)
+    assert coordinator.trainings["t0"].ended is None
+    coordinator.on_answer("a", replace(before, retried={"t0": 1}), 3.0)
+    assert coordinator.trainings["t0"].ended is not None
