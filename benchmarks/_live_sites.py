@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
+from threading import Barrier
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 NAMES = ("day", "night")
 NODES = 2  # of each site, and trainings
 STEP = 0.2  # seconds
+LONGEST_START = 300.0  # seconds until the first trainings have nodes
 BATCH = 10
 UUIDS = {
     "day": "aaaaaaaa-0000-4000-8000-000000000000",
@@ -46,14 +49,15 @@ CONFIGURATION = Path(__file__).parents[1] / "configs" / "globus-compute"
 APP = f"""\
 import time
 
-import torch
-from torch.utils.data import TensorDataset
-
 from freetrain_parsl import training_app
 
 
 @training_app
 def train(session, *, lr):
+    # Only where it trains: the sites import this file at each look, too.
+    import torch
+    from torch.utils.data import TensorDataset
+
     layers = torch.nn.Sequential(torch.nn.Linear(8, SIZE // 9), torch.nn.Linear(SIZE // 9, 1))
     model, _ = session.prepare(layers, torch.optim.SGD, lr=lr)
     data = session.loader(TensorDataset(torch.ones(1000, 8)), batch_size={BATCH})
@@ -75,7 +79,7 @@ trainings:
 SITE = """\
 system: local
 block: {cluster: %s}
-planner: {startup: 5 s, min_useful: 4 s, closing_margin: 2 s, max_walltime: 300 s, idle_timeout: 2 s, settle: 0.5 s}
+planner: {startup: 5 s, min_useful: 4 s, closing_margin: 2 s, max_walltime: 30 min, idle_timeout: 2 s, settle: 0.5 s}
 manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 6 s}
 checkpoints:
@@ -139,12 +143,16 @@ class Stand:
         kept = ",".join([CLIENT_SECRET, *(name for name in self.environment if name.startswith("GLOBUS_SDK_"))])
         (directory / "moving_app.py").write_text(APP.replace("SIZE", str(options.parameters)))
         (directory / "campaign.yaml").write_text(CAMPAIGN)
-        self.clusters, self._neighbours, lines = {}, {}, [f"look: {options.live_look:g} s", "status: 6 s", "sites:"]
+        own = "" if options.default_periods is None else "#"  # comments out what is not a default
+        self.clusters, self._neighbours = {}, {}
+        lines = [f"{own}look: {options.live_look:g} s", f"{own}status: 6 s", "sites:"]
         for number, name in enumerate(NAMES):
             cluster = stack.enter_context(EmbeddedCluster(directory / f"cluster-{name}", nodes=NODES))
             self.clusters[name] = cluster
             self._neighbours[name] = neighbours(number, seed, options.seconds, options.live_phase)
             site = SITE % (cluster.directory, directory / name / "ft", UUIDS[name], UUIDS["home"])
+            for key in ("  interval: ", "  lease: "):
+                site = site.replace(key, f"{own}{key}")
             (directory / f"{name}.yaml").write_text(site)
             if self.compute is None:
                 continue
@@ -161,21 +169,82 @@ class Stand:
         (directory / "sites.yaml").write_text("\n".join([*lines, ""]))
         stack.callback(self._kill_drivers)
 
-    def run(self, *where: str) -> None:
-        """Run the campaign for the given time, then stop it."""
-        command = [str(Path(sys.executable).with_name("freetrain")), "run", "campaign.yaml", *where, "--run-dir", "run"]
-        with (self.directory / "output.log").open("w") as log:
-            process = subprocess.Popen(
-                command, cwd=self.directory, env={**os.environ, **self.environment}, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
-        begin = time.monotonic()
+    def run(self, where: tuple[str, ...], steady: Barrier) -> dict[str, Any]:
+        """Run the campaign; once all ways are at work, go through the phases, count what is done, and stop it.
+
+        Before the first phase, the nodes are as in it: the night site has none.
+        """
+        process = self._start(*where)
+        night = self.clusters["night"].client
+        before = [
+            night.submit(["sleep", "900"], nodes=1, walltime=timedelta(seconds=901), preemptible=False)
+            for _ in range(NODES)
+        ]
+        self._wait_for_work(process, night_only="night.yaml" in where)
+        steady.wait(LONGEST_START)
+        night.cancel(before)
+        begin, done = time.monotonic(), self.steps()
+        requests = self.requests()
         crowds = [threading.Thread(target=self._crowd, args=(name, begin), daemon=True) for name in NAMES]
         for crowd in crowds:
             crowd.start()
         time.sleep(self._options.seconds)
+        hours = self._options.seconds / 3600
+        figures = {
+            "node_seconds": (self.steps() - done) * STEP,
+            **{key: (number - requests[key]) / hours for key, number in self.requests().items()},
+        }
         process.send_signal(signal.SIGINT)
         process.wait(200)
+        return figures
+
+    def run_undisturbed(self, seconds: float) -> dict[str, float]:
+        """Run the campaign at all sites without neighbours; return requests per hour, once all trainings have nodes."""
+        process = self._start("--sites", "sites.yaml")
+        self._wait_for_work(process, night_only=False)
+        begin, requests = time.monotonic(), self.requests()
+        time.sleep(seconds)
+        hours = (time.monotonic() - begin) / 3600
+        figures = {key: (number - requests[key]) / hours for key, number in self.requests().items()}
+        process.send_signal(signal.SIGINT)
+        process.wait(200)
+        return figures
+
+    def _start(self, *where: str) -> subprocess.Popen[bytes]:
+        command = [str(Path(sys.executable).with_name("freetrain")), "run", "campaign.yaml", *where, "--run-dir", "run"]
+        with (self.directory / "output.log").open("w") as log:
+            return subprocess.Popen(
+                command, cwd=self.directory, env={**os.environ, **self.environment}, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _wait_for_work(self, process: subprocess.Popen[bytes], *, night_only: bool) -> None:
+        """Wait until all trainings have nodes, or, where there are none yet, until a driver is alive."""
+        end = time.monotonic() + LONGEST_START
+        while time.monotonic() < end and process.poll() is None:
+            stores = self.stores()
+            running = {item.name for store in stores for item in store.trainings() if item.nodes and item.share}
+            if len(running) == NODES or (night_only and any(store.last_driver() for store in stores)):
+                return
+            time.sleep(1)
+        raise RuntimeError(f"no training has started: {(self.directory / 'output.log').read_text()[-2000:]}")
+
+    def steps(self) -> float:
+        """Return the number of steps that all trainings have done."""
+        shares: dict[str, float] = {}
+        for store in self.stores():
+            for item in store.trainings():
+                shares[item.name] = max(shares.get(item.name, 0.0), item.share or 0.0)
+        return sum(shares.values()) * 1000 * 1000 / BATCH
+
+    def requests(self) -> dict[str, int]:
+        """Return the number of requests to each service, and of calls to the endpoints."""
+        calls = self.compute.count("POST", "/v3/endpoints/{endpoint}/submit") if self.compute else 0
+        return {
+            "calls_per_hour": calls,
+            "compute_per_hour": len(self.compute.requests) if self.compute else 0,
+            "transfer_per_hour": len(self.transfer.requests),
+        }
 
     def _crowd(self, name: str, begin: float) -> None:
         for job in self._neighbours[name]:
@@ -199,42 +268,56 @@ class Stand:
                 os.kill(driver.pid, signal.SIGKILL)
 
 
-def way(seed: int, where: tuple[str, ...], options: argparse.Namespace) -> dict[str, Any]:
+def way(seed: int, where: tuple[str, ...], options: argparse.Namespace, steady: Barrier) -> dict[str, Any]:
     """Run one way; return its figures."""
     with tempfile.TemporaryDirectory(prefix="freetrain-sites-") as folder, ExitStack() as stack:
         stand = Stand(Path(folder), stack, seed, options, with_endpoints="--sites" in where)
-        stand.run(*where)
-        shares: dict[str, float] = {}
+        figures = stand.run(where, steady)
         audit = {"samples_lost": 0, "duplicate_samples": 0}
         copies = []
         for store in stand.stores():
-            for item in store.trainings():
-                shares[item.name] = max(shares.get(item.name, 0.0), item.share or 0.0)
             copies += MoverState.read(store.directory).measured
             for driver in store.drivers():
                 if driver.journal is not None and Path(driver.journal).exists():
                     for training in RunState(Path(driver.journal)).refresh().trainings.values():
                         for key in audit:
                             audit[key] += training.progress.get(key, 0)
-        total = 1000 * 1000 / BATCH  # steps of a training
         state = stand.directory / "run" / "coordinator.json"
-        moves = 0
+        moves, starts = 0, []
         if state.exists():
-            moves = sum(one["moves"] for one in json.loads(state.read_text())["coordinator"]["trainings"].values())
-        hours = options.seconds / 3600
+            document = json.loads(state.read_text())["coordinator"]
+            moves = sum(one["moves"] for one in document["trainings"].values())
+            starts = [start for site in document["sites"].values() for start in site["starts"]]
         fetched = [copy for copy in copies if copy.from_home]
         return {
-            "node_seconds": sum(shares.values()) * total * STEP,
+            **figures,
             "moves": moves,
+            "median_start_seconds": median(starts) if starts else 0.0,
             "fetches": len(fetched),
             "fetch_seconds": sum(copy.seconds for copy in fetched),
             "fetch_bytes": sum(copy.size for copy in fetched),
             "bytes_to_home": sum(copy.size for copy in copies if not copy.from_home),
             **audit,
-            "compute_calls": stand.compute.count("POST", "/v3/endpoints/{endpoint}/submit") if stand.compute else 0,
-            "compute_per_hour": len(stand.compute.requests) / hours if stand.compute else 0.0,
-            "transfer_per_hour": len(stand.transfer.requests) / hours,
         }
+
+
+def requests_row(options: argparse.Namespace) -> dict[str, Any]:
+    """Count the requests of a campaign at two sites with the default periods."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ft-") as runtime,
+        patch.dict(os.environ, {"XDG_RUNTIME_DIR": runtime}),
+        tempfile.TemporaryDirectory(prefix="freetrain-sites-") as folder,
+        ExitStack() as stack,
+    ):
+        stand = Stand(Path(folder), stack, 0, options, with_endpoints=True)
+        figures = stand.run_undisturbed(options.default_periods)
+    return {
+        "sites": len(NAMES),
+        "trainings": NODES,
+        "seconds": options.default_periods,
+        **figures,
+        "load_average": os.getloadavg()[1],
+    }
 
 
 def live_row(seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -242,8 +325,9 @@ def live_row(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ft-") as runtime, patch.dict(os.environ, {"XDG_RUNTIME_DIR": runtime}):
         # The endpoints are other users by number, with other default places for the registry of clusters.
         with ThreadPoolExecutor(len(NAMES)) as pool:
-            alone = list(pool.map(lambda name: way(seed, ("--config", f"{name}.yaml"), options), NAMES))
-        together = way(seed, ("--sites", "sites.yaml"), options)
+            steady = Barrier(len(NAMES))
+            alone = list(pool.map(lambda name: way(seed, ("--config", f"{name}.yaml"), options, steady), NAMES))
+        together = way(seed, ("--sites", "sites.yaml"), options, Barrier(1))
     best = max(one["node_seconds"] for one in alone)
     return {
         "seed": seed,
@@ -251,5 +335,6 @@ def live_row(seed: int, options: argparse.Namespace) -> dict[str, Any]:
         "worst_single": min(one["node_seconds"] for one in alone),
         "together": together["node_seconds"],
         "ratio": together["node_seconds"] / best,
+        "load_average": os.getloadavg()[1],
         **{key: value for key, value in together.items() if key != "node_seconds"},
     }

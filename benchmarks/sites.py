@@ -7,7 +7,9 @@ between what a training had done when it left a site and what it began with at t
 
 With ``--live``, two embedded clusters with real endpoints and drivers, and stand-ins of Globus' services: the same
 campaign at each site alone and at both, for as many seconds, while neighbours take the nodes. Useful node-seconds are
-then the training steps that were done, times their duration. Fetches are the moves' copies from home.
+then the training steps that were done, times their duration. Fetches are the moves' copies from home. In each way, the
+phases begin when it is at work: the first start of drivers, which is not repeated, is not counted, but that after each
+move is.
 """
 
 from __future__ import annotations
@@ -138,11 +140,20 @@ def main() -> None:
     parser.add_argument("--look", type=float, default=600.0, help="seconds between decisions")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--live", action="store_true", help="two embedded clusters instead of the replay")
-    parser.add_argument("--seconds", type=float, default=300.0, help="live: length of each run")
-    parser.add_argument("--live-phase", type=float, default=75.0, help="live: seconds of each phase")
-    parser.add_argument("--live-look", type=float, default=15.0, help="live: seconds between decisions")
+    parser.add_argument("--seconds", type=float, default=320.0, help="live: length of each run")
+    parser.add_argument("--live-phase", type=float, default=160.0, help="live: seconds of each phase")
+    parser.add_argument("--live-look", type=float, default=60.0, help="live: seconds between decisions")
+    parser.add_argument(
+        "--default-periods", type=float, metavar="SECONDS", help="live: count requests with the default periods instead"
+    )
     parser.add_argument("--parameters", type=int, default=1_000_000, help="live: of each training's model")
     options = parser.parse_args()
+    if options.default_periods is not None:
+        from _live_sites import requests_row
+
+        packages = ("freetrain-parsl", "globus-sdk", "globus-compute-endpoint")
+        report("requests of a campaign at two sites", [requests_row(options)], packages, options.json)
+        return
     if options.live:
         from _live_sites import live_row
 

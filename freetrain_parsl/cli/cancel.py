@@ -42,12 +42,9 @@ def cancel(
         if training.state != "cancelled":
             console.print(f"{name} had already ended: {training.state}", highlight=False)
             raise typer.Exit(1)
-        # A run at several sites retries nothing.
-        retry = (
-            "" if store.fact("sites", None) else f" To continue it: freetrain resume {store.directory} --retry {name}"
-        )
         console.print(
-            f"{name} is cancelled; its checkpoints are kept.{retry}",
+            f"{name} is cancelled; its checkpoints are kept. To continue it: freetrain resume {store.directory} "
+            f"--retry {name}",
             highlight=False,
             soft_wrap=True,
         )

@@ -6,6 +6,7 @@ import json as json_format
 import time
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,8 @@ from rich.console import Console
 from freetrain_parsl.campaign.run import run_directories
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import journal_state_of
-from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
+from freetrain_parsl.cli.explain_sites import explain_run, sentences
+from freetrain_parsl.cli.preview import ask_planner
 from freetrain_parsl.cli.sources import (
     AccountOption,
     ClusterOption,
@@ -44,7 +46,14 @@ _REASONS_SHOWN = 12
 
 
 def explain(
-    campaign: CampaignArgument = None,
+    campaign: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CAMPAIGN]",
+            help="Campaign file, or the run directory of a run at several sites. Default: one training on any number "
+            "of nodes.",
+        ),
+    ] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
     system: SystemOption = None,
@@ -58,8 +67,18 @@ def explain(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of sentences.")] = False,
 ) -> None:
-    """Show for every window whether it would be used now, and if not, why. Submits nothing."""
+    """Show for every window whether it would be used now, and if not, why. Submits nothing.
+
+    Of a run at several sites: why each training is at its site, or waits, as its coordinator has decided last.
+    """
     with errors_in_one_line("explain"):
+        if campaign is not None and Path(campaign).is_dir():
+            figures = explain_run(RunStore(Path(campaign).absolute()))
+            if json:
+                Console().print_json(json_format.dumps(figures))
+            else:
+                Console().print("\n".join(sentences(figures)), highlight=False, markup=False, soft_wrap=True)
+            return
         variables = read_variables(set_)
         options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
         chosen = choose_source(options, variables)

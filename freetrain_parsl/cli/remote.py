@@ -19,6 +19,7 @@ from freetrain_parsl.campaign.store import TrainingRecord
 from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.campaign_view import print_trainings
 from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
+from freetrain_parsl.remote.bounded import HUNG, call_within
 from freetrain_parsl.remote.campaign import RemoteCampaign
 from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus, field_of
@@ -77,7 +78,7 @@ def check(endpoint: str = typer.Option(metavar="UUID", help="Endpoint of Globus 
     with _errors("check"):
         place = ComputeEndpoint(endpoint)
         with ThreadPoolExecutor(1) as calls:
-            answer = _answer(calls.submit(place.call, {"verb": "check"}))
+            answer = _answer(calls.submit(call_within, HUNG, lambda: place.call({"verb": "check"})))
         there, here = Versions.parse(field_of(answer, "versions", dict)), Versions.installed()
         typer.echo(f"{field_of(answer, 'host', str)}: {there}")
         if mismatch := here.mismatch(there):

@@ -16,6 +16,8 @@ from freetrain_parsl.protocol.options import check_on_code_change
 from freetrain_parsl.remote.detached import drive_detached
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from freetrain_parsl.protocol.options import OnCodeChange
 
 __all__ = ["resume"]
@@ -47,12 +49,12 @@ def resume(
             check_on_code_change(on_code_change)
         directory = find_run(run_dir)
         if RunStore(directory.absolute()).fact("sites", None) is not None:
-            if config is not None or retry_failed or retry or on_code_change is not None:
+            if config is not None or on_code_change is not None or detach:
                 raise UsageError(
-                    f"{directory} is a run at several sites: it continues without options; retry trainings at a site "
-                    "with 'freetrain remote resume'"
+                    f"{directory} is a run at several sites: it continues with the files of its start, here; give only "
+                    "--retry, --retry-failed and --json"
                 )
-            _coordinate_again(directory, json)
+            _coordinate_again(directory, json, retry, retry_failed=retry_failed)
         campaign_run = CampaignRun.reopen(directory, config, cast("OnCodeChange | None", on_code_change))
         refuse_living_driver(campaign_run.store)
         if retry_failed:
@@ -66,11 +68,12 @@ def resume(
     drive_and_report(campaign_run, as_json=json, resuming=True)
 
 
-def _coordinate_again(directory: Path, json: bool) -> None:
+def _coordinate_again(directory: Path, json: bool, retry: Sequence[str], *, retry_failed: bool) -> None:
     """Continue to coordinate several sites; exits."""
     from freetrain_parsl.cli.sites_view import coordinate_and_report
     from freetrain_parsl.remote.sites.run import SitesRun
 
     run = SitesRun.reopen(directory)
     refuse_living_driver(run.store)
-    coordinate_and_report(run, verb="resume", as_json=json)
+    retried = run.to_retry(retry, failed=retry_failed)
+    coordinate_and_report(run, verb="resume", as_json=json, retry=retried)

@@ -19,6 +19,8 @@ from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.remote.sites.coordinator_file import site_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.remote.sites.coordinator import Coordinator
     from freetrain_parsl.remote.sites.run import SitesRun
@@ -79,7 +81,9 @@ def sites_summary(store: RunStore) -> dict[str, Any]:
     return {**summary(store), "sites": site_lines(store.directory)}
 
 
-def coordinate_and_report(run: SitesRun, *, verb: str, as_json: bool, stop: bool = False) -> None:
+def coordinate_and_report(
+    run: SitesRun, *, verb: str, as_json: bool, stop: bool = False, retry: Sequence[str] = ()
+) -> None:
     """Coordinate the sites, then print the trainings; exit with 0 if all have finished or were cancelled."""
     console = Console(stderr=as_json)
     console.print(f"run directory: {run.directory}", highlight=False, soft_wrap=True)
@@ -88,7 +92,7 @@ def coordinate_and_report(run: SitesRun, *, verb: str, as_json: bool, stop: bool
     view = SitesView(console, run.campaign.name)
     try:
         with view.opened():
-            how = run.drive(report=view.report, show=view.show, stop=stop)
+            how = run.drive(report=view.report, show=view.show, stop=stop, retry=retry)
     except FreeTrainError as error:
         typer.echo(f"freetrain {verb}: {error}", err=True)
         raise typer.Exit(2) from None
@@ -98,7 +102,9 @@ def coordinate_and_report(run: SitesRun, *, verb: str, as_json: bool, stop: bool
     else:
         print_trainings(console, trainings)
     if how in ("interrupted", "stopped"):
-        view.report(f"freetrain: {how}; the sites have stopped. To continue: freetrain resume {run.directory}")
+        others = "the other sites have stopped" if run.unstopped else "the sites have stopped"
+        left_behind = "".join(f"site {name}: {why}; " for name, why in sorted(run.unstopped.items()))
+        view.report(f"freetrain: {how}; {left_behind}{others}. To continue: freetrain resume {run.directory}")
     elif how == "detached":
         view.report(
             f"freetrain: the trainings go on where they are. To coordinate them again: freetrain resume {run.directory}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
+from freetrain_parsl.remote.bounded import HUNG, call_within
 from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus, field_of
 from freetrain_parsl.remote.pacing import poll_delays
@@ -284,7 +285,8 @@ class RemoteCampaign:
         return {"verb": verb, "run": self.run, **more}
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self._endpoint.call(request)
+        endpoint = self._endpoint
+        answer = call_within(HUNG, lambda: endpoint.call(request), endpoint.forget_client)
         if self._endpoint.function != self._record.function:
             self._record = replace(self._record, function=self._endpoint.function)
             if self._record.campaign:

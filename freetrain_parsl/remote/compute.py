@@ -142,7 +142,7 @@ class ComputeEndpoint:
             self.id = str(uuid.UUID(endpoint))
         except ValueError:
             raise InvalidInput(
-                f"--endpoint {endpoint[:80]!r} is not a UUID; 'globus-compute-endpoint list' at the site shows it"
+                f"the endpoint {endpoint[:80]!r} is not a UUID; 'globus-compute-endpoint list' at the site shows it"
             ) from None
         self.function = function
         self.submitted = False
@@ -187,6 +187,10 @@ class ComputeEndpoint:
         if isinstance(error := document.get("error"), str):
             raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
         return document
+
+    def forget_client(self) -> None:
+        """Make another client, with connections of its own, for the next call."""
+        self._client = None
 
     def _check_online(self) -> None:
         with self._errors():

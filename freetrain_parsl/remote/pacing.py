@@ -48,8 +48,11 @@ class RequestBudget:
         return start - now
 
 
-def poll_delays(first: float = 0.5, growth: float = 1.5, longest: float = 15.0) -> Iterator[float]:
-    """Yield the seconds between looks for an answer: growing, up to the longest."""
+def poll_delays(first: float = 0.5, growth: float = 1.25, longest: float = 15.0) -> Iterator[float]:
+    """Yield the seconds between looks for an answer: growing, up to the longest.
+
+    An answer is noticed late by `growth` less one of the time that it took, at most.
+    """
     delay = first
     while True:
         yield delay

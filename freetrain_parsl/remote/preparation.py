@@ -21,7 +21,7 @@ from freetrain_parsl.strict_yaml import read_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Preparation", "UnknownVariables", "prepare"]
+__all__ = ["PackedCampaign", "Preparation", "UnknownVariables", "pack_campaign", "prepare", "prepare_packed"]
 
 _NO_WORD = re.compile(r"[^A-Za-z0-9]+")
 _LONGEST_NAME = 60
@@ -74,6 +74,61 @@ class UnknownVariables(Variables):
         return value
 
 
+@dataclass(frozen=True)
+class PackedCampaign:
+    """A campaign that has been checked and packed, for any number of sites.
+
+    Parameters
+    ----------
+    campaign
+        As it was read.
+    settings
+        Values of ``${NAME}``, each ``name=value``.
+    archive
+        Its files.
+    encoded
+        The archive as it is sent, in Base64.
+    left_out
+        Python files that stay here because their names look like secrets.
+    versions
+        Of the software here.
+    """
+
+    campaign: Campaign
+    settings: tuple[str, ...]
+    archive: Archive = field(repr=False)
+    encoded: str = field(repr=False)
+    left_out: tuple[str, ...]
+    versions: Mapping[str, Any]
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The settings by name."""
+        return _by_name(self.settings)
+
+
+def pack_campaign(campaign: Path, *, settings: Sequence[str] = (), include: Sequence[Path] = ()) -> PackedCampaign:
+    """Check a campaign, and pack it; the parameters are those of `prepare`.
+
+    Raises
+    ------
+    InvalidInput
+        A file is invalid, or cannot travel.
+    """
+    Variables.parse(settings)  # refuses what is no setting
+    own = Variables(_by_name(settings), environment={})
+    collection = collect(campaign, own, include)
+    archive = pack(collection.files, collection.campaign)
+    return PackedCampaign(
+        Campaign.load(campaign, own),
+        tuple(settings),
+        archive,
+        base64.b64encode(archive.data).decode(),
+        collection.left_out,
+        Versions.installed().as_json(),
+    )
+
+
 def prepare(
     campaign: Path,
     site: str,
@@ -83,7 +138,7 @@ def prepare(
     any_versions: bool = False,
     run: str | None = None,
 ) -> Preparation:
-    """Check a campaign, and pack it.
+    """Check a campaign and a site file, and pack the campaign.
 
     Parameters
     ----------
@@ -106,12 +161,21 @@ def prepare(
     InvalidInput
         A file is invalid, or cannot travel.
     """
-    given = dict(setting.partition("=")[::2] for setting in settings)
-    Variables.parse(settings)  # refuses what is no setting
-    own = Variables(given, environment={})
-    collection = collect(campaign, own, include)
-    archive = pack(collection.files, collection.campaign)
-    loaded = Campaign.load(campaign, own)
+    packed = pack_campaign(campaign, settings=settings, include=include)
+    return prepare_packed(packed, site, any_versions=any_versions, run=run)
+
+
+def prepare_packed(
+    packed: PackedCampaign, site: str, *, any_versions: bool = False, run: str | None = None
+) -> Preparation:
+    """Check a site file, and make the request for a packed campaign; the parameters are those of `prepare`.
+
+    Raises
+    ------
+    InvalidInput
+        The site file is invalid, or a setting is not used.
+    """
+    given, loaded = packed.given, packed.campaign
     document, complete = _site(site, given)
     unused = {name.upper() for name in given} - {name.upper() for name in (*loaded.variables, *complete)}
     if unused:
@@ -121,14 +185,14 @@ def prepare(
     request = {
         "verb": "start",
         "run": name,
-        "versions": Versions.installed().as_json(),
+        "versions": packed.versions,
         "any_versions": any_versions,
-        "settings": list(settings),
+        "settings": list(packed.settings),
         "site": document,
-        "sha256": archive.sha256,
-        "archive": base64.b64encode(archive.data).decode(),
+        "sha256": packed.archive.sha256,
+        "archive": packed.encoded,
     }
-    return Preparation(name, len(loaded.trainings), archive, collection.left_out, request)
+    return Preparation(name, len(loaded.trainings), packed.archive, packed.left_out, request)
 
 
 def _site(site: str, given: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
@@ -157,3 +221,7 @@ def _name_there(file: Path) -> str:
 
 def _names_in(text: str) -> set[str]:
     return set(re.findall(r"\$\{([A-Za-z_][A-Za-z0-9_]*)", text))
+
+
+def _by_name(settings: Sequence[str]) -> dict[str, str]:
+    return dict(setting.partition("=")[::2] for setting in settings)

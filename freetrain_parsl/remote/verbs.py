@@ -4,6 +4,7 @@ A run has a directory ``RUN`` below ``$FREETRAIN_REMOTE_DIR`` (default ``~/.free
 
     request.json      what was asked for
     assignment.json   the trainings that a coordinator of several sites has assigned to this one
+    retries.json      how often it has retried them
     campaign/         the unpacked files
     site/             the site file, if it is not a shipped one
     run/              the run directory, as of ``freetrain run``
@@ -34,11 +35,12 @@ from freetrain_parsl.remote.archive import unpack
 from freetrain_parsl.remote.launch import LOG, launch, process_of, read_document
 from freetrain_parsl.remote.look import planned_blocks, run_facts, site_facts
 from freetrain_parsl.remote.messages import LOG_BYTES, RemoteStatus, check_run_name
+from freetrain_parsl.remote.retries import failed_before, retried, take_retries
 from freetrain_parsl.remote.versions import Versions
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.remote.launch import Process
 
@@ -50,6 +52,7 @@ DIRECTORY = "FREETRAIN_REMOTE_DIR"
 _REQUEST = "request.json"
 _PERIOD = 0.1  # seconds between looks at a process
 _LONGEST_WAIT = 60.0  # seconds
+_RETRY_WAIT = 30.0  # seconds for which a call waits for a driver to end
 _LONGEST_START = 900.0  # seconds until a driver has registered
 _LAST_LINE = 500  # characters
 _STARTS = "starts.json"  # of drivers for the last order
@@ -158,16 +161,43 @@ def _look(request: Mapping[str, Any]) -> dict[str, Any]:
     order, trainings = request.get("order"), _texts(request, "trainings")
     if not isinstance(order, int):
         raise InvalidInput("order must be a whole number")
+    attempts = _attempts(request, trainings)
     with _exclusive(root):
         assignment = Assignment.read(root / ASSIGNMENT)
-        if order > assignment.order:
+        # A later order waits for the driver to end, if it needs another one for its retries.
+        if order >= assignment.order and _takes_retries(root, attempts) and order > assignment.order:
             assignment = Assignment(order, tuple(trainings))
             assignment.write(root / ASSIGNMENT)
         if request.get("start") and assignment.order == order:
             _drive_assigned(root, stored, assignment)
     plan = planned_blocks(stored) if request.get("plan") else {}
     document = _status(root).as_json()
-    return {**site_facts(stored), **run_facts(root / "run"), **plan, "order": assignment.order, "status": document}
+    facts = {**site_facts(stored), **run_facts(root / "run"), "retried": retried(root)}
+    return {**facts, **plan, "order": assignment.order, "status": document}
+
+
+def _attempts(request: Mapping[str, Any], trainings: Sequence[str]) -> dict[str, int]:
+    """Return training -> number of its retry, of those that are assigned to this site."""
+    value = request.get("retry", {})
+    if not (isinstance(value, dict) and all(isinstance(number, int) for number in value.values())):
+        raise InvalidInput("retry must be numbers by training")
+    return {name: value[name] for name in trainings if name in value}
+
+
+def _takes_retries(root: Path, attempts: Mapping[str, int]) -> bool:
+    """Retry trainings that have failed here; return whether that is done.
+
+    A driver that runs would not notice: it saves its trainings and ends, and the next one trains all.
+    """
+    run_dir = root / "run"
+    created = (run_dir / DATABASE).is_file()
+    if created and failed_before(root, run_dir, attempts) and not _status(root).over:
+        if _status(root).state == "running":
+            RunStore(run_dir).request_stop()
+        if not RemoteStatus.parse(_wait(root, {"wait": _RETRY_WAIT}, lambda status: status.over)).over:
+            return False
+    take_retries(root, run_dir if created else None, attempts)
+    return True
 
 
 def _drive_assigned(root: Path, stored: Mapping[str, Any], assignment: Assignment) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
+from freetrain_parsl.remote import campaign as campaign_module
 from freetrain_parsl.remote.campaign import RemoteCampaign
 from freetrain_parsl.remote.compute import ComputeEndpoint
 from freetrain_parsl.remote.messages import RemoteStatus, check_run_name
@@ -121,6 +122,21 @@ def test_a_wait_outlasts_an_endpoint_that_is_offline_for_a_while(files, records)
     endpoint.answers = [RemoteError("offline")]
     with pytest.raises(RemoteError, match="offline"):
         campaign.wait(0.0)
+
+
+def test_a_connection_that_hangs_is_given_up_and_the_next_call_gets_a_client_of_its_own(files, records, monkeypatch):
+    """The process may end, too: the thread of the call does not keep it alive."""
+    monkeypatch.setattr(campaign_module, "HUNG", 0.1)
+    endpoint, hanging = RecordedEndpoint(), threading.Event()
+    endpoint._client = object()
+    endpoint.answering = hanging
+    endpoint.answers = [status("running"), status("running")]
+    with pytest.raises(RemoteError, match="no answer within 0 s: a connection hangs"):
+        start(files, records, endpoint).status().result(5)
+    assert endpoint._client is None
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "freetrain-call")
+    hanging.set()
+    assert RemoteCampaign.attach(records=records)._endpoint is not endpoint
 
 
 def test_what_the_site_refuses_is_not_recorded(files, records):

@@ -111,7 +111,7 @@ def test_polls_back_off_and_end_at_the_timeout(endpoint, site, clock):
     with pytest.raises(RemoteError, match="no answer within 60 s"):
         endpoint.call({"verb": "check"}, timeout=60.0)
     assert clock.slept == sorted(clock.slept)
-    assert site.service.count("GET", TASK) <= 12
+    assert site.service.count("GET", TASK) <= 17
 
 
 def test_requests_stay_within_the_budget(site, clock, endpoint):
@@ -223,7 +223,7 @@ def test_what_is_too_large_is_not_sent(endpoint, site):
 def test_what_is_no_uuid_is_refused_at_once():
     from freetrain_parsl.remote.compute import ComputeEndpoint
 
-    with pytest.raises(InvalidInput, match="--endpoint 'polaris' is not a UUID"):
+    with pytest.raises(InvalidInput, match="the endpoint 'polaris' is not a UUID"):
         ComputeEndpoint("polaris")
 
 

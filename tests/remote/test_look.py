@@ -124,6 +124,58 @@ def test_an_ended_driver_is_resumed_for_trainings_that_have_not_ended(
     assert launched == [["resume", str(root / "run")]]
 
 
+def run_at(root: Path, *trainings: str) -> RunStore:
+    """Make the run of an earlier driver."""
+    (root / "run").mkdir()
+    facts = {"name": "c", "run_id": "00ff", "created": 0.0, "campaign_file": "c", "site_file": "here.yaml",
+             "site_text": (root / "site" / "here.yaml").read_text(), "variables": {}}  # fmt: skip
+    return RunStore.create(root / "run", facts, list(trainings))
+
+
+def test_a_training_that_has_failed_is_retried_once_for_each_request(
+    root: Path, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated call retries nothing again, nor does one for a training of another site."""
+    answer(prepare_request(tmp_path))
+    store = run_at(root, "x", "y")
+    store.end_driver(store.begin_driver(*own_identity()), "finished")
+    for name in "xy":
+        store.fail(name, "ValueError: no", final=True)
+    ended = Process(("run",), os.uname().nodename, 1, 0.0, False, 0)
+    monkeypatch.setattr(verbs, "process_of", lambda _root: ended)
+    found = SiteAnswer.parse(answer(a_look(1, "x") | {"retry": {"x": 1, "y": 1}}))
+    assert ({item.name: item.state for item in store.trainings()}, found.retried) == (
+        {"x": "waiting", "y": "failed"},
+        {"x": 1},
+    )
+    assert launched == [["resume", str(root / "run")]]
+    store.fail("x", "ValueError: no", final=True)
+    found = SiteAnswer.parse(answer(a_look(1, "x") | {"retry": {"x": 1}}))
+    assert (found.trainings["x"].state, len(launched)) == ("failed", 1)
+    assert SiteAnswer.parse(answer(a_look(2, "x") | {"retry": {"x": 2}})).retried == {"x": 2}
+    assert store.training("x").state == "waiting"
+    assert answer(a_look(3, "x") | {"retry": {"x": "2"}})["usage"] is True
+
+
+def test_a_driver_that_runs_is_stopped_for_a_retry_and_the_order_waits_for_that(
+    root: Path, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(prepare_request(tmp_path))
+    store = run_at(root, "x", "y")
+    store.fail("x", "ValueError: no", final=True)
+    driver = store.begin_driver(*own_identity())  # this process: alive
+    process = Process(("run",), os.uname().nodename, 1, 0.0, True, None)
+    monkeypatch.setattr(verbs, "process_of", lambda _root: process)
+    monkeypatch.setattr(verbs, "_RETRY_WAIT", 0.0)
+    order = a_look(1, "x", "y") | {"retry": {"x": 1}}
+    found = SiteAnswer.parse(answer(order))
+    assert (found.order, found.retried, store.stop_requested(), launched) == (0, {}, True, [])
+    store.end_driver(driver, "stopped")
+    assert SiteAnswer.parse(answer(order)).order == 1
+    assert store.training("x").state == "waiting"
+    assert launched == [["resume", str(root / "run")]]
+
+
 def test_a_driver_that_fails_is_started_ever_more_rarely(
     root: Path, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

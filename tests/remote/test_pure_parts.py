@@ -87,6 +87,9 @@ def test_polls_back_off():
     delays = list(itertools.islice(poll_delays(), 20))
     assert delays == sorted(delays)
     assert (delays[0], delays[-1]) == (0.5, 15.0)
+    for number in range(1, 14):  # whatever a call takes, its answer is noticed late by a quarter of that at most
+        passed, next_look = sum(delays[:number]), sum(delays[: number + 1])
+        assert next_look - passed <= 0.25 * passed + 0.5
 
 
 def test_records_are_found_by_name_by_campaign_and_by_age(tmp_path):

@@ -76,11 +76,18 @@ class SiteView:
         All nodes that our trainings hold there or could obtain.
     answers
         Whether it answered this time. A site that did not gets no trainings.
+    start
+        Seconds until a training that is new there, with its state, has nodes: the call, and the start of a driver.
     """
 
     name: str
     offers: tuple[Offer, ...] = ()
     answers: bool = True
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start) and self.start >= 0):
+            raise PlanningError(f"site {self.name!r}: a start must take zero or more seconds, got {self.start}")
 
     def mean_nodes(self, seconds: float) -> float:
         """Return the mean number of nodes that it offers in the next `seconds`; none if it does not answer."""

@@ -9,11 +9,13 @@ N_s is the mean number of nodes that site s offers until the next look, T second
 second of training j on n nodes, C_j its nodes now, and all seconds cut off when the work of j ends::
 
     stay             v = T O(n) - [n > C] R_up O(C) - [n < C] R_down O(C)        C > 0
-    stay, start      v = (T - R_start) O(n)                                      C = 0
-    move             v = (T - m) O(n) - h m O(n) - R_down O(C)                   m = transfer time + R_start
+    stay             v = (T - R_start) O(n)                                      C = 0
+    start            v = (T - m) O(n)
+    move             v = (T - m) O(n) - h m O(n) - R_down O(C)                   m = transfer time + B_s + R_start
 
-h is the hysteresis: a move must gain (1 + h) times what it costs. A site's own planner decides the nodes; the counts
-here are what it is expected to decide. `solvers.site_assignment` solves this exactly.
+B_s is the time that site s takes to begin with a training that is new there. h is the hysteresis: a move must gain
+(1 + h) times what it costs. A site's own planner decides the nodes; the counts here are what it is expected to decide.
+`solvers.site_assignment` solves this exactly.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class _Problem:
 
     def _elsewhere(self, training: SiteTraining, site: str) -> _Option:
         source, transfer = self._transfer(training, site)
-        pause = transfer + training.trainer.costs.start
+        pause = transfer + self._sites[site].start + training.trainer.costs.start
         if not pause < self._question.horizon:
             return _impossible(self._most(training, site))
         gains = self._gains(training, self._most(training, site), self._question.horizon - pause)
@@ -291,6 +293,8 @@ class _Problem:
             verb = Verb.START
         if option.source is not None:
             reason += f"; {size / 1e6:,.0f} MB from {option.source} take {option.transfer:.0f} s"
+        if verb is Verb.MOVE and (start := self._sites[site].start):
+            reason += f"; a start there takes {start:.0f} s"
         return SiteChoice(training.name, verb, site, way.nodes, way.gain, reason, option.source, option.transfer, size)
 
     def _waiting(self, training: SiteTraining, queues: Mapping[str, int]) -> SiteChoice:

@@ -102,6 +102,8 @@ class SiteAnswer:
         Bytes and seconds of measured copies.
     copying
         What the mover does, in lines.
+    retried
+        Training -> number of the last retry that the site has taken in.
     """
 
     facts: SiteFacts
@@ -118,6 +120,7 @@ class SiteAnswer:
     copies_to_home: tuple[tuple[float, float], ...] = ()
     copies_from_home: tuple[tuple[float, float], ...] = ()
     copying: tuple[str, ...] = ()
+    retried: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, document: Mapping[str, Any]) -> SiteAnswer:
@@ -146,6 +149,7 @@ class SiteAnswer:
                 copies_to_home=tuple((size, took) for there, size, took in measured if not there),
                 copies_from_home=tuple((size, took) for there, size, took in measured if there),
                 copying=tuple(plain_text(line, 500) for line in document["copying"]),
+                retried={str(name): _order(int(number)) for name, number in document.get("retried", {}).items()},
             )
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, PlanningError) as error:
             raise RemoteError(

@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from freetrain_parsl.planning.model import Trainer
-    from freetrain_parsl.planning.sites.model import SitesPlanner
+    from freetrain_parsl.planning.sites.model import SiteChoice, SitesPlanner
     from freetrain_parsl.planning.sites.rates import SiteRates
     from freetrain_parsl.remote.sites.answers import SiteAnswer
 
 __all__ = ["Coordinator"]
 
-_FORMAT = 1
+_FORMAT = 2
 _FIRST_RETRY = 5.0  # seconds until a silent site is asked again; doubled each time, up to the status period
 _STOP_ATTEMPTS = 3
-_READY = 60.0  # seconds in which a driver starts and gets its first nodes
+_LONGEST_START = 900.0  # seconds; what takes longer waits for nodes
+_STARTS_AHEAD = 4.0  # a decision looks this many starts ahead, if these are longer than the time to the next look
 _EARLY = 0.25  # of a look: the least time between two decisions, if something has changed
 
 
@@ -106,6 +107,7 @@ class Coordinator:
                 site.seen = None if site.seen is None else site.seen - step
             for training in self.trainings.values():
                 training.arrives -= step
+                training.starting = None
         self._now = now
 
     def _begin_look(self, now: float) -> None:
@@ -168,22 +170,30 @@ class Coordinator:
             site.offers = answer.planned
         elif answer.plan_error:
             site.offers = ()
-        if self._driver_failed(site):
-            site.offers = ()  # its trainings go elsewhere at the next look
         if answer.order > site.order:
             # Of a later coordinator, if this run directory is an older copy: the site would ignore our order.
             site.order, site.possible = answer.order + 1, site.possible | answer.trainings.keys()
         elif answer.order == site.order:
             site.confirmed, site.possible = site.order, set(site.wanted)
+        if self._driver_failed(site):
+            site.offers = ()  # its trainings go elsewhere at the next look
         for at_site in answer.trainings.values():
             self._note(name, at_site, answer)
+            self._measure_start(site, at_site, now)
+        if not site.held + site.idle:  # what was assigned to idle nodes waits for others
+            for training in self._open().values():
+                training.starting = None if training.site == name else training.starting
         if was_silent or (had and not site.held):
             self._next_look = min(self._next_look, max(now, self._looked + _EARLY * self._pace.look))
         self._settle(now)
 
     def _driver_failed(self, site: SiteState) -> bool:
-        """Whether a site has trainings that its driver does not train, as it ended with an error."""
-        return site.answer is not None and site.answer.state == "failed" and any(map(self._open().get, site.wanted))
+        """Whether a site has trainings that its driver does not train, as it ended with an error.
+
+        Before the site has confirmed their order, no driver was started for them.
+        """
+        failed = site.answer is not None and site.answer.state == "failed" and site.confirmed == site.order
+        return failed and any(map(self._open().get, site.wanted))
 
     def on_stopped(self, name: str, *, over: bool, now: float) -> None:
         """Take in the answer to a stop: whether its driver has ended."""
@@ -207,11 +217,20 @@ class Coordinator:
         training = self.trainings.get(at_site.name)
         if training is None or training.ended is not None:
             return
-        if at_site.ended:
+        earlier = at_site.state != "finished" and answer.retried.get(at_site.name, 0) < training.attempt
+        if at_site.ended and not earlier:
             training.ended, training.ended_at = at_site, name
         if training.site == name:
             training.size = answer.sizes.get(at_site.name, training.size)
             training.samples_left = answer.samples_left.get(at_site.name, training.samples_left)
+
+    def _measure_start(self, site: SiteState, at_site: TrainingAtSite, now: float) -> None:
+        training = self.trainings.get(at_site.name)
+        if training is None or training.site != site.name or training.starting is None or not at_site.nodes:
+            return
+        if (took := now - training.starting) < _LONGEST_START:
+            site.measured(took)
+        training.starting, training.arrives = None, min(training.arrives, now)
 
     def cancel(self, training: str) -> None:
         """Cancel a training at the user's request: it is in no order from now on."""
@@ -220,6 +239,17 @@ class Coordinator:
             return
         item.ended = TrainingAtSite(training, "cancelled", None, ())
         self._withdraw(training)
+
+    def retry(self, training: str) -> None:
+        """Train a failed or cancelled training again at the user's request, from its last checkpoint."""
+        item = self.trainings[training]
+        self._withdraw(training)
+        item.ended, item.ended_at, item.site, item.attempt = None, "", None, item.attempt + 1
+
+    @property
+    def attempts(self) -> dict[str, int]:
+        """Training -> number of its last retry, of those that were retried."""
+        return {name: item.attempt for name, item in self.trainings.items() if item.attempt}
 
     def _withdraw(self, training: str) -> None:
         for site in self.sites.values():
@@ -245,9 +275,11 @@ class Coordinator:
 
     def _decide(self, now: float) -> None:
         open_trainings = self._open()
+        # What is moved must have time to gain what it costs.
+        starts = [site.start for site in self.sites.values() if site.answers]
         question = SitesQuestion(
             now,
-            self._pace.look,
+            max(self._pace.look, _STARTS_AHEAD * max(starts, default=0.0)),
             tuple(self._view(site) for site in self.sites.values()),
             tuple(self._question(training) for training in open_trainings.values()),
             rates_between({name: site.rates() for name, site in self.sites.items()}),
@@ -255,16 +287,17 @@ class Coordinator:
         choices = self._planner(question).choices
         for choice in choices:
             if choice.site is not None:
-                self._place(open_trainings[choice.training], choice.site, choice.reason, choice.transfer_seconds)
+                self._place(open_trainings[choice.training], choice)
         for choice in choices:
             if choice.site is None and (queue := self._shortest_queue()) is not None:
-                self._place(open_trainings[choice.training], queue, f"{choice.reason}; queued at {queue}")
+                queued = replace(choice, site=queue, reason=f"{choice.reason}; queued at {queue}")
+                self._place(open_trainings[choice.training], queued)
             elif choice.site is None:
                 open_trainings[choice.training].reason = choice.reason
 
     def _view(self, site: SiteState) -> SiteView:
         held = () if site.answer is None else site.answer.held
-        return SiteView(site.name, (*held, *site.offers), site.answers)
+        return SiteView(site.name, (*held, *site.offers), site.answers, site.start)
 
     def _question(self, training: TrainingPlace) -> SiteTraining:
         trainer = training.trainer
@@ -285,11 +318,13 @@ class Coordinator:
             training.arrives,
         )
 
-    def _place(self, training: TrainingPlace, site: str, reason: str, transfer: float = 0.0) -> None:
-        training.reason = reason
-        if site != training.site:
+    def _place(self, training: TrainingPlace, choice: SiteChoice) -> None:
+        training.reason = choice.reason
+        if choice.site is not None and choice.site != training.site:
+            state_there = self._now + choice.transfer_seconds
             training.moves += training.site is not None
-            training.site, training.arrives = site, self._now + transfer + _READY
+            training.site, training.arrives = choice.site, state_there + self.sites[choice.site].start
+            training.starting = state_there if choice.nodes else None
 
     def _shortest_queue(self) -> str | None:
         """Return the answering site with the most nodes per training; ``None`` if none answers.
@@ -298,7 +333,7 @@ class Coordinator:
         in the meantime.
         """
         trainings = Counter(training.site for training in self._open().values())
-        nodes = {site.name: site.held + sum(offer.nodes for offer in site.offers) for site in self.sites.values()}
+        nodes = {site.name: site.held + site.idle for site in self.sites.values()}
         answering = [site.name for site in self.sites.values() if site.answers]
         return max(answering, key=lambda name: (nodes[name] / (1 + trainings[name]), -trainings[name]), default=None)
 
@@ -345,6 +380,7 @@ class Coordinator:
                     "confirmed": site.confirmed,
                     "seen": site.seen,
                     "facts": None if site.facts is None else vars(site.facts),
+                    "starts": list(site.starts),
                 }
                 for site in self.sites.values()
             },
@@ -356,6 +392,8 @@ class Coordinator:
                     "samples_left": item.samples_left,
                     "moves": item.moves,
                     "arrives": item.arrives,
+                    "starting": item.starting,
+                    "attempt": item.attempt,
                     "ended": None if item.ended is None else item.ended.state,
                     "ended_at": item.ended_at,
                 }
@@ -386,6 +424,7 @@ class Coordinator:
             site.wanted, site.possible = tuple(item["wanted"]), set(item["possible"])
             site.seen = None if item["seen"] is None else float(item["seen"])
             site.facts = None if item["facts"] is None else SiteFacts(**item["facts"])
+            site.starts = tuple(map(float, item["starts"]))
         for name, item in document["trainings"].items():
             training = self.trainings[name]
             if item["site"] is not None and item["site"] not in self.sites:
@@ -393,6 +432,8 @@ class Coordinator:
             training.site, training.reason, training.moves = item["site"], str(item["reason"]), int(item["moves"])
             training.size, training.samples_left = float(item["size"]), item["samples_left"]
             training.ended_at, training.arrives = str(item["ended_at"]), float(item["arrives"])
+            training.starting = None if item["starting"] is None else float(item["starting"])
+            training.attempt = int(item["attempt"])
         for name, at_site in ended.items():
             self.trainings[name].ended = at_site
             if at_site.state == "cancelled":  # perhaps while there was no coordinator
@@ -408,7 +449,6 @@ class Coordinator:
             elif site.answer is None:
                 yield f"site {site.name}: {'ready' if site.facts else 'not ready yet'}"
             else:
-                idle = sum(offer.nodes for offer in site.offers)
                 error = f"; no plan: {site.answer.plan_error}" if site.answer.plan_error else ""
                 failed = f"; its driver failed: {site.answer.message}" if self._driver_failed(site) else ""
-                yield f"site {site.name}: {site.held:g} nodes held, {idle:g} more to be had{error}{failed}"
+                yield f"site {site.name}: {site.held:g} nodes held, {site.idle:g} more to be had{error}{failed}"

@@ -1,10 +1,10 @@
-"""Drive a campaign at several sites: the loop around the coordinator, and its run directory.
+"""A campaign at several sites and its run directory.
 
 The run directory is that of a campaign (`freetrain_parsl.campaign.store`), without jobs of its own, and has also::
 
     coordinator.json     what a later coordinator must know, replaced after each change, before it is acted upon
     requests/SITE.json   the campaign as it is sent to a site
-    SITE/                runs of a site that is this machine
+    sites/SITE/          runs of a site that is this machine
 """
 
 from __future__ import annotations
@@ -12,93 +12,49 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import signal
 import sqlite3
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.campaign import Campaign
-from freetrain_parsl.campaign.lock import BEAT, driver_lock, own_identity
+from freetrain_parsl.campaign.lock import driver_lock, own_identity
 from freetrain_parsl.campaign.run import make_run_directory, refuse_living_driver, run_signals
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.errors import FreeTrainError, InvalidInput, PlanningError, RemoteError, UsageError
+from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.planning.settings import DEFAULT_COSTS
 from freetrain_parsl.planning.sites.planner import plan_sites
 from freetrain_parsl.remote.compute import ComputeEndpoint
-from freetrain_parsl.remote.messages import RemoteStatus
 from freetrain_parsl.remote.pacing import RequestBudget
-from freetrain_parsl.remote.preparation import prepare
-from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
+from freetrain_parsl.remote.preparation import pack_campaign, prepare_packed
+from freetrain_parsl.remote.sites.answers import TrainingAtSite
 from freetrain_parsl.remote.sites.coordinator import Coordinator
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile
+from freetrain_parsl.remote.sites.loop import CalledSite, SitesLoop
 from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.sites_file import SitesFile
-from freetrain_parsl.remote.sites.state import Ask, CallPace
+from freetrain_parsl.remote.sites.state import CallPace
 from freetrain_parsl.storage.staging import write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.sites.model import SitePlan, SitesQuestion
     from freetrain_parsl.remote.sites.places import SitePlace
-    from freetrain_parsl.remote.sites.state import SiteCall
 
     Show = Callable[[Coordinator, float], None]
 
 __all__ = ["SitesRun"]
 
 _REQUESTS = "requests"
-_PERIOD = 0.25  # seconds between polls of answers and signals
-_CALL_TIMEOUT = 120.0  # seconds
-_HUNG = 300.0  # seconds after which a call is given up; its timeout does not cover a connection that hangs
-_STOP_WAIT = 45.0  # seconds for which a site waits for its driver to end
+_LOCAL_SITES = "sites"
 _REQUESTS_PER_MINUTE = 100  # of ours to Globus Compute, at all endpoints; it permits 20 in ten seconds
 _LEAST_REQUESTS = 6
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What became of a call."""
-
-    call: SiteCall
-    answer: Mapping[str, Any] | None
-    error: FreeTrainError | None
-
-
-class _Caller:
-    """Makes the calls to one site, one after the other, in a thread that does not keep the process alive."""
-
-    def __init__(self, name: str, place: SitePlace, outcomes: SimpleQueue[tuple[_Caller, _Outcome]]) -> None:
-        self.busy: SiteCall | None = None
-        self.since = 0.0
-        self._place = place
-        self._outcomes = outcomes
-        self._calls: SimpleQueue[tuple[SiteCall, Mapping[str, Any]]] = SimpleQueue()
-        threading.Thread(target=self._run, name=f"freetrain-site-{name}", daemon=True).start()
-
-    def submit(self, call: SiteCall, request: Mapping[str, Any]) -> None:
-        self.busy, self.since = call, time.monotonic()
-        self._calls.put((call, request))
-
-    def _run(self) -> None:
-        while True:
-            call, request = self._calls.get()
-            try:
-                outcome = _Outcome(call, self._place.call(request, _CALL_TIMEOUT), None)
-            except FreeTrainError as error:
-                outcome = _Outcome(call, None, error)
-            # The SDK's errors of tokens and sockets are many; none of them may end the campaign.
-            except Exception as error:  # noqa: BLE001 - see above
-                outcome = _Outcome(call, None, RemoteError(f"{type(error).__name__}: {error}"))
-            self._outcomes.put((self, outcome))
 
 
 @dataclass
@@ -115,6 +71,8 @@ class SitesRun:
         Site -> the campaign, as it is sent there.
     left_out
         Files that stay here because of their names.
+    unstopped
+        Sites that were asked to stop and may have left trainings or jobs -> why.
     place_of
         Makes the place of a site; default: an endpoint, or this machine.
     clock
@@ -126,6 +84,7 @@ class SitesRun:
     sites: SitesFile
     requests: Mapping[str, Mapping[str, Any]]
     left_out: tuple[str, ...] = ()
+    unstopped: Mapping[str, str] = field(default_factory=dict)
     place_of: Callable[[SitesRun, str], SitePlace] = field(default=lambda run, name: run.make_place(name))
     clock: Callable[[], float] = time.time
     budgets: dict[str, RequestBudget] = field(default_factory=dict)
@@ -164,17 +123,12 @@ class SitesRun:
         given = dict(setting.partition("=")[::2] for setting in settings)
         listed = SitesFile.load(sites, given)
         run_id = secrets.token_hex(4)
-        preparations = {}
-        for entry in listed.sites:
-            preparations[entry.name] = prepare(
-                campaign,
-                entry.config,
-                settings=settings,
-                include=include,
-                any_versions=any_versions,
-                run=f"{run_id}-{entry.name}",
-            )
-        loaded = Campaign.load(campaign, Variables(given, environment={}))
+        packed = pack_campaign(campaign, settings=settings, include=include)
+        preparations = {
+            entry.name: prepare_packed(packed, entry.config, any_versions=any_versions, run=f"{run_id}-{entry.name}")
+            for entry in listed.sites
+        }
+        loaded = packed.campaign
         now = datetime.now().astimezone()
         run_dir, made = make_run_directory(directory, now)
         requests = {name: {**one.request, "verb": "prepare"} for name, one in preparations.items()}
@@ -198,8 +152,7 @@ class SitesRun:
         except OSError as error:
             shutil.rmtree(run_dir if made else run_dir / _REQUESTS, ignore_errors=True)
             raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
-        left_out = next(iter(preparations.values())).left_out
-        return cls(store, loaded, listed, requests, left_out)
+        return cls(store, loaded, listed, requests, packed.left_out)
 
     @classmethod
     def reopen(cls, directory: Path) -> SitesRun:
@@ -232,12 +185,27 @@ class SitesRun:
         """Return where a site's calls go."""
         entry = next(entry for entry in self.sites.sites if entry.name == name)
         if not entry.endpoint:
-            return LocalPlace(self.directory / name)
+            return LocalPlace(self.directory / _LOCAL_SITES / name)
         shared = sum(bool(one.endpoint) for one in self.sites.sites)
         budget = self.budgets.setdefault(name, RequestBudget(max(_LEAST_REQUESTS, _REQUESTS_PER_MINUTE // shared)))
         return ComputeEndpoint(entry.endpoint, budget=budget)
 
-    def drive(self, *, report: Callable[[str], None], show: Show, stop: bool = False) -> str:
+    def to_retry(self, names: Iterable[str], *, failed: bool = False) -> tuple[str, ...]:
+        """Return which trainings a retry is about: failed or cancelled ones of `names`, and all that have failed.
+
+        Raises
+        ------
+        InvalidInput
+            No training has that name, or it has finished.
+        """
+        chosen = [self.store.training(name) for name in names]
+        for item in chosen:
+            if item.state == "finished":
+                raise InvalidInput(f"{item.name} has finished; there is nothing to retry")
+        chosen += [item for item in self.store.trainings() if failed and item.state == "failed"]
+        return tuple(dict.fromkeys(item.name for item in chosen if item.state in ("failed", "cancelled")))
+
+    def drive(self, *, report: Callable[[str], None], show: Show, stop: bool = False, retry: Sequence[str] = ()) -> str:
         """Coordinate the sites until all trainings have ended, or until the run is stopped.
 
         SIGINT (Ctrl-C), SIGTERM and a stop request stop the sites: trainings save, drivers end. A second signal, or
@@ -251,6 +219,8 @@ class SitesRun:
             Called several times per second with the coordinator and the seconds since the start.
         stop
             Stop the sites at once.
+        retry
+            Trainings of `to_retry`.
 
         Returns
         -------
@@ -266,16 +236,31 @@ class SitesRun:
         with driver_lock(self.directory):
             coordinator = self._coordinator()
             try:
+                for name in retry:
+                    coordinator.retry(name)
+                if retry:  # first here: a site's answer about the attempt before must not count
+                    lines = list(coordinator.lines(self.clock()))
+                    CoordinatorFile(coordinator.as_json(), lines).write(self.directory)
+                for name in retry:
+                    self.store.retry(name)
                 driver = self.store.begin_driver(*own_identity())
-            except sqlite3.OperationalError as error:
+            except (OSError, sqlite3.OperationalError) as error:
                 raise InvalidInput(f"{self.directory} cannot be written: {error}; free some space") from error
             how = "failed"
             try:
                 with run_signals() as caught:
-                    how = _Loop(self, coordinator, driver, caught, report, show).run(stop=stop)
+                    loop = SitesLoop(self.store, self._called(), coordinator, driver, caught, report, show, self.clock)
+                    how = loop.run(stop=stop)
+                    self.unstopped = loop.unstopped
             finally:
                 self.store.end_driver(driver, how)
         return how
+
+    def _called(self) -> dict[str, CalledSite]:
+        return {
+            entry.name: CalledSite(self.requests[entry.name], entry.where, partial(self.place_of, self, entry.name))
+            for entry in self.sites.sites
+        }
 
     def _coordinator(self) -> Coordinator:
         def planner(question: SitesQuestion) -> SitePlan:
@@ -304,199 +289,6 @@ class SitesRun:
         costs = DEFAULT_COSTS.in_seconds()
         for number, training in enumerate(self.campaign.trainings):
             yield training.app.request(training.name).trainer(costs, float(number))
-
-
-@dataclass
-class _Loop:
-    """One process's loop."""
-
-    owner: SitesRun
-    coordinator: Coordinator
-    driver: int
-    caught: list[int]
-    report: Callable[[str], None]
-    show: Show
-
-    def __post_init__(self) -> None:
-        self._outcomes: SimpleQueue[tuple[_Caller, _Outcome]] = SimpleQueue()
-        self._callers = {name: self._caller(name) for name in self.coordinator.sites}
-        self._calls: list[SiteCall] = []  # to be made once the state is stored
-        self._unwritable = False
-        self._saved: tuple[dict[str, Any], list[tuple[str, bool]]] = ({}, [])
-        self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
-
-    def _caller(self, name: str) -> _Caller:
-        return _Caller(name, self.owner.place_of(self.owner, name), self._outcomes)
-
-    def run(self, *, stop: bool) -> str:
-        coordinator, store = self.coordinator, self.owner.store
-        begin = time.monotonic()
-        next_beat, how, heard = begin, "finished", 0
-        if stop:
-            how = "stopped"
-            coordinator.stop()
-        while True:
-            self._take_outcomes()
-            self._calls += coordinator.due(self.owner.clock())
-            with self._writing():
-                self._save()
-                for call in self._calls:
-                    self._callers[call.site].submit(call, self._request(call))
-                self._calls.clear()
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + BEAT
-                    self._beat()
-                    for name in store.cancellations():
-                        coordinator.cancel(name)
-                    if store.stop_requested() and not coordinator.stopping:
-                        how = "stopped"
-                        self._stop()
-            self.show(coordinator, time.monotonic() - begin)
-            if coordinator.is_done and not self._unwritable:
-                self._report_not_stopped()
-                with self._writing():
-                    self._save()
-                    self._beat()
-                if not self._unwritable:
-                    return how
-            if len(self.caught) > heard:
-                if signal.SIGHUP in self.caught or coordinator.stopping:
-                    return "detached"
-                heard, how = len(self.caught), "interrupted"
-                self._stop()
-            time.sleep(_PERIOD)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Go on if the run directory cannot be written for now, e.g. because the disk is full; nothing is sent then."""
-        try:
-            yield
-        except (OSError, sqlite3.OperationalError) as error:
-            if not self._unwritable:
-                self.report(f"the state of the run cannot be written to {self.owner.directory}: {error}; retrying")
-            self._unwritable = True
-        else:
-            self._unwritable = False
-
-    def _stop(self) -> None:
-        self.report(
-            "stopping: the sites save their trainings and end their drivers; Ctrl-C again leaves them as they are"
-        )
-        self.coordinator.stop()
-
-    def _report_not_stopped(self) -> None:
-        for site in self.coordinator.sites.values():
-            if self.coordinator.stopping and site.silent and site.facts is not None:
-                self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
-
-    # Calls.
-
-    def _request(self, call: SiteCall) -> Mapping[str, Any]:
-        prepared = self.owner.requests[call.site]
-        match call.ask:
-            case Ask.PREPARE:
-                return prepared
-            case Ask.STOP:
-                return {"verb": "stop", "run": prepared["run"], "wait": _STOP_WAIT}
-        return {
-            "verb": "look",
-            "run": prepared["run"],
-            "order": call.order,
-            "trainings": list(call.trainings),
-            "plan": call.ask is Ask.LOOK,
-            "start": call.start,
-        }
-
-    def _take_outcomes(self) -> None:
-        while True:
-            try:
-                caller, outcome = self._outcomes.get_nowait()
-            except Empty:
-                break
-            if self._callers[outcome.call.site] is caller:  # otherwise it was given up
-                caller.busy = None
-                self._take(outcome)
-        for name, caller in self._callers.items():
-            if caller.busy is not None and time.monotonic() - caller.since > _HUNG:
-                self._callers[name] = self._caller(name)
-                self.coordinator.on_silence(name, f"no answer within {_HUNG:.0f} s", self.owner.clock())
-
-    def _take(self, outcome: _Outcome) -> None:
-        call, coordinator, now = outcome.call, self.coordinator, self.owner.clock()
-        try:
-            if outcome.answer is None:
-                raise outcome.error or RemoteError("no answer")
-            match call.ask:
-                case Ask.PREPARE:
-                    coordinator.on_prepared(call.site, SiteFacts.parse(outcome.answer), now)
-                case Ask.STOP:
-                    status = RemoteStatus.parse(outcome.answer)
-                    if status.state == "died":
-                        self.report(
-                            f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
-                            "batch jobs may be left until the run continues"
-                        )
-                    coordinator.on_stopped(call.site, over=status.over, now=now)
-                case _:
-                    coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
-        except UsageError as error:
-            if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
-                raise type(error)(f"site {call.site}: {error}") from None
-            coordinator.on_silence(call.site, str(error), now)
-        except RemoteError as error:
-            coordinator.on_silence(call.site, str(error), now)
-        except PlanningError as error:
-            self.report(f"no decision this time: {error}")
-
-    def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:
-        """Return an answer if it is about this run, with the home and the lease as before."""
-        run, facts = self.owner.requests[call.site]["run"], self.coordinator.sites[call.site].facts
-        if answer.run != run:
-            raise RemoteError(f"the site sent an answer about another run, {answer.run[:100]!r} instead of {run!r}")
-        if facts is not None and answer.facts != facts:
-            raise RemoteError(
-                f"its home is now {answer.facts.home} with a lease of {answer.facts.lease:.0f} s, it was {facts.home} "
-                f"with {facts.lease:.0f} s; undo that at the site: all sites need the same"
-            )
-        return answer
-
-    # State.
-
-    def _save(self) -> None:
-        """Store what a later coordinator must know, and the results; before it is acted upon."""
-        store, coordinator = self.owner.store, self.coordinator
-        for name, item in coordinator.trainings.items():
-            if item.ended is None or name in self._stored:
-                continue
-            match item.ended.state:
-                case "finished":
-                    remark = "; ".join(filter(None, [f"at {item.ended_at}", item.ended.remark]))
-                    store.finish(name, item.ended.result, remark)
-                case "failed":
-                    store.fail(name, f"at {item.ended_at}: {item.ended.error}", final=True)
-                case _:
-                    store.cancel(name)
-            self._stored.add(name)
-        document = coordinator.as_json()
-        shown = [(site.silent, site.answer is None) for site in coordinator.sites.values()]
-        if (document, shown) != self._saved:
-            lines = list(coordinator.lines(self.owner.clock()))
-            CoordinatorFile(document, lines).write(self.owner.directory)
-            self._saved = (document, shown)
-
-    def _beat(self) -> None:
-        states: dict[str, tuple[str, float | None, Sequence[str]]] = {}
-        remarks = {}
-        for name, item in self.coordinator.trainings.items():
-            if item.ended is not None:
-                continue
-            site = None if item.site is None else self.coordinator.sites[item.site]
-            at_site = None if site is None else site.trainings.get(name)
-            states[name] = ("waiting", None, ()) if at_site is None else (at_site.state, at_site.share, at_site.nodes)
-            remarks[name] = "; ".join(
-                filter(None, [f"at {item.site}" if item.site else "", at_site.remark if at_site else "", item.reason])
-            )
-        self.owner.store.beat(self.driver, states, remarks)
 
 
 def _read_request(directory: Path, name: str) -> dict[str, Any]:

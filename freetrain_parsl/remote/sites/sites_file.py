@@ -157,7 +157,10 @@ def _read_entry(section: Section, directory: Path) -> SiteEntry:
         )
     endpoint = section.text("endpoint") or ""
     if endpoint:
-        endpoint = section.checked(ComputeEndpoint, endpoint, key="endpoint").id
+        try:
+            endpoint = ComputeEndpoint(endpoint).id
+        except InvalidInput as error:
+            raise section.refusal(f"site {name}: {error}", "endpoint") from None
     config = section.required("config", "polaris.yaml")
     path = section.checked(user_path, config, key="config")
     if config not in shipped_sites() or (directory / path).exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from statistics import median
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning.sites.rates import SiteRates, fit_rate
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.sites.model import Offer
     from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
+
+_ASSUMED_START = 60.0  # seconds
+_STARTS = 5  # measured starts that count
 
 __all__ = ["Ask", "CallPace", "SiteCall", "SiteState", "TrainingPlace"]
 
@@ -94,6 +98,8 @@ class SiteState:
         Nodes that could be obtained, as of the last look.
     silent
         Why it does not answer; empty if it does.
+    starts
+        The last measured times from the assignment of a training, and the arrival of its state, until it had nodes.
     """
 
     name: str
@@ -114,6 +120,16 @@ class SiteState:
     next_call: float = 0.0
     next_stop: float = 0.0
     trainings: Mapping[str, TrainingAtSite] = field(default_factory=dict)
+    starts: tuple[float, ...] = ()
+
+    @property
+    def start(self) -> float:
+        """Seconds until a training that is new there has nodes: the median of those measured, or what is assumed."""
+        return median(self.starts) if self.starts else _ASSUMED_START
+
+    def measured(self, start: float) -> None:
+        """Note how long a start took, seconds."""
+        self.starts = (*self.starts, max(0.0, start))[-_STARTS:]
 
     @property
     def answers(self) -> bool:
@@ -140,6 +156,11 @@ class SiteState:
         """Number of nodes that our blocks have there."""
         return 0.0 if self.answer is None else sum(offer.nodes for offer in self.answer.held)
 
+    @property
+    def idle(self) -> float:
+        """Number of nodes that could be obtained there."""
+        return sum(offer.nodes for offer in self.offers)
+
 
 @dataclass
 class TrainingPlace:
@@ -165,6 +186,10 @@ class TrainingPlace:
         How often it has been assigned to another site.
     arrives
         When its state is expected there, and its driver ready; until then it is not assigned elsewhere.
+    starting
+        When its state is expected there, if it was assigned to idle nodes and has not had any since.
+    attempt
+        How often the user has retried it.
     """
 
     trainer: Trainer
@@ -176,3 +201,5 @@ class TrainingPlace:
     ended_at: str = ""
     moves: int = 0
     arrives: float = 0.0
+    starting: float | None = None
+    attempt: int = 0

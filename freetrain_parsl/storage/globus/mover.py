@@ -15,18 +15,18 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, DamagedCheckpoint, GlobusRefused
+from freetrain_parsl.storage.globus.carried_training import CarriedStage, CarriedTraining
 from freetrain_parsl.storage.globus.carrier import GIVE_UP, Carrier, CopyJob, CopyKind, Parcel, progress_line
-from freetrain_parsl.storage.globus.collections import CopyItem
+from freetrain_parsl.storage.globus.copy_task import copy_task
 from freetrain_parsl.storage.globus.home_listing import list_home
-from freetrain_parsl.storage.globus.mover_directory import EXCHANGE, MoverDirectory
+from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
 from freetrain_parsl.storage.globus.mover_pace import MoverPace
 from freetrain_parsl.storage.globus.mover_state import MOST_MEASURED, MeasuredCopy, MoverState
-from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS
+from freetrain_parsl.storage.globus.names import OWNERS
 from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Ownership, RequestOutcome
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.problems import storage_error
@@ -50,55 +50,6 @@ class ResultStatus(Enum):
     PENDING = "pending"
     CONFIRMED = "confirmed"
     LOST = "lost"
-
-
-class _Stage(Enum):
-    CLAIMING = "claiming"
-    SEARCHING = "searching"
-    FETCHING = "fetching"
-    READY = "ready"
-    FINISHED = "finished"
-    OVER = "over"
-
-
-@dataclass
-class _Carried:
-    """A training of this driver.
-
-    Parameters
-    ----------
-    name
-        Its directory name.
-    stage
-        See the module.
-    generation
-        The one that is owned.
-    lineage
-        Checkpoints of this and later generations at home continue those here.
-    candidates
-        Checkpoints at home that are later than those here, oldest first.
-    reason
-        Why it is not ready.
-    finished
-        When it finished.
-    confirmed
-        Whether its result counts.
-    scanned
-        Whether its last checkpoint has been looked for.
-    leaving
-        Whether it goes on at another site; its last checkpoint is then copied however often that fails.
-    """
-
-    name: str
-    stage: _Stage = _Stage.CLAIMING
-    generation: int = 0
-    lineage: int = 0
-    candidates: list[Parcel] = field(default_factory=list)
-    reason: str = ""
-    finished: float = 0.0
-    confirmed: bool = False
-    scanned: bool = False
-    leaving: bool = False
 
 
 class Mover:
@@ -146,7 +97,7 @@ class Mover:
         self._measured = deque(before.measured, MOST_MEASURED)
         self._lock = threading.RLock()
         self._names: dict[str, str] = {}  # of trainings -> of directories
-        self._carried: dict[str, _Carried] = {}  # by directory name
+        self._carried: dict[str, CarriedTraining] = {}  # by directory name
         self._lost: dict[str, str] = {}
         self._next_scan = 0.0
         self._not_before = 0.0
@@ -171,7 +122,7 @@ class Mover:
         with self._lock:
             for training in trainings:
                 name = self._names[training] = directory_name(training)
-                self._carried[name] = _Carried(name)
+                self._carried[name] = CarriedTraining(name)
                 self._ownership.want(name)
 
     def leave(self, training: str) -> None:
@@ -180,17 +131,17 @@ class Mover:
             item = self._carried[self._names[training]]
             item.leaving = True
             lost = self._lost.pop(item.name, None)
-            if item.stage is _Stage.READY and lost is None:
-                item.stage, item.finished, item.confirmed = _Stage.FINISHED, self._clock(), True
+            if item.stage is CarriedStage.READY and lost is None:
+                item.stage, item.finished, item.confirmed = CarriedStage.FINISHED, self._clock(), True
                 self._next_scan = 0.0
-            elif item.stage is not _Stage.OVER:
+            elif item.stage is not CarriedStage.OVER:
                 self._drop(item)
 
     def has_left(self, training: str) -> bool:
         """Return whether a training was never wanted here, or has left and is released."""
         with self._lock:
             item = self._carried.get(self._names.get(training, ""))
-            return item is None or (item.stage is _Stage.OVER and not self._ownership.wants(item.name))
+            return item is None or (item.stage is CarriedStage.OVER and not self._ownership.wants(item.name))
 
     def abandon(self, trainings: Iterable[str]) -> None:
         """Release trainings that are not wanted here, if an earlier driver of this run has not."""
@@ -202,7 +153,7 @@ class Mover:
         """Return whether a training may start, or go on, here."""
         with self._lock:
             item = self._carried[self._names[training]]
-            return item.stage is _Stage.READY and item.name not in self._lost
+            return item.stage is CarriedStage.READY and item.name not in self._lost
 
     def lost(self, training: str) -> str:
         """Return why a training that runs here must stop; empty if it need not."""
@@ -216,7 +167,7 @@ class Mover:
             self._lost.pop(name, None)
             self._ownership.stopped(name)
             self._carrier.forget(name)
-            self._carried[name] = _Carried(name, reason=self._ownership.reason(name))
+            self._carried[name] = CarriedTraining(name, reason=self._ownership.reason(name))
 
     def finished(self, training: str) -> ResultStatus:
         """Note that a training has ended here with a result; return whether the result counts, once that is known."""
@@ -226,8 +177,8 @@ class Mover:
                 return ResultStatus.CONFIRMED
             if item.name in self._lost:
                 return ResultStatus.LOST
-            if item.stage is _Stage.READY:
-                item.stage, item.finished = _Stage.FINISHED, self._clock()
+            if item.stage is CarriedStage.READY:
+                item.stage, item.finished = CarriedStage.FINISHED, self._clock()
             return ResultStatus.PENDING
 
     def remark(self, training: str) -> str:
@@ -235,9 +186,9 @@ class Mover:
         with self._lock:
             item = self._carried[self._names[training]]
             trouble = self._carrier.trouble(item.name, self._clock())
-            if item.stage is _Stage.CLAIMING:
+            if item.stage is CarriedStage.CLAIMING:
                 return self._problem or self._ownership.reason(item.name) or item.reason
-            if item.stage in (_Stage.SEARCHING, _Stage.FETCHING):
+            if item.stage in (CarriedStage.SEARCHING, CarriedStage.FETCHING):
                 return "; ".join(filter(None, ["fetches its checkpoint from home", item.reason, trouble]))
             return f"not copied to home: {trouble or self._problem}" if trouble or self._problem else ""
 
@@ -251,7 +202,7 @@ class Mover:
     def settled(self) -> bool:
         """Whether the last checkpoints of all finished trainings are at home, or cannot be copied."""
         with self._lock:
-            return all(item.stage is not _Stage.FINISHED for item in self._carried.values())
+            return all(item.stage is not CarriedStage.FINISHED for item in self._carried.values())
 
     def close(self, timeout: float) -> None:
         """Copy the last checkpoints and release the trainings, then end the thread.
@@ -263,9 +214,9 @@ class Mover:
         """
         with self._lock:
             for item in self._carried.values():
-                if item.stage is _Stage.READY and item.name not in self._lost:
-                    item.stage, item.finished, item.confirmed = _Stage.FINISHED, self._clock(), True
-                elif item.stage is not _Stage.FINISHED:
+                if item.stage is CarriedStage.READY and item.name not in self._lost:
+                    item.stage, item.finished, item.confirmed = CarriedStage.FINISHED, self._clock(), True
+                elif item.stage is not CarriedStage.FINISHED:
                     self._ownership.release(item.name)
             self._next_scan = 0.0
         end = self._clock() + timeout
@@ -316,18 +267,18 @@ class Mover:
     def _note_lost(self) -> None:
         for name, reason in self._ownership.lost(self._clock()).items():
             item = self._carried[name]
-            if name in self._lost or item.stage is _Stage.OVER:
+            if name in self._lost or item.stage is CarriedStage.OVER:
                 continue
             logger.warning("training %s: %s", name, reason)
             if item.confirmed:  # its result counts
-                item.stage = _Stage.OVER
+                item.stage = CarriedStage.OVER
                 self._ownership.release(name)
-            elif item.stage in (_Stage.READY, _Stage.FINISHED):
+            elif item.stage in (CarriedStage.READY, CarriedStage.FINISHED):
                 self._lost[name] = reason
             else:  # it does not run
                 self._ownership.stopped(name)
                 self._carrier.forget(name)
-                self._carried[name] = _Carried(name, reason=reason)
+                self._carried[name] = CarriedTraining(name, reason=reason)
 
     # Ownership.
 
@@ -335,7 +286,7 @@ class Mover:
         for _ in range(3):
             with self._lock:
                 confirm = [item.finished for item in self._carried.values()
-                           if item.stage is _Stage.FINISHED and not item.confirmed]  # fmt: skip
+                           if item.stage is CarriedStage.FINISHED and not item.confirmed]  # fmt: skip
                 asked = self._clock()
                 request = self._ownership.next_request(asked, confirm=max(confirm, default=None))
             if request is None:
@@ -374,13 +325,13 @@ class Mover:
             with self._lock:
                 item = self._carried[name]
                 generation = self._ownership.generation(name, self._clock())
-                if item.stage is _Stage.CLAIMING and generation is not None:
-                    item.stage, item.generation, item.reason = _Stage.SEARCHING, generation, ""
+                if item.stage is CarriedStage.CLAIMING and generation is not None:
+                    item.stage, item.generation, item.reason = CarriedStage.SEARCHING, generation, ""
                     logger.info("training %s: owned in generation %d", name, generation)
-            if item.stage is _Stage.SEARCHING and generation is not None and not searched:
+            if item.stage is CarriedStage.SEARCHING and generation is not None and not searched:
                 self._search(item)
                 searched = True  # one in a pass, so that renewals come between
-            if item.stage is _Stage.FETCHING and generation is not None:
+            if item.stage is CarriedStage.FETCHING and generation is not None:
                 with self._lock:
                     self._fetch_next(item)
             with self._lock:
@@ -389,7 +340,7 @@ class Mover:
             self._next_scan = self._clock() + self._pace.scan
             self._scan()
 
-    def _search(self, item: _Carried) -> None:
+    def _search(self, item: CarriedTraining) -> None:
         """Find the whole checkpoints at home that are later than the newest one here; fetch the newest of them."""
         here = self._exchange.newest(item.name)
         item.lineage = self._exchange.generation(item.name)
@@ -399,9 +350,9 @@ class Mover:
             self._carrier.remove(partial)  # of drivers that have died
             self._carrier.found(item.name, at_home)
             item.candidates = sorted((parcel for parcel in at_home if parcel.order > best), key=lambda one: one.order)
-            item.stage = _Stage.FETCHING
+            item.stage = CarriedStage.FETCHING
 
-    def _fetch_next(self, item: _Carried) -> None:
+    def _fetch_next(self, item: CarriedTraining) -> None:
         """Fetch the newest candidate; without one, the checkpoints here are the newest."""
         if self._carrier.fetching(item.name) or any(parcel.training == item.name for parcel in self._arrivals):
             return
@@ -410,7 +361,7 @@ class Mover:
             self._carrier.fetch(item.candidates[-1])
             return
         self._exchange.set_generation(item.name, item.generation)
-        item.stage, item.reason = _Stage.READY, ""
+        item.stage, item.reason = CarriedStage.READY, ""
 
     def _arrived(self, parcel: Parcel) -> None:
         """Verify a fetched checkpoint; a damaged one is not used, but the one before.
@@ -418,7 +369,7 @@ class Mover:
         Reading it takes long, so other threads are not kept waiting.
         """
         item = self._carried[parcel.training]
-        if item.stage is not _Stage.FETCHING or item.candidates[-1:] != [parcel]:
+        if item.stage is not CarriedStage.FETCHING or item.candidates[-1:] != [parcel]:
             return
         try:
             self._exchange.accept(parcel)
@@ -430,7 +381,7 @@ class Mover:
             item.lineage = parcel.generation
             item.candidates.clear()
 
-    def _not_accepted(self, item: _Carried, parcel: Parcel, error: CheckpointError) -> None:
+    def _not_accepted(self, item: CarriedTraining, parcel: Parcel, error: CheckpointError) -> None:
         now = self._clock()
         if error.transient:
             self._carrier.damaged(parcel, str(error), now)
@@ -445,23 +396,23 @@ class Mover:
         self._carrier.damaged(parcel, item.reason, now)
         self._carrier.fetch(parcel)
 
-    def _finish(self, item: _Carried) -> None:
+    def _finish(self, item: CarriedTraining) -> None:
         """Confirm that a finished training is still owned; release it once its last checkpoint is at home."""
         now = self._clock()
-        if item.stage is not _Stage.FINISHED:
+        if item.stage is not CarriedStage.FINISHED:
             return
         if not item.confirmed:
             item.confirmed = self._ownership.confirmed_since(item.name, item.finished, now)
         elif item.scanned and not self._carrier.busy(item.name):
-            item.stage = _Stage.OVER
+            item.stage = CarriedStage.OVER
             self._ownership.release(item.name)
         elif self._carrier.failures(item.name) >= GIVE_UP and not item.leaving:
             trouble = self._carrier.trouble(item.name, now)
             logger.warning("training %s: its last checkpoint is not at home: %s", item.name, trouble)
-            item.stage = _Stage.OVER
+            item.stage = CarriedStage.OVER
 
-    def _drop(self, item: _Carried) -> None:
-        item.stage = _Stage.OVER
+    def _drop(self, item: CarriedTraining) -> None:
+        item.stage = CarriedStage.OVER
         self._ownership.release(item.name)
         self._carrier.forget(item.name)
 
@@ -470,9 +421,9 @@ class Mover:
     def _scan(self) -> None:
         """Offer the newest checkpoints of the trainings that run here."""
         for item in list(self._carried.values()):
-            if item.stage not in (_Stage.READY, _Stage.FINISHED) or item.name in self._lost:
+            if item.stage not in (CarriedStage.READY, CarriedStage.FINISHED) or item.name in self._lost:
                 continue
-            finished = item.stage is _Stage.FINISHED
+            finished = item.stage is CarriedStage.FINISHED
             entry = self._exchange.newest(item.name)
             item.scanned = finished
             if entry is None:
@@ -514,25 +465,12 @@ class Mover:
             except OSError as error:
                 job.submission = ""
                 raise storage_error(f"cannot write in {self._run_dir}", self._run_dir, error) from error
-        local, home = self._settings.local, self._settings.home
-        there = [home.join(CHECKPOINTS, *parcel.path) for parcel in job.parcels]
+        task = copy_task(job, self._settings)
         try:
             if job.kind is CopyKind.REMOVE:
-                job.task = self._collections.submit_delete(job.submission, home.collection, there)
-            elif job.kind is CopyKind.FETCH:
-                here = [local.join(EXCHANGE, "in", *parcel.path) for parcel in job.parcels]
-                items = [CopyItem(one, other, recursive=True) for one, other in zip(there, here, strict=True)]
-                job.task = self._collections.submit_transfer(job.submission, home.collection, local.collection, items)
+                job.task = self._collections.submit_delete(job.submission, task.source, task.paths)
             else:
-                here = [local.join(EXCHANGE, "out", *parcel.path) for parcel in job.parcels]
-                data = job.kind is CopyKind.DATA
-                items = [
-                    CopyItem(one, other, recursive=True)
-                    if data
-                    else CopyItem(f"{one}.json", f"{other}/manifest.json", recursive=False)
-                    for one, other in zip(here, there, strict=True)
-                ]
-                job.task = self._collections.submit_transfer(job.submission, local.collection, home.collection, items)
+                job.task = self._collections.submit_transfer(job.submission, task.source, task.target, task.items)
         except GlobusRefused as error:
             with self._lock:
                 self._carrier.refused(job, str(error), self._clock())

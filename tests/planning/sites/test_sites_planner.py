@@ -89,6 +89,21 @@ def test_a_training_that_is_almost_done_is_not_moved():
     assert plan_sites(replace(question, trainings=(endless,))).choices[0].verb is Verb.MOVE
 
 
+def test_a_move_is_charged_the_start_at_its_site_and_the_reason_says_so():
+    question = SitesQuestion(
+        0.0,
+        600.0,
+        (SiteView("a", (Offer(4),)), SiteView("b", (Offer(8),), start=60.0)),
+        (SiteTraining(_trainer("t"), 1e9, frozenset({"a"}), "a", 4, math.inf),),
+        {("a", "b"): TransferRate(1e8)},
+    )
+    (choice,) = plan_sites(question).choices
+    assert (choice.verb, choice.site) == (Verb.MOVE, "b")
+    assert choice.reason.endswith("1,000 MB from a take 10 s; a start there takes 60 s")
+    slow = replace(question, sites=(question.sites[0], replace(question.sites[1], start=200.0)))
+    assert plan_sites(slow).choices[0].verb is Verb.STAY, "8 nodes for 390 s less half of 210 s, and 4 for 600 s"
+
+
 def test_windows_that_close_before_the_next_look_count_in_part():
     view = SiteView("a", (Offer(4, 300.0), Offer(2)))
     assert view.mean_nodes(600.0) == 4.0

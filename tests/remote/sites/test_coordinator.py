@@ -410,3 +410,77 @@ def test_trainings_of_a_site_whose_driver_does_not_start_go_elsewhere_and_the_re
         shown.update(world.coordinator.lines(world.now))
     assert any("its driver failed: 0 MB are free" in line for line in shown)
     assert {training.ended_at or training.site for training in world.coordinator.trainings.values()} == {"b"}
+
+
+def questions_of(asked: list[SitesQuestion]):
+    def plan(question: SitesQuestion) -> SitePlan:
+        asked.append(question)
+        return planner(question)
+
+    return plan
+
+
+def test_the_time_of_a_start_is_measured_charged_and_survives_the_coordinator() -> None:
+    """The planner counts it for moves, looks far enough ahead to gain it, and says so."""
+    asked: list[SitesQuestion] = []
+    coordinator = Coordinator(
+        trainers(1), {"a": SiteRates(), "b": SiteRates()}, CallPace(10.0, 5.0), questions_of(asked)
+    )
+    sites = {"a": Site("a", 2), "b": Site("b", 0)}
+    settle(coordinator, sites, 0.0)
+    assert {view.start for view in asked[-1].sites} == {60.0}, "assumed"
+    for now in range(5, 30, 5):
+        settle(coordinator, sites, float(now))
+    sites["a"].running["t0"] = 1.0  # it has nodes from now on
+    settle(coordinator, sites, 30.0)
+    settle(coordinator, sites, 35.0)
+    assert coordinator.sites["a"].starts == (30.0,)
+    again = Coordinator(trainers(1), {"a": SiteRates(), "b": SiteRates()}, CallPace(10.0, 5.0), questions_of(asked))
+    again.restore(json.loads(json.dumps(coordinator.as_json())), {})
+    settle(again, sites, 45.0)
+    assert [view.start for view in asked[-1].sites] == [30.0, 60.0]
+    assert asked[-1].horizon == 240.0
+
+
+def test_the_wait_for_nodes_is_no_start() -> None:
+    coordinator, sites = make(planner, 1), {"a": Site("a", 2), "b": Site("b", 0)}
+    settle(coordinator, sites, 0.0)
+    sites["a"].nodes = 0
+    settle(coordinator, sites, LOOK)
+    sites["a"].running["t0"] = 1.0
+    settle(coordinator, sites, 10 * LOOK)
+    assert coordinator.sites["a"].starts == ()
+
+
+def test_a_driver_that_is_not_started_yet_has_not_failed() -> None:
+    """A site without a run answers that its driver was not started, and keeps what it offers."""
+
+    @dataclass
+    class New(Site):
+        def answer(self, looked: bool) -> SiteAnswer:
+            state = "running" if self.assigned else "failed"
+            return replace(super().answer(looked), state=state, message="it was not started")
+
+    world = World(make(planner, 1), {"a": New("a", 2), "b": New("b", 0)})
+    for _ in range(10):
+        world.send()
+        assert not any("failed" in line for line in world.coordinator.lines(world.now))
+        while world.waiting:
+            world.deliver(0, lose=False)
+            assert not any("failed" in line for line in world.coordinator.lines(world.now))
+    assert world.sites["a"].assigned == ("t0",)
+
+
+def test_the_failure_of_an_earlier_attempt_does_not_end_a_training_that_is_retried() -> None:
+    coordinator, sites = make(put("a"), 1), {"a": Site("a", 1), "b": Site("b", 1)}
+    settle(coordinator, sites, 0.0)
+    failed = {"t0": TrainingAtSite("t0", "failed", None, (), error="ValueError: no")}
+    before = replace(sites["a"].answer(looked=False), trainings=failed)
+    coordinator.on_answer("a", before, 1.0)
+    assert coordinator.trainings["t0"].ended is not None
+    coordinator.retry("t0")
+    assert coordinator.attempts == {"t0": 1}
+    coordinator.on_answer("a", before, 2.0)
+    assert coordinator.trainings["t0"].ended is None
+    coordinator.on_answer("a", replace(before, retried={"t0": 1}), 3.0)
+    assert coordinator.trainings["t0"].ended is not None

@@ -8,13 +8,17 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from freetrain_parsl.cli.sites_view import SitesView, coordinate_and_report
 from freetrain_parsl.cli.verbs import app_of
 from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.remote import archive, preparation
 from freetrain_parsl.remote.sites import coordinator as coordinator_module
-from freetrain_parsl.remote.sites import run as run_module
+from freetrain_parsl.remote.sites import loop as loop_module
 from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
+from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.run import SitesRun
 
 if TYPE_CHECKING:
@@ -42,12 +46,14 @@ SITES = "look: 1 s\nstatus: 1 s\nsites:\n  - {name: a, config: a.yaml}\n  - {nam
 class ScriptedSite:
     """A site that finishes what it is given at once, hangs, or refuses."""
 
-    def __init__(self, *, nodes: int = 2, finishes: bool = True, error: Exception | None = None) -> None:
+    def __init__(self, *, nodes: int = 1, finishes: bool = True, error: Exception | None = None) -> None:
         self.nodes = nodes
         self.finishes = finishes
         self.error = error
         self.hangs: threading.Event | None = None
         self.stops_as = "stopped"
+        self.ends_as = "finished"
+        self.retry: dict[str, int] = {}
         self.order, self.assigned = 0, []
         self.verbs: list[str] = []
         self.also: dict[str, Any] = {}  # in every answer to a look
@@ -64,6 +70,7 @@ class ScriptedSite:
                 return {**facts, "host": "x"}
             case "stop":
                 return self.status(self.stops_as)
+        self.retry = request["retry"]
         if request["order"] > self.order:
             self.order, self.assigned = request["order"], request["trainings"]
         measured: list[Any] = []
@@ -75,7 +82,7 @@ class ScriptedSite:
 
     def status(self, state: str) -> dict[str, Any]:
         trainings = [
-            {"name": name, "state": "finished" if self.finishes else "running", "share": 0.5, "nodes": [],
+            {"name": name, "state": self.ends_as if self.finishes else "running", "share": 0.5, "nodes": [],
              "result": {"loss": 1.5}, "error": None, "remark": None}
             for name in self.assigned
         ]  # fmt: skip
@@ -102,7 +109,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "b.yaml").write_text(SITE.replace("path: /ft", "path: /ft-b"))
     (tmp_path / "sites.yaml").write_text(SITES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_module, "_PERIOD", 0.01)
+    monkeypatch.setattr(loop_module, "_PERIOD", 0.01)
     return tmp_path
 
 
@@ -189,8 +196,47 @@ def test_a_site_whose_driver_had_died_has_not_saved_and_that_is_said(project: Pa
     assert [line.partition(";")[0] for line in said if "died" in line] == ["site b: its driver had died"]
 
 
+def test_the_last_line_does_not_say_that_a_site_has_stopped_whose_driver_had_died(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False)}
+    sites["b"].stops_as = "died"
+    run = create(project, sites)
+
+    def stop(_view: SitesView, coordinator: Coordinator, elapsed: float) -> None:
+        assert elapsed < 60, coordinator.as_json()
+        if all(site.confirmed for site in coordinator.sites.values()):
+            run.store.request_stop()
+
+    monkeypatch.setattr(SitesView, "show", stop)
+    with pytest.raises(typer.Exit):
+        coordinate_and_report(run, verb="resume", as_json=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stopped; site b: its driver had died, and its jobs may be left; the other sites have stopped." in said
+
+
+def test_a_campaign_for_many_sites_is_packed_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    monkeypatch.setattr(preparation, "pack", lambda *arguments: packed.append(1) or archive.pack(*arguments))
+    create(project, {})
+    assert packed == [1]
+    archives = [json.loads((project / "run" / "requests" / f"{name}.json").read_text())["archive"] for name in "ab"]
+    assert archives[0] == archives[1] != ""
+
+
+def test_a_site_may_have_the_name_of_a_file_of_the_coordinator(project: Path) -> None:
+    """Runs of sites on this machine have a directory of their own."""
+    (project / "sites.yaml").write_text(SITES.replace("name: a", "name: requests").replace("name: b", "name: parsl"))
+    run = SitesRun.create(project / "campaign.yaml", project / "sites.yaml", project / "run")
+    places = [run.make_place(name) for name in ("requests", "parsl")]
+    assert [place._directory for place in places if isinstance(place, LocalPlace)] == [
+        project / "run" / "sites" / "requests",
+        project / "run" / "sites" / "parsl",
+    ]
+
+
 def test_a_site_that_hangs_delays_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "_HUNG", 0.3)
+    monkeypatch.setattr(loop_module, "HUNG", 0.3)
     sites = {"a": ScriptedSite(), "b": ScriptedSite()}
     sites["b"].hangs = threading.Event()
     run = create(project, sites)
@@ -206,7 +252,7 @@ def test_a_site_that_is_offline_at_the_start_is_tried_again_and_one_that_refuses
     assert offline["b"].verbs[0] == "prepare"
     refused = SitesRun.create(project / "campaign.yaml", project / "sites.yaml", project / "other")
     refused.place_of = lambda _run, _name: ScriptedSite(error=InvalidInput("login1 has other versions"))
-    with pytest.raises(InvalidInput, match=r"site [ab]: login1 has other versions"):
+    with pytest.raises(InvalidInput, match=r"sites.yaml:[45]: site [ab]: login1 has other versions"):
         refused.drive(report=ignore, show=ignore)
 
 
@@ -243,7 +289,9 @@ def test_other_verbs_name_what_a_run_at_several_sites_is(project: Path) -> None:
     assert "sites" in json.loads(runner.invoke(app_of(), ["status", "run", "--json"]).stdout)
     for command, message in (
         (["clean", "run"], "is a run at several sites"),
-        (["resume", "run", "--retry", "t1"], "continues without options"),
+        (["resume", "run", "--config", "a.yaml"], "continues with the files of its start, here; give only --retry"),
+        (["resume", "run", "--detach"], "continues with the files of its start, here; give only --retry"),
+        (["resume", "run", "--retry", "t9"], "t9"),
         (["run", "campaign.yaml", "--sites", "sites.yaml", "--config", "local"], "give only --sites"),
         (["run", "campaign.yaml", "--any-versions"], "are for --sites"),
         (["run", "campaign.yaml", "--sites", "none.yaml"], "cannot read the list of sites"),
@@ -292,9 +340,72 @@ def test_a_site_that_becomes_silent_is_shown_as_such_by_status(project: Path, mo
     assert all("does not answer: out of reach" in line for line in shown[1])
 
 
-def test_cancel_names_no_option_that_a_run_at_several_sites_refuses(project: Path) -> None:
-    run = create(project, {})
+def test_a_training_that_has_failed_is_retried_and_the_failure_before_does_not_count_again(project: Path) -> None:
+    """Nor does it for a coordinator that is killed after that."""
+    sites = {"a": ScriptedSite(), "b": ScriptedSite()}
+    for site in sites.values():
+        site.ends_as = "failed"
+    run = create(project, sites)
+    assert run.drive(report=ignore, show=ignore) == "finished"
+    assert {item.state for item in run.store.trainings()} == {"failed"}
+    again = SitesRun.reopen(project / "run")
+    again.place_of = lambda _run, name: sites[name]
+    assert again.to_retry(["t1"]) == ("t1",)
+    assert again.to_retry([], failed=True) == ("t1", "t2")
+    with pytest.raises(InvalidInput, match="t9"):
+        again.to_retry(["t9"])
+
+    def leave(coordinator: Coordinator, elapsed: float) -> None:
+        assert elapsed < 60, coordinator.as_json()
+        assert coordinator.trainings["t1"].ended is None
+        if coordinator.trainings["t1"].site is not None and all(site.retry for site in sites.values()):
+            signal.raise_signal(signal.SIGHUP)
+
+    assert again.drive(report=ignore, show=leave, retry=["t1"]) == "detached"
+    assert {site.retry["t1"] for site in sites.values()} == {1}
+    for site in sites.values():
+        site.ends_as, site.also = "finished", {"retried": {"t1": 1}}
+    last = SitesRun.reopen(project / "run")
+    last.place_of = lambda _run, name: sites[name]
+    assert last.drive(report=ignore, show=ignore) == "finished"
+    assert {item.name: item.state for item in last.store.trainings()} == {"t1": "finished", "t2": "failed"}
+    with pytest.raises(InvalidInput, match="t1 has finished; there is nothing to retry"):
+        last.to_retry(["t1"])
+
+
+def test_a_cancelled_training_is_continued_by_a_retry(project: Path) -> None:
+    sites = {"a": ScriptedSite(), "b": ScriptedSite()}
+    run = create(project, sites)
     result = CliRunner().invoke(app_of(), ["cancel", str(run.directory), "t1"])
     assert result.exit_code == 0
-    assert "t1 is cancelled; its checkpoints are kept." in result.output
-    assert "--retry" not in result.output
+    assert "To continue it: freetrain resume" in " ".join(result.output.split())
+    assert run.drive(report=ignore, show=ignore, retry=run.to_retry(["t1"])) == "finished"
+    assert {item.state for item in run.store.trainings()} == {"finished"}
+
+
+def test_explain_says_why_a_training_is_at_its_site_and_which_waits(project: Path) -> None:
+    sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False, nodes=0)}
+    run = create(project, sites)
+    runner = CliRunner()
+    before = runner.invoke(app_of(), ["explain", "run"])
+    assert "t1 waiting: no decision has been made yet" in before.output
+
+    def leave(coordinator: Coordinator, elapsed: float) -> None:
+        assert elapsed < 60, coordinator.as_json()
+        if coordinator.sites["a"].confirmed:
+            signal.raise_signal(signal.SIGHUP)
+
+    assert run.drive(report=ignore, show=leave) == "detached"
+    said = runner.invoke(app_of(), ["explain", "run"]).output
+    assert "site b: 0 nodes held, 0 more to be had" in said
+    assert "t1 waiting at a: 1 of 1.0 nodes expected at a" in said
+    assert "t2 waiting at a: no nodes expected; queued at a" in said
+    figures = json.loads(runner.invoke(app_of(), ["explain", "run", "--json"]).output)
+    assert [(item["site"], item["moves"]) for item in figures["trainings"]] == [("a", 0), ("a", 0)]
+    (project / "run" / COORDINATOR).write_text('{"coordinator": {"trainings": []}, "lines": []}')
+    damaged = runner.invoke(app_of(), ["explain", "run"])
+    assert damaged.exit_code == 2
+    assert "coordinator.json is damaged" in damaged.output
+    other = runner.invoke(app_of(), ["explain", str(project)])
+    assert other.exit_code == 2
+    assert "Traceback" not in other.output

@@ -55,7 +55,10 @@ def test_a_list_of_sites(tmp_path: Path) -> None:
         ("sites:\n  - {name: a b, config: a.yaml}\n", r"sites.yaml:2: sites\[1\].name: must be up to 31 letters"),
         ("sites:\n  - {name: home, config: a.yaml}\n", r"sites.yaml:2: .* not 'home'"),
         ("sites:\n  - {name: a}\n", r"sites.yaml:2: sites\[1\].config: is missing"),
-        ("sites:\n  - {name: a, config: a.yaml, endpoint: 7}\n", r"sites.yaml:2: sites\[1\].endpoint: .* not a UUID"),
+        (
+            "sites:\n  - {name: a, config: a.yaml, endpoint: 7}\n",
+            r"yaml:2: .*endpoint: site a: the endpoint '7'",
+        ),
         ("sites:\n  - {name: a, config: a.yaml, colour: red}\n", r"sites.yaml:2: unknown key 'sites\[1\].colour'"),
         ("sites:\n  - {name: a, config: x.yaml}\n", r"sites.yaml:2: sites\[1\].config: .*x.yaml"),
         ("sites:\n  - {name: a, config: no_home.yaml}\n", r"sites.yaml:2: .* has no checkpoints.globus"),

@@ -1,0 +1,63 @@
+"""A training whose checkpoints a driver's mover carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from freetrain_parsl.storage.globus.carrier import Parcel
+
+__all__ = ["CarriedStage", "CarriedTraining"]
+
+
+class CarriedStage(Enum):
+    """Where a training is on its way; see `freetrain_parsl.storage.globus.mover`."""
+
+    CLAIMING = "claiming"
+    SEARCHING = "searching"
+    FETCHING = "fetching"
+    READY = "ready"
+    FINISHED = "finished"
+    OVER = "over"
+
+
+@dataclass
+class CarriedTraining:
+    """A training of this driver.
+
+    Parameters
+    ----------
+    name
+        Its directory name.
+    stage
+        Where it is on its way.
+    generation
+        The one that is owned.
+    lineage
+        Checkpoints of this and later generations at home continue those here.
+    candidates
+        Checkpoints at home that are later than those here, oldest first.
+    reason
+        Why it is not ready.
+    finished
+        When it finished.
+    confirmed
+        Whether its result counts.
+    scanned
+        Whether its last checkpoint has been looked for.
+    leaving
+        Whether it goes on at another site; its last checkpoint is then copied however often that fails.
+    """
+
+    name: str
+    stage: CarriedStage = CarriedStage.CLAIMING
+    generation: int = 0
+    lineage: int = 0
+    candidates: list[Parcel] = field(default_factory=list)
+    reason: str = ""
+    finished: float = 0.0
+    confirmed: bool = False
+    scanned: bool = False
+    leaving: bool = False
