@@ -100,6 +100,7 @@ class Mover:
         self._carried: dict[str, CarriedTraining] = {}  # by directory name
         self._lost: dict[str, str] = {}
         self._next_scan = 0.0
+        self._next_copies = 0.0
         self._not_before = 0.0
         self._failures = 0
         self._problem = ""
@@ -419,9 +420,13 @@ class Mover:
     # Copies.
 
     def _scan(self) -> None:
-        """Offer the newest checkpoints of the trainings that run here."""
+        """Offer the newest checkpoints: at once of trainings that have ended, from time to time of those that run."""
+        stages = {CarriedStage.FINISHED}
+        if self._clock() >= self._next_copies:
+            self._next_copies = self._clock() + self._pace.copies
+            stages.add(CarriedStage.READY)
         for item in list(self._carried.values()):
-            if item.stage not in (CarriedStage.READY, CarriedStage.FINISHED) or item.name in self._lost:
+            if item.stage not in stages or item.name in self._lost:
                 continue
             finished = item.stage is CarriedStage.FINISHED
             entry = self._exchange.newest(item.name)

@@ -16,7 +16,10 @@ class MoverPace:
     turn
         Between passes of its loop.
     scan
-        Between looks for new checkpoints here.
+        Between looks for new checkpoints of trainings that have ended or leave.
+    copies
+        Between copies of running trainings, at least; those of all trainings are made together. A site that stops
+        answering loses its trainings at the end of the lease, so what is trained between copies is little beside that.
     request
         Between two requests to Globus, at least.
     poll_least, poll_most
@@ -27,6 +30,7 @@ class MoverPace:
 
     turn: float
     scan: float
+    copies: float
     request: float
     poll_least: float
     poll_most: float
@@ -39,6 +43,7 @@ class MoverPace:
         return cls(
             turn=min(0.25, lease / 100),
             scan=min(2.0, lease / 20),
+            copies=min(120.0, lease / 5),
             request=min(0.1, lease / 500),
             poll_least=min(2.0, lease / 20),
             poll_most=min(30.0, lease / 10),

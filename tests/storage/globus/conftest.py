@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LEASE = 100.0
 A, B, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "abc")
-_PACE = MoverPace(turn=0.0, scan=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=10.0)
+_PACE = MoverPace(turn=0.0, scan=0.0, copies=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=10.0)
 
 
 @dataclass
@@ -76,13 +76,13 @@ class World:
         self.stack.append(app)
         return Collections(app.__enter__())
 
-    def mover(self, site: str, *, check: bool = True) -> Mover:
+    def mover(self, site: str, *, check: bool = True, pace: MoverPace = _PACE) -> Mover:
         collections = self.collections(site)
         if check:
             check_places(collections, self.settings[site], self.root(site))
         return Mover(
             self.settings[site], self.root(site), self.path / f"run-{site}", f"{site}1", collections,
-            clock=self.clock, pace=_PACE,
+            clock=self.clock, pace=pace,
         )  # fmt: skip
 
     def save(self, site: str, training: str, step: int, content: bytes = b"state") -> None:

@@ -19,7 +19,7 @@ from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 A, B, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "abc")
-_PACE = MoverPace(turn=0.0, scan=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=5.0)
+_PACE = MoverPace(turn=0.0, scan=0.0, copies=0.0, request=0.0, poll_least=0.0, poll_most=0.0, retry=1.0, longest=5.0)
 
 
 @dataclass

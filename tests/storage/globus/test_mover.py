@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from freetrain_parsl.errors import GlobusRefused
 from freetrain_parsl.storage.globus.mover import ResultStatus
+from freetrain_parsl.storage.globus.mover_pace import MoverPace
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.testing.globus.loopback_service import Cut, Reply
 from tests.storage.globus.conftest import HOME, LEASE, A
@@ -279,6 +281,27 @@ def test_requests_of_an_idle_mover_are_few(world):
         one.turn()
         world.clock.now += LEASE / 100
     assert len(world.services["a"].requests) - before <= 2 * 6
+
+
+def test_running_trainings_are_copied_together_at_the_default_pace_and_the_last_checkpoint_at_once(world):
+    one = world.mover("a", pace=replace(MoverPace.of(900.0), request=0.0))
+    ready(world, one, "net", "other")
+    before = len(world.services["a"].requests)
+    for step in range(1, 360):
+        world.save("a", "net", step)
+        world.save("a", "other", step)
+        one.turn()
+        world.machine_idle()
+        world.clock.now += 10.0
+    assert len(world.services["a"].requests) - before <= 12 * 60  # in an hour
+    newest = int(world.at_home("net")[-1].partition(":")[2])
+    assert newest > 359 - 120 / 10 - 4
+    world.save("a", "net", 360)
+    one.leave("net")
+    begun = world.clock.now
+    world.run(one, until=lambda: one.has_left("net"))
+    assert world.at_home("net")[-1] == "1:360"
+    assert world.clock.now - begun < 30.0
 
 
 def test_a_training_that_leaves_has_its_last_checkpoint_at_home_before_another_site_gets_it_and_may_come_back(world):
