@@ -109,6 +109,9 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+_HAS_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # not expressions, which are most nodes
+
+
 @cache
 def parsed(module: Path) -> ast.Module:
     return ast.parse(module.read_text(encoding="utf-8"))
@@ -131,7 +134,7 @@ def imports(module: Path, *, for_type_checkers: bool = True) -> set[str]:
             assert node.level == 0, f"{module}: relative import"
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             found.update(name if name in NAMES else node.module for name in inside)
-        waiting.extend(ast.iter_child_nodes(node))
+        waiting.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, _HAS_STATEMENTS))
     return found
 
 
