@@ -34,8 +34,9 @@ def test_a_notebook_of_the_docs_runs(path, tmp_path, monkeypatch, mark):
     from nbclient import NotebookClient
 
     monkeypatch.setenv(MARK, mark)
+    # The limit is that of one cell, which waits for a whole campaign: 290 s where ten other processes share two cores.
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = outputs_of(book)
     assert "digits: finished, 3 of 3 trainings finished" in outputs[1]
     assert outputs[3] == "'finished'"
