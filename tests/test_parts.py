@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
 from tests.__main__ import FAILED, NOTHING, PARTS, arguments_of, main, verdict
-from tests.conftest import may_have, part_of, pytest_collection_modifyitems
+from tests.conftest import may_have, part_of, pytest_collection, pytest_collection_modifyitems
 
 
 @pytest.mark.parametrize(
@@ -95,3 +98,15 @@ def test_a_test_that_no_part_would_collect_is_an_error_when_the_quick_part_runs(
     item.path.touch()
     with pytest.raises(pytest.UsageError, match="no part would run test_x: write its mark in its file"):
         pytest_collection_modifyitems(SimpleNamespace(), [item])
+
+
+@pytest.mark.parametrize("no_bytecode", [True, False])
+def test_compiled_tests_are_kept_whatever_the_environment_says_of_other_files(monkeypatch, no_bytecode):
+    monkeypatch.setattr("gc.freeze", lambda: None)  # else what other tests have left is never collected
+    monkeypatch.setattr(sys, "dont_write_bytecode", no_bytecode)
+    with closing(pytest_collection()) as collection:
+        next(collection)
+        assert not sys.dont_write_bytecode
+        assert not gc.isenabled()
+    assert sys.dont_write_bytecode is no_bytecode
+    assert gc.isenabled()

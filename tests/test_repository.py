@@ -10,10 +10,14 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import requires, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import freetrain_parsl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "freetrain_parsl"
@@ -109,6 +113,17 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+def _statements_in(node: ast.AST) -> list[ast.AST]:
+    """Return the children that are or have statements, not the expressions, which are most nodes of a module."""
+    return [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt | ast.ExceptHandler | ast.match_case)]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    for child in _statements_in(node):
+        yield child
+        yield from _statements(child)
+
+
 @cache
 def parsed(module: Path) -> ast.Module:
     return ast.parse(module.read_text(encoding="utf-8"))
@@ -131,7 +146,7 @@ def imports(module: Path, *, for_type_checkers: bool = True) -> set[str]:
             assert node.level == 0, f"{module}: relative import"
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
             found.update(name if name in NAMES else node.module for name in inside)
-        waiting.extend(ast.iter_child_nodes(node))
+        waiting.extend(_statements_in(node))
     return found
 
 
@@ -200,7 +215,7 @@ def test_records_of_the_journal_are_imported_under_the_name_record():
     taken = {
         alias.name
         for module in MODULES
-        for node in ast.walk(parsed(module))
+        for node in _statements(parsed(module))
         if isinstance(node, ast.ImportFrom) and node.module == "freetrain_parsl.protocol.journal"
         for alias in node.names
     }

@@ -89,6 +89,8 @@ def test_a_campaign_runs_to_its_end_and_keeps_results_and_errors(shell: _Shell) 
     assert told["trainings"][2]["error"] == "ValueError: the user's own mistake"
     shell.check_results([EPOCHS * SAMPLES] * 2, resumed=False)
     assert shell.run_dir.stat().st_mode & 0o077 == 0
+    blocks = "".join(path.read_text() for path in shell.run_dir.rglob("*.sh.err"))
+    assert "without the warm start server" not in blocks, "the tests' nodes would need 7 s of processor time each"
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
     again = shell.run("resume", "run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 from freetrain_parsl import __version__
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.demo import _CAMPAIGN
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 KEYS = {
     "trainings_completed",
@@ -41,12 +44,6 @@ demo._CAMPAIGN = tuple(
 )
 main()
 """
-
-
-def freetrain(*arguments: str, cwd: Path, timeout: float = 30) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, without an activated environment."""
-    command = [str(Path(sys.executable).with_name("freetrain")), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.mark.cluster
@@ -79,23 +76,25 @@ def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json", "nowhere/figures.json"], "there is no directory"),
-        (["--run-dir", "full"], "is not empty"),
-        (["--policy", "best"], "unknown policy 'best'"),
-        (["--time-limit", "0"], "--time-limit must be positive"),
-        (["--nodes", "0"], "a workload needs nodes"),
-        (["--job-log", "missing.swf"], "missing.swf"),
+        ("--json nowhere/figures.json", "there is no directory"),
+        ("--run-dir full", "is not empty"),
+        ("--policy best", "unknown policy 'best'"),
+        ("--time-limit 0", "--time-limit must be positive"),
+        ("--nodes 0", "a workload needs nodes"),
+        ("--job-log missing.swf", "missing.swf"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_before_anything_is_started(
-    tmp_path: Path, arguments: list[str], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any, arguments: str, message: str
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
-    done = freetrain("demo", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    monkeypatch.chdir(tmp_path)
+    done = command(f"demo {arguments}")
+    assert done.code == 2
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
 def test_the_version_is_told() -> None:

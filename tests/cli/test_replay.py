@@ -177,8 +177,17 @@ def test_the_page_is_written(freetrain, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["idle.csv", "page.html", "trainers.yaml"]
 
 
-@pytest.mark.parametrize("log", ["idle.csv", "jobs.swf", "sacct.txt"])
-@pytest.mark.parametrize("trainers", ["trainers.yaml", "trainers.csv"])
+@pytest.mark.parametrize(
+    ("log", "trainers"),
+    [
+        ("idle.csv", "trainers.yaml"),
+        ("jobs.swf", "trainers.csv"),
+        ("sacct.txt", "trainers.yaml"),
+        pytest.param("idle.csv", "trainers.csv", marks=pytest.mark.slow),
+        pytest.param("jobs.swf", "trainers.yaml", marks=pytest.mark.slow),
+        pytest.param("sacct.txt", "trainers.csv", marks=pytest.mark.slow),
+    ],
+)
 def test_examples_can_be_replayed(freetrain, replay, log, trainers):
     """Each log with each list; job logs also with estimates."""
     written = freetrain("replay --example ex")

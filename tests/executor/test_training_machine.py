@@ -359,7 +359,7 @@ class Walk(World, RuleBasedStateMachine):
 
 
 TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=60, stateful_step_count=25)
+TestWalk.settings = settings(max_examples=30, stateful_step_count=25)
 
 
 @pytest.mark.slow

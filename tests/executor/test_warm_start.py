@@ -197,6 +197,13 @@ def test_nodes_in_other_circumstances_start_by_themselves_and_say_why(node: Node
     assert "different executable" in node.errors
 
 
+def test_the_name_of_the_interpreter_in_its_environment_is_no_other_circumstance(node: Node) -> None:
+    """Scripts that pip installs name `python`, `python3` or `python3.11`, depending on how pip was started."""
+    for name in ("python", "python3"):
+        node.end(node.submit("exit", "0", python=(str(Path(sys.executable).with_name(name)),)))
+        assert (node.report["forked"], node.errors) == (True, "")
+
+
 def test_what_scikit_learn_sets_in_the_environment_of_a_driver_is_no_other_circumstance(node: Node) -> None:
     node.end(node.submit("exit", "0", KMP_DUPLICATE_LIB_OK="True", KMP_INIT_AT_FORK="FALSE"))
     assert (node.report["forked"], node.errors) == (True, "")

@@ -363,6 +363,7 @@ PAGES = {
 }
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)], ids=["phone", "desktop"])
 @pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_the_page(chromium, tmp_path, name, width, height):
@@ -409,6 +410,7 @@ _OUTSIDE = """
 """
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_stands_out_in_both_schemes(chromium, tmp_path, dark):
     """The page follows the reader's colour scheme, and normal and muted text have a contrast of at least 4.5 to 1."""

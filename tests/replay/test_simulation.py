@@ -195,9 +195,12 @@ MAKERS: dict[str, Callable[[], Policy]] = {
     "arbitrary": Arbitrary,
     "milp with a short horizon": lambda: MilpPolicy("throughput", horizon=timedelta(seconds=3)),
 }
+QUICK = ("arbitrary", "milp", "equal-share")  # the other policies decide in the same replay
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(
+    "maker", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MAKERS]
+)
 @settings(max_examples=60, deadline=None)
 @given(
     log=random_logs(),

@@ -81,7 +81,7 @@ def measured(way: str, batch_size: int, epochs: int = 12) -> tuple[Quadratic, li
 
 
 @pytest.mark.parametrize("way", ["shards", "pieces", "successive"])
-@pytest.mark.parametrize("batch_size", [10, 40])
+@pytest.mark.parametrize("batch_size", [pytest.param(10, marks=pytest.mark.slow), 40])
 def test_the_estimates_are_those_of_a_known_quadratic(way: str, batch_size: int) -> None:
     """On average over the epochs; parts of 10 or 40 samples divided by three differ in size."""
     quadratic, estimates = measured(way, batch_size)

@@ -177,7 +177,12 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 @pytest.mark.parametrize(
-    "module", ["argparse", "inspect", "tarfile", "torch.optim.adam", "torch.utils.data.dataloader"]
+    "module",
+    [
+        "argparse",
+        "torch.optim.adam",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("inspect", "tarfile", "torch.utils.data.dataloader")),
+    ],
 )
 def test_formatting_does_not_count_in_any_function_of_large_modules(module: str) -> None:
     """Compiled from the original text, and from the text without its layout."""

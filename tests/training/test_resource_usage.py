@@ -42,14 +42,14 @@ def test_it_measures_at_most_once_a_second(clock):
 
 
 def test_processor_and_memory_are_those_of_this_process(clock):
+    begin = os.times()
     usage = ResourceUsage(torch.device("cpu"), 0, clock)
-    begin = os.times().user
-    while os.times().user - begin < 0.2:  # processor time
+    while (now := os.times()).user - begin.user < 0.2:  # processor time: other processes may have most of the cores
         pass
     clock.now = 101.0
     values = usage.read(0)
     assert values.keys() == {"samples_per_second", "cpu_percent", "memory_gib"}
-    assert values["cpu_percent"] > 10
+    assert values["cpu_percent"] > 50 * 0.2 / (now.elapsed - begin.elapsed)
     assert 0.05 < values["memory_gib"] < 50
 
 

@@ -81,7 +81,7 @@ PLACES = st.lists(
 )
 
 
-@pytest.mark.parametrize("source", [Numbers, Stateful])
+@pytest.mark.parametrize("source", [pytest.param(Numbers, marks=pytest.mark.slow), Stateful])
 @pytest.mark.parametrize("every", [1, 7, 4096])
 @given(places=PLACES)
 def test_a_position_has_the_same_sample_in_whatever_order_they_are_asked_for(

@@ -36,7 +36,8 @@ _READ_AT_IMPORT: Final = re.compile(
 def circumstances() -> dict[str, Any]:
     """Describe what a forked process has from its parent and cannot change: only a server in the same may fork it."""
     return {
-        "executable": [sys.executable, sys.prefix, sys.version],
+        # Not its name: `python` and `python3` of an environment are one file, which is in "files".
+        "executable": [str(Path(sys.executable).parent), sys.prefix, sys.version],
         "flags": [str(sys.flags), *sys.warnoptions],
         "variables": {name: value for name, value in sorted(os.environ.items()) if _READ_AT_IMPORT.match(name)},
         "namespaces": [str(Path("/proc/self/ns", kind).readlink()) for kind in namespaces.FIXED],

@@ -51,7 +51,9 @@ def assert_as_alone(
 
 
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "lstm", "transformer", "pointnet"])
-@pytest.mark.parametrize("seeds", [None, (4, 5, 6)], ids=["one seed", "own seeds"])
+@pytest.mark.parametrize(
+    "seeds", [(4, 5, 6), pytest.param(None, marks=pytest.mark.slow)], ids=["own seeds", "one seed"]
+)
 def test_every_training_of_a_sweep_is_what_it_is_alone(tmp_path: Path, kind: str, seeds: Sequence[int] | None) -> None:
     """Losses, validation, parameters, buffers, optimizer states, and the random numbers drawn afterwards."""
     # Adam amplifies the rounding of the gradients of an attention's keys, which are zero, to whole steps.
