@@ -138,10 +138,19 @@ class RunStore:
         trainings: Sequence[str],
         clock: Callable[[], float] = time.time,
     ) -> RunStore:
-        """Create the database of a new run atomically, private to the user."""
+        """Create the database of a new run atomically, private to the user.
+
+        Raises
+        ------
+        InvalidInput
+            Another process creates, or has created, a run in this directory.
+        """
         path = directory / DATABASE
         aside = path.with_suffix(".new")
-        os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            raise InvalidInput(f"{shown(directory)}: another process creates a run there; give another one") from None
         with closing(sqlite3.connect(aside)) as database, database:
             database.executescript(_SCHEMA)
             database.executemany(

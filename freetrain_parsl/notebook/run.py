@@ -62,6 +62,11 @@ class WatchedRun:
 
         The columns are ``state``, ``done`` (the fraction of its samples), the numbers and texts of the result, and
         ``error`` where a training has failed.
+
+        Raises
+        ------
+        InvalidInput
+            The run was refused when its driver started, has not been created yet, or was removed.
         """
         return results_table(self._source.results())
 
@@ -142,7 +147,7 @@ class StartedRun(WatchedRun):
 
     def __init__(self, source: ShownCampaign, *, controls: bool, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(source, sleep)
-        self._store = source.store
+        self._campaign = source
         self.controls = controls
 
     def stop(self, timeout: float = 120.0) -> str:
@@ -168,7 +173,7 @@ class StartedRun(WatchedRun):
         while (state := self.state) == "starting" and time.monotonic() < end:
             self._sleep(_POLL)  # a driver that begins ignores earlier requests
         if state == "running":
-            self._store.request_stop()
+            self._campaign.store.request_stop()
         return self.wait(max(0.0, end - time.monotonic()))
 
     def resume(self, *, on_code_change: OnCodeChange | None = None, retry_failed: bool = False) -> None:
