@@ -130,7 +130,7 @@ class Journal:
         """
         self._progress[training] = (time, json.dumps(asdict(progress)))
         self._samples.admit(training)
-        if progress.loss is not None and (kept := self._samples.choose(time, training, {"loss": progress.loss})):
+        if progress.loss is not None and (kept := self._samples.choose_loss(time, training, progress.loss)):
             self.write(time, record.ValuesSampled(training, progress.step, kept))
 
     def keep_values(self, time: float, training: str, rows: Sequence[str]) -> None:

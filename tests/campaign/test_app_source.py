@@ -33,10 +33,10 @@ def test_names_are_those_of_the_grid(tmp_path):
     ("training", "message"),
     [
         ("{app: 'nut.py:train'}", r"c\.yaml:1: trainings\[1\]\.app: no such file: .*nut\.py"),
-        ("{app: 'net.py:trian'}", r"has no 'trian'; did you mean train; its training apps: train"),
+        ("{app: 'net.py:trian'}", r"has no 'trian' \(did you mean 'train'\?\); its training apps: train"),
         ("{app: 'net:trian'}", r"net has no 'trian'"),
         ("{app: 'net.py:plain'}", r"net\.py:plain is not a training app: decorate it"),
-        ("{app: 'net.py:train', arguments: {lx: 1}}", r"no argument 'lx'; did you mean lr\?; it takes: lr, momentum"),
+        ("{app: 'net.py:train', arguments: {lx: 1}}", r"no argument 'lx'.*; it takes: lr, momentum"),
         (
             "{app: 'net.py:train'}",
             r"missing a required argument: 'lr'; .*: lr, momentum=0\.5 \+ 0\.4",
