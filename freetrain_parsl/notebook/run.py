@@ -10,7 +10,7 @@ from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.control import controller_of
 from freetrain_parsl.notebook.launch import run_command
 from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
-from freetrain_parsl.notebook.timeline import timeline_picture
+from freetrain_parsl.notebook.pictures import curves_picture, timeline_picture
 from freetrain_parsl.notebook.values import TextLines, results_table
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class WatchedRun:
     def __init__(self, source: ShownRun, sleep: Callable[[float], None] = time.sleep) -> None:
         self._source = source
         self._sleep = sleep
-        self._display = LiveDisplay(source, self.timeline)
+        self._display = LiveDisplay(source, lambda: (self.timeline(), self.curves()))
 
     @property
     def directory(self) -> Path:
@@ -73,6 +73,10 @@ class WatchedRun:
     def timeline(self) -> Picture:
         """Draw the nodes over time, with the trainings that ran on them; needs matplotlib (extra ``report``)."""
         return timeline_picture(self._source.journals(), self._source.snapshot().title)
+
+    def curves(self) -> Picture:
+        """Draw the loss and what trainings log against steps; needs matplotlib (extra ``report``)."""
+        return curves_picture(self._source.view(), self._source.snapshot().title)
 
     def logs(self, training: str | None = None, *, tail: int | None = None) -> TextLines:
         """Return what a training has printed, or all of them, merged by time.
