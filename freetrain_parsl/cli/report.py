@@ -20,7 +20,7 @@ from freetrain_parsl.campaign.report_page import PHASES, UNUSED, write_report_pa
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import trainings_of
-from freetrain_parsl.cli.campaign_view import RunDirectory
+from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
 

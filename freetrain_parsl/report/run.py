@@ -173,6 +173,11 @@ class FailedStarts:
     next_attempt: float | None
     reason: str
 
+    @classmethod
+    def of(cls, entry: record.StartsFailed) -> FailedStarts | None:
+        """Return what a record says; ``None``: a block has started again."""
+        return cls(entry.count, entry.most, entry.next_attempt, entry.reason) if entry.count else None
+
     def sentence(self, now: float) -> str:
         """Describe it in one line."""
         if self.next_attempt is None:
@@ -297,8 +302,7 @@ class RunState:
                 if entry.node_kind:
                     self.node_kinds[node] = entry.node_kind
             case record.StartsFailed():
-                failed = FailedStarts(entry.count, entry.most, entry.next_attempt, entry.reason)
-                self.failed_starts = failed if entry.count else None
+                self.failed_starts = FailedStarts.of(entry)
             case record.CohortJoined() | record.CohortStalled() | record.ArrayMeasured():
                 self._on_cohort_record(entry.subject, entry)
             case record.Decision():
