@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.logs import log_lines, shown_line, trainings_of
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.notebook.control import controller_of
 from freetrain_parsl.notebook.launch import run_command
 from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
@@ -130,10 +130,13 @@ class WatchedRun:
             print(self._source.snapshot().text())  # noqa: T201 - the output of a cell is what this is for
 
     def __repr__(self) -> str:
-        return self._source.snapshot().text()
+        return str(self._repr_mimebundle_()["text/plain"])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:  # noqa: ARG002 - IPython's
-        return bundle_of(self._source.snapshot())
+        try:
+            return bundle_of(self._source.snapshot())
+        except FreeTrainError as error:  # IPython would print a traceback
+            return {"text/plain": str(error)}
 
 
 class StartedRun(WatchedRun):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import sys
 
 import pytest
@@ -176,3 +177,13 @@ def test_a_run_that_was_refused_can_be_started_again(tmp_path, monkeypatch):
     assert run_dir == tmp_path / "freetrain-run-sweep"
     assert command[:2] == ["run", str(tmp_path / "sweep.yaml")]
     assert directory == tmp_path
+
+
+def test_a_run_that_was_removed_is_named_in_one_line(run_dir):
+    """Whatever the notebook asks of it."""
+    run = Campaign("sweep.yaml").start()
+    shutil.rmtree(run_dir)
+    for ask in (run.results, run.timeline, run.explain, run.snapshot, run.wait, run.stop):
+        with pytest.raises(InvalidInput, match=r"freetrain-run-sweep was removed, or its campaign\.sqlite$"):
+            ask()
+    assert repr(run).endswith("freetrain-run-sweep was removed, or its campaign.sqlite")
