@@ -12,8 +12,8 @@ shown; ``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, 
 steps per second without and with five viewers. ``turn_slowdown`` is that of the durations of a driver's turns, with the
 synthetic run, which is much longer: in a turn the progress of all trainings and some records are written and committed,
 four times a second. Server and viewers are stopped (SIGSTOP) and continued every few seconds, because the load of a
-shared machine changes; the ratios are the medians of those of neighbouring periods. Viewers, server, driver and training
-share the machine's cores. ``--only-driver`` measures these two.
+shared machine changes; the ratios are the medians of those of neighbouring periods. Viewers, server, driver and
+training share the machine's cores. ``--only-driver`` measures these two.
 """
 
 from __future__ import annotations
