@@ -21,7 +21,7 @@ from freetrain_parsl.notebook.run import StartedRun
 from freetrain_parsl.notebook.shown import ShownCampaign
 from freetrain_parsl.notebook.snapshot import short_path
 from freetrain_parsl.protocol.options import check_on_code_change
-from freetrain_parsl.remote.detached import driver_process, run_detached
+from freetrain_parsl.remote.detached import driver_process, local_status, run_detached
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ class NotebookCampaign:
         file = self._run_dir / CELLS / CAMPAIGN_FILE if self._cells is not None else self._file
         assert file is not None, "a campaign is a file, or of cells"
         command = self._command(file)
-        if (process := driver_process(self._run_dir)) is not None and process.exit_code is None and process.running:
+        process = driver_process(self._run_dir)
+        if process is not None and local_status(self._run_dir, None).state == "starting":
             if list(process.command) != command:
                 raise InvalidInput(
                     f"{self._run_dir} is starting another campaign; give another run_dir, or look at that one: "

@@ -53,7 +53,7 @@ def draw_curves(
         plots[name].set_xlabel("step")
         plots[name].grid(alpha=0.3)
     handles: dict[str, Any] = {}
-    for curve in curves:
+    for curve in sorted(curves, key=lambda curve: curve["training"]):
         if (axes := plots.get(curve["name"])) is None:
             continue
         marker = "." if len(curve["step"]) == 1 else None

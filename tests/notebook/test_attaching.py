@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import sys
+import time
 
 import pytest
 
@@ -187,3 +188,21 @@ def test_a_run_that_was_removed_is_named_in_one_line(run_dir):
         with pytest.raises(InvalidInput, match=r"freetrain-run-sweep was removed, or its campaign\.sqlite$"):
             ask()
     assert repr(run).endswith("freetrain-run-sweep was removed, or its campaign.sqlite")
+
+
+def test_a_run_that_starts_on_another_host_is_not_started_again(tmp_path, monkeypatch, capsys):
+    """Whether that process still runs cannot be seen here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.yaml").write_text(CAMPAIGN)
+    campaign = Campaign("sweep.yaml")
+    launched(tmp_path / "freetrain-run-sweep", "")
+    driver = tmp_path / "freetrain-run-sweep" / "driver"
+    (driver / "exit.1.1.json").unlink()
+    command = ["run", str(tmp_path / "sweep.yaml"), "--config", "local", "--run-dir", str(driver.parent)]
+    record = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
+    (driver / "process.json").write_text(json.dumps(record))
+    assert campaign.start().state == "starting"
+    assert "attached to freetrain-run-sweep: it is starting" in capsys.readouterr().out
+    (driver / "process.json").write_text(json.dumps({**record, "command": ["run", "other.yaml"]}))
+    with pytest.raises(InvalidInput, match="is starting another campaign"):
+        campaign.start()
